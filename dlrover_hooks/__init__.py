@@ -1,0 +1,34 @@
+"""Hooks that keep training runs alive. Importing this loads no framework: public names are resolved on first use."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrover_hooks.data.loader import elastic_loader as elastic_loader
+    from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
+    from dlrover_hooks.integrations.torch import AsyncCheckpointer as AsyncCheckpointer
+    from dlrover_hooks.session import Session as Session
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "AsyncCheckpointer": "dlrover_hooks.integrations.torch",
+    "ElasticSampler": "dlrover_hooks.data.sampler",
+    "Session": "dlrover_hooks.session",
+    "elastic_loader": "dlrover_hooks.data.loader",
+}
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'dlrover_hooks' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,412 @@
+"""Every message between a worker, an agent and the master, and the one table of routes.
+
+Client and server are both generated from `ROUTES`: a message is a frozen struct plus a row here, nothing else. Bodies are
+JSON; decoding is typed (msgspec), unknown fields are ignored so that protocol N reads N+1's additions. Requests that
+change state are *events*: the core applies them, the journal keeps them, and `Idempotency-Key: INCARNATION/CHANNEL/SEQ`
+makes a repeated one answer what it answered before.
+
+Units: `_s` seconds, `_bytes` bytes. `now` is never in a request: the master's clock is the only one.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, ClassVar
+
+import msgspec
+
+PROTOCOL = 1
+"""Wire version. The master speaks this one and the one before; `X-Dlrover-Hooks-Protocol` carries it."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Anything that crosses a room: immutable and typed."""
+
+
+class Generation(Message, order=True):
+    """One checkpoint. Newest means greatest (attempt, step); `run` must agree before two may be compared."""
+
+    attempt: int
+    step: int
+    run: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} (attempt {self.attempt}, run {self.run[:8]})"
+
+
+class Source(enum.Enum):
+    """Where a restore is read from."""
+
+    MEMORY = "memory"
+    STORAGE = "storage"
+
+
+class Held(Message):
+    """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena."""
+
+    generation: Generation
+    rank: int
+    world_size: int
+    seat: int
+    slot: int
+
+
+class Cadence(Message):
+    """When to save. Save at steps divisible by `every` (0: at powers of two until the master knows the step time).
+
+    The first saved step >= `persist_from` is also made durable (None: nothing is due).
+    """
+
+    every: int = 0
+    persist_from: int | None = None
+
+
+class ShardFile(Message):
+    """One rank's durable file of a generation; `chunks` are xxh3-64 hex digests of `chunk_bytes` pieces."""
+
+    name: str
+    rank: int
+    nbytes: int
+    chunk_bytes: int
+    chunks: tuple[str, ...]
+
+
+class Manifest(Message):
+    """A generation exists in storage if and only if this lies beside its files and their sizes match."""
+
+    job: str
+    generation: Generation
+    world_size: int
+    files: tuple[ShardFile, ...]
+    created_at: float
+    format: int = 1
+
+
+class Restore(Message):
+    """What every rank of a round loads."""
+
+    generation: Generation
+    world_size: int
+    source: Source
+    url: str | None = None
+    """Folder of the checkpoint tree for STORAGE."""
+
+
+class Phase(enum.Enum):
+    """Life of a round: seats are assigned, workers attach, load the restore choice, train; or the round broke."""
+
+    ATTACHING = "attaching"
+    RESTORING = "restoring"
+    TRAINING = "training"
+    BROKEN = "broken"
+
+
+class Seat(Message):
+    """One worker to be. `rank` is set only when a foreign launcher (torchrun) has already fixed it."""
+
+    incarnation: str
+    local_rank: int
+    rank: int | None = None
+
+
+class Departure(enum.Enum):
+    """Why a worker left."""
+
+    DONE = "done"
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    STOPPED = "stopped"
+
+
+class VoteKind(enum.Enum):
+    MEMORY = "memory"
+    STORED = "stored"
+    FAILED = "failed"
+    """This rank cannot make the generation durable; `reason` says why. The master gives the generation up."""
+
+
+# ---- requests and replies ---------------------------------------------------------------------------------------------
+
+
+class Join(Message):
+    """Ask for `seats` in the next round of `job`, created here if unknown. Reply at once; `AwaitRound` waits for ranks.
+
+    `incarnation` speaks for the seats: an agent, or the one worker itself.
+    """
+
+    job: str
+    incarnation: str
+    node: str
+    seats: tuple[Seat, ...]
+    host: str
+    port: int
+    """A port on `host` that is free for the process group's store if a seat here gets rank 0."""
+    min_workers: int
+    max_workers: int
+    proposed_run: str
+    last_call_s: float = 0.3
+    fresh: bool = False
+    """Start a new run even if older generations of this job are found."""
+
+
+class Joined(Message):
+    job: str
+    run: str
+    finished: bool = False
+    finished_step: int | None = None
+
+
+class AwaitRound(Message):
+    """Long-poll until a round newer than `after` seats `incarnation`'s seats, or `timeout_s` passes."""
+
+    job: str
+    incarnation: str
+    after: int = 0
+    timeout_s: float = 20.0
+
+
+class Seated(Message):
+    """`round` None: nothing yet, ask again."""
+
+    round: int | None = None
+    ranks: tuple[int, ...] = ()
+    """Global ranks in the order of the joined seats."""
+    world_size: int = 0
+    node_rank: int = 0
+    node_count: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    store_prefix: str = ""
+
+
+class Attach(Message):
+    """A worker process is up and takes its seat. The first one names where checkpoints go."""
+
+    job: str
+    incarnation: str
+    node: str
+    pid: int
+    save_to: str | None = None
+    storage_options: dict[str, Any] = {}
+    keep: int = 2
+    save_every: int | str = "auto"
+    """Optimizer steps (int), `"auto"`, or a duration in canonical seconds such as `"90s"`."""
+    persist_every: int | str = "600s"
+    resume: str = "auto"
+    held: tuple[Held, ...] = ()
+    """The node's slot inventory; sent by local rank 0 only."""
+    stored: tuple[Manifest, ...] = ()
+    """Whole generations found in storage; sent by global rank 0 only. `files` may be left empty."""
+    finished_step: int | None = None
+    """Storage says that this run already ended at this step; sent by global rank 0 only."""
+
+
+class Attached(Message):
+    run: str
+    round: int
+    rank: int
+    world_size: int
+
+
+class AwaitPlan(Message):
+    """Long-poll for the restore choice of the current round, newer than plan `after`."""
+
+    job: str
+    incarnation: str
+    after: int = 0
+    timeout_s: float = 20.0
+
+
+class Plan(Message):
+    """What this rank does next. `number` None: nothing yet, ask again. Numbers only count up."""
+
+    number: int | None = None
+    round: int = 0
+    phase: Phase = Phase.ATTACHING
+    attempt: int = 0
+    run: str = ""
+    restore: Restore | None = None
+    """RESTORING: load this, then send `Loaded`. TRAINING: what was loaded (None: a fresh start)."""
+    finished_step: int | None = None
+    """The job ended at this step: there is nothing to train."""
+    cadence: Cadence = Cadence()
+    refused: str | None = None
+    """`resume="require"` found nothing: the reason to show."""
+    fallbacks: tuple[str, ...] = ()
+    """Generations given up on the way to this plan, with the reason each."""
+
+
+class Loaded(Message):
+    """This rank holds the restore choice (`ok`) or cannot (`reason`): then a new round is formed without it."""
+
+    job: str
+    incarnation: str
+    round: int
+    ok: bool
+    reason: str = ""
+
+
+class Vitals(Message):
+    cpu_percent: float = 0.0
+    memory_bytes: int = 0
+    gpu_percent: float | None = None
+    gpu_memory_bytes: int | None = None
+
+
+class Heartbeat(Message):
+    """Refreshes the lease; never journaled."""
+
+    job: str
+    incarnation: str
+    step: int = 0
+    vitals: Vitals | None = None
+
+
+class Beat(Message):
+    round: int = 0
+    broken: bool = False
+    """The round lost a member: stop at the next step, the agent or launcher re-forms it."""
+    newest_complete: Generation | None = None
+    cadence: Cadence = Cadence()
+
+
+class Watch(Message):
+    """One open connection per worker: its end is the worker's. Answered only when the round breaks or the job ends."""
+
+    job: str
+    incarnation: str
+
+
+class Notice(Message):
+    round: int
+    broken: bool = False
+    finished: bool = False
+
+
+class Exited(Message):
+    """An agent's waitpid: `worker` is dead, no need to wait for the suspicion to pass. `exit_code` < 0: a signal."""
+
+    job: str
+    incarnation: str
+    worker: str
+    exit_code: int
+
+
+class Leave(Message):
+    job: str
+    incarnation: str
+    reason: Departure
+    step: int = 0
+
+
+class Vote(Message):
+    job: str
+    incarnation: str
+    generation: Generation
+    rank: int
+    world_size: int
+    kind: VoteKind
+    file: ShardFile | None = None
+    reason: str = ""
+    step_s: float = 0.0
+    """Median seconds per optimizer step here, 0 if not known yet."""
+    copy_s: float = 0.0
+    """Seconds the save held up the step."""
+
+
+class Voted(Message):
+    newest_complete: Generation | None = None
+    newest_committed: Generation | None = None
+    cadence: Cadence = Cadence()
+
+
+class Done(Message):
+    """An empty success."""
+
+
+class ListJobs(Message):
+    pass
+
+
+class Jobs(Message):
+    jobs: tuple[str, ...]
+
+
+class ShowJob(Message):
+    job: str
+
+
+class MemberView(Message):
+    incarnation: str
+    node: str
+    rank: int
+    local_rank: int
+    attached: bool
+    alive: bool
+    step: int = 0
+    vitals: Vitals | None = None
+
+
+class JobView(Message):
+    job: str
+    run: str
+    attempt: int
+    round: int
+    phase: Phase
+    step: int
+    members: tuple[MemberView, ...] = ()
+    newest_complete: Generation | None = None
+    newest_committed: Generation | None = None
+    restored_from: Source | None = None
+    finished: bool = False
+    finished_step: int | None = None
+
+
+class Problem(Message):
+    """RFC 9457 body of every error. `type` is the error's name in `dlrover_hooks.errors`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    hint: str = ""
+
+
+# ---- routes -----------------------------------------------------------------------------------------------------------
+
+
+class Route(Message):
+    """One row: how `request` travels. GET fills path and query from the fields; POST sends the struct as JSON.
+
+    `event`: changes state, so it is journaled and carries an idempotency key. `waits`: a long-poll.
+    """
+
+    method: str
+    path: str
+    request: type[Message]
+    reply: type[Message]
+    event: bool = False
+    waits: bool = False
+    summary: str = ""
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(method="GET", path="/v1/jobs", request=ListJobs, reply=Jobs, summary="Names of the jobs this master keeps."),
+    Route(method="GET", path="/v1/jobs/{job}", request=ShowJob, reply=JobView, summary="One job, as it stands."),
+    Route(method="POST", path="/v1/join", request=Join, reply=Joined, event=True, summary="Ask for seats in a round."),
+    Route(method="POST", path="/v1/round", request=AwaitRound, reply=Seated, waits=True, summary="Wait for ranks."),
+    Route(method="POST", path="/v1/attach", request=Attach, reply=Attached, event=True, summary="Take a seat."),
+    Route(method="POST", path="/v1/plan", request=AwaitPlan, reply=Plan, waits=True, summary="Wait for what to restore."),
+    Route(method="POST", path="/v1/loaded", request=Loaded, reply=Done, event=True, summary="Report the restore."),
+    Route(method="POST", path="/v1/heartbeat", request=Heartbeat, reply=Beat, summary="Refresh the lease."),
+    Route(method="POST", path="/v1/watch", request=Watch, reply=Notice, waits=True, summary="The liveness connection."),
+    Route(method="POST", path="/v1/exited", request=Exited, reply=Done, event=True, summary="A worker was reaped."),
+    Route(method="POST", path="/v1/leave", request=Leave, reply=Done, event=True, summary="Leave politely."),
+    Route(method="POST", path="/v1/vote", request=Vote, reply=Voted, event=True, summary="Vote for a generation."),
+)
+
+
+class Routes:
+    """`ROUTES` by request type."""
+
+    by_request: ClassVar[dict[type[Message], Route]] = {route.request: route for route in ROUTES}
