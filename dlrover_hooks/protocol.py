@@ -271,10 +271,14 @@ class Beat(Message):
 
 
 class Watch(Message):
-    """One open connection per worker: its end is the worker's. Answered only when the round breaks or the job ends."""
+    """One open connection per worker: its end is the worker's. Answered only when the round breaks or the job ends.
+
+    `after`: the round of the last notice, so that one break is told once and the connection stays open.
+    """
 
     job: str
     incarnation: str
+    after: int = 0
 
 
 class Notice(Message):

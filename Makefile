@@ -1,0 +1,57 @@
+# Needs python3 (3.10 or newer), make and a package index; everything else goes into .venv on the first call.
+
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+READY := .venv/.ready
+
+DEMO_ARGS ?= --workers $(WORKERS)
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format docs clean
+
+help:  ## show this list
+	@echo "dlrover-hooks - make targets"
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## build .venv (every other target does it when needed)
+
+demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 works too)
+	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
+
+test: $(READY)  ## run all tests (TEST_ARGS="-k arena" for some)
+	$(BIN)/python -m pytest --durations=15 $(TEST_ARGS)
+
+check: $(READY)  ## ruff, format, pyright, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)  ## build the manual into docs/_build/html, warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench-%: $(READY)  ## run tests/benchmarks/bench_NAME.py
+	@test -f tests/benchmarks/bench_$*.py || { echo "there is no tests/benchmarks/bench_$*.py" >&2; exit 2; }
+	$(BIN)/python tests/benchmarks/bench_$*.py $(BENCH_ARGS)
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache lightning_logs
+	find dlrover_hooks integrations master_server tests examples docs -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# torch goes in by itself and pinned, so that no resolver ever weighs another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dlrover-hooks needs Python 3.10 or newer; set PYTHON=...")'
+	@echo "setting up .venv (once; some minutes on a slow line)"
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt torch==2.13.0 setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

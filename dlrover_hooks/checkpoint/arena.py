@@ -1,0 +1,212 @@
+"""One seat's shared memory: a sealed memfd with a header page and three slots (DL-90).
+
+    page 0    64 B: magic, slots, slot_bytes     then one line of 64 B per slot:
+              seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
+    slot k    a safetensors image (`image`)
+
+`seq` is odd while the slot is being written; each store is one aligned 8-byte store. The trainer writes, the keeper owns
+the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket message that
+follows a publication is the barrier. Linux only. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import uuid
+from collections.abc import Collection, Sequence
+
+from dlrover_hooks.checkpoint.image import PAGE
+from dlrover_hooks.errors import Corrupt
+from dlrover_hooks.protocol import Generation, Message
+
+SLOTS = 3
+_MAGIC = int.from_bytes(b"DLRHOOK1", "little")
+_LINE = 8  # words
+_POPULATE_WRITE = 23
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Slot(Message):
+    """One line of the slot table, read at one moment. `generation` None: free (never written, or given back)."""
+
+    index: int
+    seq: int
+    generation: Generation | None = None
+    image_bytes: int = 0
+    rank: int = 0
+    world_size: int = 0
+
+    @property
+    def torn(self) -> bool:
+        """A copy into it has begun and not ended."""
+        return self.seq % 2 == 1
+
+
+def choose_slot(
+    slots: Sequence[Slot],
+    newest_complete: Generation | None,
+    persisting: Collection[Generation],
+    *,
+    run: str | None = None,
+) -> int | None:
+    """The slot that the next save may overwrite; None: there is none now, so skip this save.
+
+    Never the newest published one, never the newest memory-complete one, never one being persisted. Torn and free slots
+    come first, then the oldest. Slots of another run than `run` count as older than all of this run.
+    """
+    published = [slot for slot in slots if slot.generation is not None and not slot.torn]
+    newest = max(published, key=lambda slot: _age(slot, run), default=None)
+    usable = [slot for slot in slots if not _kept(slot, newest, newest_complete, persisting)]
+    return min(usable, key=lambda slot: _age(slot, run)).index if usable else None
+
+
+def _kept(
+    slot: Slot, newest: Slot | None, newest_complete: Generation | None, persisting: Collection[Generation]
+) -> bool:
+    if slot.torn or slot.generation is None:
+        return False
+    return slot is newest or slot.generation == newest_complete or slot.generation in persisting
+
+
+def _age(slot: Slot, run: str | None) -> tuple[bool, bool, int, int]:
+    if slot.torn or slot.generation is None:
+        return (False, False, 0, 0)
+    return (True, run in (None, slot.generation.run), slot.generation.attempt, slot.generation.step)
+
+
+class Arena:
+    """A mapping of one segment. One writer (the seat's trainer) at a time; reading is free for all.
+
+    Views of slots must be dropped before `close`, or the mapping lives until they are.
+    """
+
+    def __init__(self, fd: int, *, writable: bool = True) -> None:
+        self.fd = fd
+        self.nbytes = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        self._view = memoryview(self._map)
+        self._words = self._view[:PAGE].cast("Q")
+        if self._words[0] != _MAGIC and any(self._view[:64]):
+            raise Corrupt("this segment is not an arena")
+        self._cells = (ctypes.c_uint64 * (PAGE // 8)).from_buffer(self._map) if writable else None
+        self.slot_bytes = self._words[2]
+
+    @classmethod
+    def create(cls, seat: int, slot_bytes: int) -> Arena:
+        """A new sealed segment of 3 slots of at least `slot_bytes`, all its pages resident. Takes 260 ms per GB.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        size = -(-slot_bytes // PAGE) * PAGE
+        fd = os.memfd_create(f"dlrover-hooks-seat-{seat}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, PAGE + SLOTS * size)
+            os.posix_fallocate(fd, 0, PAGE + SLOTS * size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            arena = cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        for index, word in enumerate((_MAGIC, SLOTS, size)):
+            arena._store(index, word)
+        arena.slot_bytes = size
+        arena.populate()
+        return arena
+
+    @classmethod
+    def attach(cls, fd: int, *, writable: bool = True) -> Arena:
+        """Map a segment received from the keeper; takes over `fd`. Writable ones get their page tables filled now."""
+        arena = cls(fd, writable=writable)
+        if writable:
+            arena.populate()
+        return arena
+
+    def populate(self) -> None:
+        """Map every page for writing. Best effort: old kernels fault them in one by one later."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _libc.madvise(address, self.nbytes, _POPULATE_WRITE)
+
+    def close(self) -> None:
+        """Unmap (once all views are gone) and close the descriptor. Idempotent."""
+        self._cells = None
+        self._words.release()
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The slot table now."""
+        return tuple(self.slot(index) for index in range(SLOTS))
+
+    def seq(self, index: int) -> int:
+        """The sequence word of a slot: one load."""
+        return self._words[_LINE * (1 + index)]
+
+    def slot(self, index: int) -> Slot:
+        """One line; read again if it changed under the reading."""
+        line = _LINE * (1 + index)
+        for _ in range(64):
+            seq, attempt, step, length, ranks = self._words[line : line + 5]
+            run = bytes(self._view[8 * (line + 5) : 8 * (line + 7)])
+            if self._words[line] == seq:
+                break
+        if not length:
+            return Slot(index=index, seq=seq)
+        generation = Generation(attempt=attempt, step=step, run=run.hex())
+        return Slot(index, seq, generation, length, ranks & 0xFFFFFFFF, ranks >> 32)
+
+    def view(self, index: int, nbytes: int | None = None) -> memoryview:
+        """The first `nbytes` of slot `index`."""
+        start = PAGE + index * self.slot_bytes
+        return self._view[start : start + (self.slot_bytes if nbytes is None else nbytes)]
+
+    def begin(self, index: int) -> None:
+        """Mark slot `index` as being written. Whoever dies from here on leaves it torn."""
+        self._store(_LINE * (1 + index), self.seq(index) | 1)
+
+    def publish(self, index: int, generation: Generation, rank: int, world_size: int, nbytes: int) -> None:
+        """Its `nbytes` are all there: slot `index` is `generation`'s from this store on."""
+        line = _LINE * (1 + index)
+        low, high = (int.from_bytes(half, "little") for half in _halves(uuid.UUID(hex=generation.run).bytes))
+        fields = (generation.attempt, generation.step, nbytes, rank | world_size << 32, low, high)
+        for offset, word in enumerate(fields, 1):
+            self._store(line + offset, word)
+        self._store(line, self.seq(index) + 1)
+
+    def free(self, index: int) -> None:
+        """Give slot `index` back, torn or whole. Keeper only, while no trainer writes it."""
+        line = _LINE * (1 + index)
+        self._store(line, self.seq(index) | 1)
+        for offset in range(1, 7):
+            self._store(line + offset, 0)
+        self._store(line, self.seq(index) + 1)
+
+    def _store(self, word: int, value: int) -> None:
+        assert self._cells is not None, "this mapping is read-only"
+        self._cells[word] = value
+
+
+def _halves(data: bytes) -> tuple[bytes, bytes]:
+    return data[:8], data[8:]
+
+
+def free_memory_bytes() -> int:
+    """What this process may still allocate: the machine's available memory, or its cgroup's rest if that is less."""
+    with open("/proc/meminfo") as file:
+        rows = dict(line.split(":", 1) for line in file)
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        folder = "/sys/fs/cgroup"
+        limit, used = (int(open(f"{folder}/memory.{name}").read()) for name in ("max", "current"))  # noqa: SIM115
+        free = min(free, limit - used)
+    return free

@@ -1,0 +1,61 @@
+"""Hashes of images and files: xxh3-64 of each 4 MiB chunk, so that damage is found and named (DL-90)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import xxhash
+
+CHUNK_BYTES = 4 << 20
+
+
+def cut(view: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """`view` in pieces of `size` bytes; the last may be shorter, an empty view has none."""
+    for start in range(0, len(view), size):
+        yield view[start : start + size]
+
+
+def digests(view: memoryview) -> tuple[str, ...]:
+    """One hex digest per chunk of `view`."""
+    return tuple(xxhash.xxh3_64_hexdigest(piece) for piece in cut(view))
+
+
+def damaged(view: memoryview, expected: tuple[str, ...]) -> int | None:
+    """Index of the first chunk of `view` that does not match `expected`, None if all do."""
+    found = digests(view)
+    if found == expected:
+        return None
+    for index, (is_, should) in enumerate(zip(found, expected, strict=False)):
+        if is_ != should:
+            return index
+    return min(len(found), len(expected))
+
+
+class Stream:
+    """Chunk digests of bytes that pass by in pieces of any size. One thread at a time."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._open = xxhash.xxh3_64()
+        self._done: list[str] = []
+
+    def split(self, piece: memoryview) -> Iterator[memoryview]:
+        """`piece` again, cut at chunk borders; each part is hashed when it is handed out."""
+        while len(piece):
+            part = piece[: CHUNK_BYTES - self.nbytes % CHUNK_BYTES]
+            self._open.update(part)
+            self.nbytes += len(part)
+            if self.nbytes % CHUNK_BYTES == 0:
+                self._close()
+            yield part
+            piece = piece[len(part) :]
+
+    def _close(self) -> None:
+        self._done.append(self._open.hexdigest())
+        self._open.reset()
+
+    def digests(self) -> tuple[str, ...]:
+        """All chunks so far; the last one may be short."""
+        if self.nbytes % CHUNK_BYTES:
+            return (*self._done, self._open.hexdigest())
+        return tuple(self._done)

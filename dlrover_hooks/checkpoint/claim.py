@@ -1,0 +1,139 @@
+"""One live job per checkpoint URL: the claim on `save_to` (DL-90).
+
+Locally a POSIX record lock: it ends with its process, however that ends, and is not inherited by fork. Elsewhere a lease
+file, refreshed every 20 s by a small thread and void after 60 s. No torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from dlrover_hooks.checkpoint.place import Place, failures
+from dlrover_hooks.errors import SaveToBusy, StorageFailed
+from dlrover_hooks.protocol import Message
+
+LOCK, LEASE = ".owner.lock", "owner.json"
+_LEASE_S, _REFRESH_S = 60.0, 20.0
+_log = logging.getLogger(__name__)
+
+
+class Owner(Message):
+    """Who holds a checkpoint URL. `expires` is Unix time, 0 where a lock does the work."""
+
+    job: str
+    owner: str
+    expires: float = 0.0
+
+
+class Claim:
+    """`job`'s hold on a checkpoint URL, until `release` or the end of the process. Any thread."""
+
+    _mine: ClassVar[dict[str, Claim]] = {}
+    """Claims of this process by URL: a second POSIX lock on the same file would fall with the first."""
+    _guard: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, place: Place, who: Owner) -> None:
+        self.place, self.who = place, who
+        self._pid = os.getpid()
+        self._count = 1
+        self._fd = -1
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Claim:
+        """Claim `url` for `job`; `owner` is shown to whoever is refused. Again for the same job: the same claim.
+
+        Raises:
+            SaveToBusy: another live process, or another job of this one, holds it.
+            StorageFailed: the folder cannot be written.
+        """
+        place = Place(url, options)
+        with cls._guard:
+            mine = cls._mine.get(place.url)
+            if mine is not None and mine._pid == os.getpid():
+                if mine.who.job != job:
+                    raise _busy(place, mine.who)
+                mine._count += 1
+                return mine
+            claim = cls(place, Owner(job=job, owner=owner))
+            claim._lock() if place.local else claim._lease()
+            cls._mine[place.url] = claim
+            return claim
+
+    def release(self) -> None:
+        """Give the URL up (the last of several takes does it). Idempotent."""
+        with self._guard:
+            self._count -= 1
+            if self._count != 0 or self._pid != os.getpid():
+                return
+            self._mine.pop(self.place.url, None)
+            if self.place.local:
+                self.place.remove(LEASE)
+                os.close(self._fd)  # the lock file stays: removing it would let two processes lock two files
+            else:
+                self._end_lease()
+
+    def _lock(self) -> None:
+        self.place.make()
+        with failures(f"claim {self.place.url}"):
+            fd = os.open(self.place.path(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(fd)
+                if isinstance(error, (BlockingIOError, PermissionError)):
+                    raise _busy(self.place, _read_owner(self.place)) from None
+                raise
+        self._fd = fd
+        self.place.put(LEASE, msgspec.json.encode(self.who))
+
+    def _lease(self) -> None:
+        held = _read_owner(self.place)
+        if held is not None and held.expires > time.time() and held.owner != self.who.owner:
+            raise _busy(self.place, held)
+        self.place.make()
+        self._refresh()
+        self._thread = threading.Thread(target=self._keep_fresh, name="dlrover-hooks-claim", daemon=True)
+        self._thread.start()
+
+    def _refresh(self) -> None:
+        fresh = Owner(job=self.who.job, owner=self.who.owner, expires=time.time() + _LEASE_S)
+        self.place.put(LEASE, msgspec.json.encode(fresh))
+
+    def _keep_fresh(self) -> None:
+        while not self._stop.wait(_REFRESH_S):
+            try:
+                self._refresh()
+            except StorageFailed as error:
+                _log.warning("job %s: the claim on %s was not refreshed: %s", self.who.job, self.place.url, error)
+
+    def _end_lease(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self.place.remove(LEASE)
+
+
+def _read_owner(place: Place) -> Owner | None:
+    data = place.read(LEASE)
+    try:
+        return msgspec.json.decode(data, type=Owner) if data else None
+    except msgspec.DecodeError:
+        return None
+
+
+def _busy(place: Place, holder: Owner | None) -> SaveToBusy:
+    who = f"job {holder.job!r} ({holder.owner})" if holder else "another process"
+    return SaveToBusy(
+        f"{place.url} belongs to {who}, which is alive",
+        hint="give each job a `save_to` of its own, or end the other one first",
+    )

@@ -1,0 +1,175 @@
+"""Torch tensors into a slot and out of it. The only module of this room that imports torch.
+
+Contiguous CPU tensors are copied by plain threads that call `memcpy` without the GIL: torch's own pool costs ten times as
+much when cores are busy (measured), so no torch operation runs for them. What is loaded lies in fresh memory, always.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrover_hooks.checkpoint.image import Header, Layout, TensorSpec
+from dlrover_hooks.errors import Corrupt, UnsupportedState
+
+Move = tuple[int, int, int]
+"""Destination address, source address, bytes."""
+
+PIECE_BYTES = 4 << 20
+_ALONE_BYTES = 1 << 20
+_libc = ctypes.CDLL(None)
+_memcpy = _libc.memcpy
+_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcpy.restype = ctypes.c_void_p
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NUMPY_NAMES = {
+    np.dtype(str(dtype).removeprefix("torch.")): name
+    for name, dtype in DTYPES.items()
+    if not name.startswith(("BF", "F8"))
+}
+
+
+def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """What has to be laid out for `tensors` (torch tensors and numpy arrays).
+
+    Raises:
+        UnsupportedState: a tensor that is sparse, quantized, sharded, without storage, or of a type safetensors lacks.
+    """
+    return tuple(_spec(name, tensor) for name, tensor in tensors.items())
+
+
+def _spec(name: str, tensor: Any) -> TensorSpec:
+    if isinstance(tensor, np.ndarray):
+        return TensorSpec(name, _NUMPY_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
+        raise UnsupportedState(f"{name} is a {kind}, which a safetensors image cannot hold", hint="convert it first")
+    if hasattr(tensor, "device_mesh"):
+        raise UnsupportedState(f"{name} is a DTensor", hint="sharded models are not supported yet: use DDP")
+    return TensorSpec(name, dtype, tuple(tensor.shape), tensor.nbytes)
+
+
+class Copier:
+    """Copies with up to `threads` threads, the caller's among them. They live for one copy; any thread may call."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or min(4, len(os.sched_getaffinity(0)))
+
+    def save(self, layout: Layout, tensors: Mapping[str, Any], image: memoryview) -> None:
+        """Copy `tensors` to their places in `image`. They must not change meanwhile; nothing of them is kept."""
+        base = _address(image)
+        held: list[Any] = []
+        moves: list[Move] = []
+        for spec, start in zip(layout.specs, layout.starts, strict=True):
+            tensor = tensors[spec.name]
+            if not spec.nbytes:
+                continue
+            if isinstance(tensor, np.ndarray):
+                tensor = np.ascontiguousarray(tensor)
+                moves.append((base + start, tensor.ctypes.data, spec.nbytes))
+            elif tensor.device.type != "cpu":
+                _from_device(tensor, image[start : start + spec.nbytes])
+                continue
+            else:
+                tensor = _plain(tensor)
+                moves.append((base + start, tensor.data_ptr(), spec.nbytes))
+            held.append(tensor)
+        self.copy(moves)
+        del held
+
+    def copy(self, moves: Iterable[Move]) -> None:
+        """Do all `moves`, the bytes shared out evenly among the threads."""
+        shares = _shares(moves, self.threads)
+        helpers = [threading.Thread(target=_run, args=(share,), name="dlrover-hooks-copy") for share in shares[1:]]
+        for helper in helpers:
+            helper.start()
+        if shares:
+            _run(shares[0])
+        for helper in helpers:
+            helper.join()
+
+
+def load(
+    buffer: memoryview, header: Header, names: Iterable[str], copier: Copier | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors `names` of the image in `buffer`, in memory of their own: `buffer` may change or go afterwards.
+
+    Raises:
+        Corrupt: the image lacks one of them.
+    """
+    base = _address(buffer)
+    loaded: dict[str, torch.Tensor] = {}
+    moves: list[Move] = []
+    for name in names:
+        entry = header.tensors.get(name)
+        if entry is None or entry.dtype not in DTYPES:
+            raise Corrupt(f"the image does not hold tensor {name}")
+        tensor = loaded[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if entry.stop > entry.start:
+            moves.append((tensor.data_ptr(), base + entry.start, entry.stop - entry.start))
+    (copier or Copier()).copy(moves)
+    return loaded
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself if its bytes lie as they read, else a contiguous copy."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def _from_device(tensor: torch.Tensor, view: memoryview) -> None:
+    flat = torch.frombuffer(view, dtype=torch.uint8).view(tensor.dtype)
+    flat.view(tensor.shape).copy_(tensor.detach())
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
+
+
+def _shares(moves: Iterable[Move], threads: int) -> list[list[Move]]:
+    """`moves` in pieces of at most 4 MiB, in at most `threads` runs of about equal bytes."""
+    pieces = [
+        (to + at, source + at, min(PIECE_BYTES, size - at))
+        for to, source, size in moves
+        for at in range(0, size, PIECE_BYTES)
+    ]
+    total = sum(size for _, _, size in pieces)
+    count = 1 if total < _ALONE_BYTES else threads
+    shares: list[list[Move]] = [[] for _ in range(count)]
+    done = 0
+    for piece in pieces:
+        shares[min(done * count // total, count - 1)].append(piece)
+        done += piece[2]
+    return [share for share in shares if share]
+
+
+def _run(moves: list[Move]) -> None:
+    for to, source, size in moves:
+        _memcpy(to, source, size)

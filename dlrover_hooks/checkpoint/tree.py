@@ -1,0 +1,222 @@
+"""Python state as tagged JSON plus named tensors: what makes checkpoints pickle-free (DL-90).
+
+Plain JSON where that is exact; otherwise a one-key object whose key is a tag: `{"$tuple": [...]}`. User keys that begin
+with `$` get a second one. Tensors (torch) and arrays (numpy) are left out and named by their dotted path, such as
+`state.optimizer_states.0.state.12.exp_avg`. Torch is used only if the caller has it loaded already.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import enum
+import json
+import math
+import pathlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dlrover_hooks.errors import Corrupt, UnsupportedState
+
+OnUnsupported = Callable[[str, Any], Any]
+_PLAIN_INT = 1 << 53
+_ARRAY_KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"} | {
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+}
+_HINT = "keep it out of the state, or turn it into numbers, strings, lists, dicts and tensors first"
+
+
+class Flat(NamedTuple):
+    """`skeleton`: the tagged JSON. `tensors`: the caller's own tensors and arrays by name, not copied."""
+
+    skeleton: str
+    tensors: dict[str, Any]
+
+
+def flatten(tree: Any, *, where: str = "state", on_unsupported: OnUnsupported | None = None) -> Flat:
+    """Split `tree` into JSON and tensors whose names begin with `where`.
+
+    `on_unsupported(path, object)` may return something supported in the place of what is not, or raise.
+
+    Raises:
+        UnsupportedState: names the full path and the type of what cannot be saved.
+    """
+    writer = _Writer(on_unsupported)
+    try:
+        encoded = writer.encode(tree, where)
+    except RecursionError:
+        raise UnsupportedState(f"{where} is nested too deeply to be saved", hint=_HINT) from None
+    return Flat(json.dumps(encoded, separators=(",", ":"), allow_nan=False), writer.tensors)
+
+
+def unflatten(skeleton: str, tensors: Mapping[str, Any]) -> Any:
+    """The tree again. `tensors` are put in as they are; arrays become numpy arrays on the same memory.
+
+    Raises:
+        Corrupt: the skeleton is damaged or a tensor it names is not there.
+    """
+    try:
+        return _decode(json.loads(skeleton), tensors)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise Corrupt(f"the state's skeleton cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Writer:
+    def __init__(self, on_unsupported: OnUnsupported | None) -> None:
+        self.tensors: dict[str, Any] = {}
+        self._on_unsupported = on_unsupported
+        self._inside: set[int] = set()
+        self._torch: Any = sys.modules.get("torch")
+
+    def encode(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in (bool, str):
+            return value
+        if type(value) is int:
+            return value if -_PLAIN_INT <= value <= _PLAIN_INT else {"$int": hex(value)}
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, (dict, list, tuple, set, frozenset)):
+            return self._container(value, path)
+        return self._leaf(value, path)
+
+    def _container(self, value: Any, path: str) -> Any:
+        if id(value) in self._inside:
+            raise UnsupportedState(f"{path} contains itself", hint=_HINT)
+        self._inside.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self._dict(value, path)
+            if isinstance(value, tuple) and type(value) is not tuple and not self._is_torch(value, "Size"):
+                return self._unsupported(value, path)
+            if isinstance(value, (set, frozenset)):
+                items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
+                tag = "$set" if isinstance(value, set) else "$frozenset"
+                return {tag: [self.encode(item, f"{path}.{i}") for i, item in enumerate(items)]}
+            items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+            return {"$tuple": items} if isinstance(value, tuple) else items
+        finally:
+            self._inside.discard(id(value))
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Any:
+        if isinstance(value, OrderedDict):
+            return {"$ordered": self._pairs(value, path)}
+        if all(type(key) is str for key in value):
+            return {(f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()}
+        return {"$dict": self._pairs(value, path)}
+
+    def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+        return [[self.encode(key, f"{path}.<key>"), self.encode(one, f"{path}.{key}")] for key, one in value.items()]
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, enum.Enum):
+            return self._unsupported(value, path)
+        if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+            return {"$scalar": [value.dtype.str, _text(value.tobytes())]}
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
+            return self._array(value, path)
+        if isinstance(value, complex):
+            return {"$complex": [self.encode(value.real, path), self.encode(value.imag, path)]}
+        if isinstance(value, (bytes, bytearray)):
+            return {"$bytes" if isinstance(value, bytes) else "$bytearray": _text(value)}
+        if isinstance(value, pathlib.PurePath):
+            return {"$path": str(value)}
+        if isinstance(value, datetime.timedelta):
+            return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+        return self._torch_leaf(value, path)
+
+    def _torch_leaf(self, value: Any, path: str) -> Any:
+        if self._is_torch(value, "Tensor"):
+            return {"$tensor": self._name(value, path)}
+        if self._is_torch(value, "dtype"):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if self._is_torch(value, "device"):
+            return {"$device": str(value)}
+        if isinstance(value, str):
+            return str(value)
+        return self._unsupported(value, path)
+
+    def _array(self, value: np.ndarray[Any, Any], path: str) -> Any:
+        if value.dtype.name in _ARRAY_KINDS and value.dtype.isnative:
+            return {"$array": self._name(value, path)}
+        return {"$inline": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+
+    def _name(self, tensor: Any, path: str) -> str:
+        name, count = path, 1
+        while name in self.tensors:
+            count += 1
+            name = f"{path}~{count}"
+        self.tensors[name] = tensor
+        return name
+
+    def _is_torch(self, value: Any, kind: str) -> bool:
+        return self._torch is not None and isinstance(value, getattr(self._torch, kind))
+
+    def _unsupported(self, value: Any, path: str) -> Any:
+        if self._on_unsupported is not None:
+            ask, self._on_unsupported = self._on_unsupported, None  # its answer has to be supported itself
+            try:
+                return self.encode(ask(path, value), path)
+            finally:
+                self._on_unsupported = ask
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UnsupportedState(f"{path} is a {kind}, which cannot be saved without pickle", hint=_HINT)
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _decode(value: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (key, body), *_ = value.items()
+        if key[:1] == "$" and key[:2] != "$$":
+            return _TAGS[key](body, tensors)
+    return {(key[1:] if key[:1] == "$" else key): _decode(one, tensors) for key, one in value.items()}
+
+
+def _pairs(body: Any, tensors: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return [(_decode(key, tensors), _decode(one, tensors)) for key, one in body]
+
+
+def _array(name: str, tensors: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    found = tensors[name]
+    return found if isinstance(found, np.ndarray) else found.numpy()
+
+
+def _torch_name(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+_TAGS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "$int": lambda body, _: int(body, 16),
+    "$float": lambda body, _: float(body),
+    "$tuple": lambda body, tensors: tuple(_decode(body, tensors)),
+    "$set": lambda body, tensors: set(_decode(body, tensors)),
+    "$frozenset": lambda body, tensors: frozenset(_decode(body, tensors)),
+    "$ordered": lambda body, tensors: OrderedDict(_pairs(body, tensors)),
+    "$dict": lambda body, tensors: dict(_pairs(body, tensors)),
+    "$bytes": lambda body, _: base64.b64decode(body),
+    "$bytearray": lambda body, _: bytearray(base64.b64decode(body)),
+    "$complex": lambda body, tensors: complex(*_decode(body, tensors)),
+    "$path": lambda body, _: pathlib.Path(body),
+    "$timedelta": lambda body, _: datetime.timedelta(*body),
+    "$scalar": lambda body, _: np.frombuffer(base64.b64decode(body[1]), np.dtype(body[0]))[0],
+    "$inline": lambda body, _: np.frombuffer(bytearray(base64.b64decode(body[2])), np.dtype(body[0])).reshape(body[1]),
+    "$array": _array,
+    "$tensor": lambda body, tensors: tensors[body],
+    "$dtype": lambda body, _: _torch_name(body),
+    "$device": lambda body, _: _torch_name("device")(body),
+}

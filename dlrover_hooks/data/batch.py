@@ -1,0 +1,154 @@
+"""Who computes which samples of a step, and with what weight. Pure arithmetic, no torch.
+
+A step at global batch G takes the G positions from q on, whatever the world size is (DL-87: B = N * b). Its N = G / b
+micro-batches are dealt out as DL-88 says: rank i runs `m_i = N // W + (i < N % W)` of them, a contiguous slice.
+
+The last step of an epoch is short when G does not divide n:
+
+- `ghost` (default): the L samples left are dealt out in proportion to m_i (evenly, where W divides N), so that no rank runs
+  *more* micro-batches than in a full step; a rank left with nothing repeats one sample with weight 0, so that the
+  collectives stay in step;
+- `drop`: the epoch ends with its last full step.
+
+Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.integrations.ddp.weigh_gradients`), given a training loop
+that takes the mean loss of each micro-batch and divides it by m_r, as Lightning, Accelerate and Transformers do:
+
+- full step: `m_r / N`, the exact mean over G samples;
+- short step: `(m_r / j_r) * (c_r / L)`, c_r samples in j_r = ceil(c_r / b) micro-batches. Exact when j_r = 1 or b divides
+  c_r; else this rank's share is a mean of the means of unequal micro-batches (its last, smaller one weighs more).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dlrover_hooks.errors import UsageError
+
+Tail = Literal["ghost", "drop"]
+TAILS = ("ghost", "drop")
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """One rank's part of one step: in-epoch positions [lo, hi), run as `micro_batches`; the step covers [.., end)."""
+
+    lo: int
+    hi: int
+    end: int
+    micro_batches: int
+    ghost: bool
+    weight: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How `world_size` ranks share every step of an epoch of n samples, seen from `rank`.
+
+    Errors: UsageError for sizes that cannot work, with the nearest that can.
+    """
+
+    n: int
+    batch_size: int
+    global_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    tail: Tail = "ghost"
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_share(self)
+
+    @property
+    def total(self) -> int:
+        """N, the micro-batches of a full step over all ranks."""
+        return self.global_batch_size // self.batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """m_r, the micro-batches of this rank in a full step: what the loop accumulates over (DL-88)."""
+        return self.total // self.world_size + (self.rank < self.total % self.world_size)
+
+    @property
+    def before(self) -> int:
+        """Micro-batches of a full step that lower ranks run."""
+        return self.rank * (self.total // self.world_size) + min(self.rank, self.total % self.world_size)
+
+    @property
+    def efficiency(self) -> float:
+        """Busy share of the ranks in a full step, in (0, 1]: N / (W * ceil(N / W))."""
+        return self.total / (self.world_size * -(-self.total // self.world_size))
+
+    def full_steps(self, q: int = 0) -> int:
+        """Full steps that fit between in-epoch position q and the end of the epoch."""
+        return (self.n - q) // self.global_batch_size
+
+    def has_tail(self, q: int = 0) -> bool:
+        """True when a short step ends an epoch that is run from q on."""
+        return self.tail == "ghost" and (self.n - q) % self.global_batch_size > 0
+
+    def over(self, q: int) -> bool:
+        """True when no step of this epoch begins at q."""
+        return self.n - q < (self.global_batch_size if self.tail == "drop" else 1)
+
+    def step(self, q: int) -> Slice:
+        """This rank's part of the step that begins at in-epoch position q. UsageError past the last step."""
+        if q < 0 or self.over(q):
+            raise UsageError(f"no step begins at position {q} of an epoch of {self.n} samples (tail={self.tail!r})")
+        left = self.n - q
+        return self._full(q) if left >= self.global_batch_size else self._short(q, left)
+
+    def _full(self, q: int) -> Slice:
+        m, b = self.micro_batches, self.batch_size
+        lo = q + self.before * b
+        return Slice(lo, lo + m * b, q + self.global_batch_size, m, False, m / self.total)
+
+    def _short(self, q: int, left: int) -> Slice:
+        m = self.micro_batches
+        lo, hi = q + left * self.before // self.total, q + left * (self.before + m) // self.total
+        if lo == hi:
+            return Slice(q, q + 1, self.n, 1, True, 0.0)
+        runs = -(-(hi - lo) // self.batch_size)
+        return Slice(lo, hi, self.n, runs, False, m / runs * (hi - lo) / left)
+
+    def length(self, q: int = 0) -> int:
+        """Micro-batches of this rank from in-epoch position q to the end; from 0: of a whole epoch."""
+        full = self.full_steps(q)
+        tail = self.step(q + full * self.global_batch_size).micro_batches if self.has_tail(q) else 0
+        return full * self.micro_batches + tail
+
+    def samples(self, q: int = 0) -> int:
+        """Samples this rank fetches from q to the end of the epoch, a ghost's one sample included."""
+        full = self.full_steps(q)
+        if not self.has_tail(q):
+            return full * self.micro_batches * self.batch_size
+        last = self.step(q + full * self.global_batch_size)
+        return full * self.micro_batches * self.batch_size + last.hi - last.lo
+
+
+def _check_sizes(plan: Plan) -> None:
+    n, b, G = plan.n, plan.batch_size, plan.global_batch_size
+    if n < 1:
+        raise UsageError(f"the dataset has {n} samples", hint="give a dataset with at least one sample")
+    if b < 1 or G < 1:
+        raise UsageError(f"batch_size={b} and global_batch_size={G} must be at least 1")
+    if plan.tail not in TAILS:
+        raise UsageError(f"tail={plan.tail!r} is not known", hint=f"one of {', '.join(TAILS)}")
+    if plan.world_size < 1 or not 0 <= plan.rank < plan.world_size:
+        raise UsageError(f"rank {plan.rank} is not in a world of {plan.world_size}")
+    if plan.tail == "drop" and n < G:
+        raise UsageError(
+            f'tail="drop" would drop all {n} samples: the global batch is {G}',
+            hint=f'use tail="ghost", drop_last=False, or global_batch_size <= {n}',
+        )
+
+
+def _check_share(plan: Plan) -> None:
+    b, G, W = plan.batch_size, plan.global_batch_size, plan.world_size
+    if G % b == 0 and G // b >= W:
+        return
+    what = f"global_batch_size={G} is not a multiple of batch_size={b}"
+    if G % b == 0:
+        what = f"global_batch_size={G} at batch_size={b} makes {G // b} micro-batches for {W} workers"
+    fits = next((d for d in range(min(b, G // W), 0, -1) if G % d == 0), 0)
+    advice = f"batch_size={fits} is the largest that fits" if fits else f"use at most {G} workers"
+    raise UsageError(what, hint=f"{advice}, or change global_batch_size (now {G})")

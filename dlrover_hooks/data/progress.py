@@ -1,0 +1,91 @@
+"""Where one rank is in the endless order of positions: begun, yielded, marked, committed. Pure; one thread.
+
+`issued >= fetched >= yielded >= marked >= committed`. Only what is committed may enter a checkpoint; the rest is replayed
+(ED-25: what of the epoch is unprocessed is known from one integer). All ranks commit together, so what is committed is
+always a prefix of the order and one integer says it all, at any world size.
+"""
+
+from __future__ import annotations
+
+from dlrover_hooks.data.batch import Plan, Slice
+
+
+class Progress:
+    """The data position of one rank. `cursor`: first position not in a finished step.
+
+    `on_batch` counts a micro-batch that the training loop received, `mark` remembers the whole steps received so far (the
+    optimizer stepped), `commit` moves the cursor to the mark (a quiet point). `begin` starts an epoch, or what is left.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.counted = False
+        self.rewind(0)
+
+    def rewind(self, cursor: int) -> None:
+        """Put everything at `cursor` (a restore, or a resize): the next `begin` continues there, in mid-epoch if need be."""
+        self.cursor = self.marked = self.base = cursor
+        self.yielded = self.issued = 0
+        self._resumes = True
+
+    @property
+    def consumed(self) -> bool:
+        """True when the loop received something since `begin`; if nobody counts, when anything was issued."""
+        return self.yielded > 0 if self.counted else self.issued > 0
+
+    def following(self) -> int:
+        """The position the next `begin` starts at: the cursor after a restore, the next epoch after a consumed one."""
+        if self._resumes or not self.consumed:
+            return self._at_step(self.base)
+        return (self.base // self.plan.n + 1) * self.plan.n
+
+    def begin(self) -> int:
+        """Start iterating; returns the position. Leaving an epoch early is a decision: the rest of it counts as done."""
+        start = self.following()
+        if start > self.base:
+            self.marked = start
+        self.base, self.yielded, self.issued, self._resumes = start, 0, 0, False
+        return start
+
+    def on_batch(self) -> None:
+        """The loop received one micro-batch. Call it in the main process, in order."""
+        self.counted = True
+        self._resumes = False
+        self.yielded += 1
+
+    def mark(self) -> int:
+        """The optimizer stepped: remember the position behind the whole steps received so far."""
+        self.marked = max(self.marked, self.position())
+        return self.marked
+
+    def commit(self) -> int:
+        """A quiet point: what is marked is now in the model for good. Returns the cursor."""
+        self.cursor = self.marked
+        return self.cursor
+
+    def position(self) -> int:
+        """The position behind the whole steps received since `begin`; the next epoch's start once this one is complete."""
+        epoch, q = divmod(self.base, self.plan.n)
+        if self.yielded >= self.plan.length(q):
+            return (epoch + 1) * self.plan.n
+        steps = min(self.yielded // self.plan.micro_batches, self.plan.full_steps(q))
+        return self.base + steps * self.plan.global_batch_size
+
+    @property
+    def finished(self) -> bool:
+        """True when every micro-batch of the epoch begun was received."""
+        return self.yielded >= self.plan.length(self.base % self.plan.n)
+
+    def current(self) -> tuple[Slice, int]:
+        """(the step that the last received micro-batch belongs to, its number in that step counted from 1).
+
+        Before the first micro-batch: the step to come, and 0.
+        """
+        q, m = self.base % self.plan.n, self.plan.micro_batches
+        step = min(max(self.yielded - 1, 0) // m, self.plan.full_steps(q) - (not self.plan.has_tail(q)))
+        return self.plan.step(q + step * self.plan.global_batch_size), self.yielded - step * m
+
+    def _at_step(self, position: int) -> int:
+        """`position`, or the next epoch where no step begins at it (tail "drop", after a change of the batch)."""
+        epoch, q = divmod(position, self.plan.n)
+        return (epoch + 1) * self.plan.n if self.plan.over(q) else position

@@ -1,0 +1,91 @@
+"""One child process of the launcher: its own session, so that it and all it forked can be ended as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """A started process. `fileno()` is its pidfd: readable when it has died, for `selectors`.
+
+    Args:
+        name: how messages call it, such as "worker 1".
+        die_with_parent: the kernel kills it if the launcher itself is killed (workers, whose round is then over).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        die_with_parent: bool = False,
+    ) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            env=dict(env),
+            pass_fds=pass_fds,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent if die_with_parent else None,
+        )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def exit_code(self) -> int | None:
+        """None while alive; negative: the signal that ended it. Reaps."""
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send to the whole session: DataLoader workers hold the same sockets as their parent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def end(self, grace_s: float = 0.0) -> int:
+        """SIGTERM, `grace_s` to obey, then SIGKILL; returns the exit code. Closes the pidfd."""
+        if grace_s > 0:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self.signal(signal.SIGKILL)
+        return self.reap()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, None if it still runs after `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
+    def reap(self) -> int:
+        code = self._process.wait()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        return code
+
+
+def _die_with_parent() -> None:
+    """Runs between fork and exec: a system call only, nothing that could take a lock."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def described(exit_code: int) -> str:
+    """`exit_code` in words: "SIGKILL" or "exit code 1"."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-exit_code).name
+    return f"signal {-exit_code}"

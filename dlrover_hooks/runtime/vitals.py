@@ -1,0 +1,43 @@
+"""What this process uses of its machine: CPU, memory, GPU. Sampled beside each heartbeat (DL-58, DL-61)."""
+
+from __future__ import annotations
+
+import psutil
+
+from dlrover_hooks.protocol import Vitals
+
+
+class Sampler:
+    """Samples one process; `cpu_percent` is the mean since the sample before. Not thread-safe: one thread owns it."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._process.cpu_percent()
+        self._gpu = _gpu_handle()
+
+    def sample(self) -> Vitals:
+        memory = self._process.memory_info().rss
+        return Vitals(self._process.cpu_percent(), memory, *_gpu_use(self._gpu))
+
+
+def _gpu_handle() -> object | None:
+    """NVML's handle of the first GPU this process may see; None where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByIndex(0)
+    except pynvml.NVMLError:
+        return None
+
+
+def _gpu_use(handle: object | None) -> tuple[float | None, int | None]:
+    if handle is None:
+        return None, None
+    import pynvml
+
+    try:
+        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+        return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), int(used)
+    except pynvml.NVMLError:
+        return None, None

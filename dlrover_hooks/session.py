@@ -1,0 +1,387 @@
+"""A worker's seat in a job: the only thing adapters talk to.
+
+The verbs, in the order of a run: `join`, `restore_plan`, then per step `stepped`, `batch_requested`, `cut`, at the end
+`finish` and `leave`. All are called on the training thread. Nothing else here touches a framework: state is a tree the
+adapter gives, data sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from typing import Any, Protocol
+
+import msgspec
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks import rng
+from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.cadence import save_due
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.config import Config, Place, use_seat
+from dlrover_hooks.courier import Courier
+from dlrover_hooks.errors import CheckpointError, HooksError, MasterAway, MasterError, NoCheckpoint, UsageError
+
+log = logging.getLogger("dlrover_hooks")
+
+FORM_S = 900.0
+"""Deadline for all workers of a round to come up and load; torchrun's own rendezvous timeout."""
+FINISH_S = 600.0
+"""Deadline for the last generation to become durable."""
+
+
+class Source(Protocol):
+    """A named dataset's place in the run. `mark`: a step ended; `commit`: it is entirely over."""
+
+    def mark(self) -> None: ...
+    def commit(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
+
+    generation: p.Generation
+    source: p.Source
+    state: Any
+    data: dict[str, dict[str, Any]]
+    rng: dict[str, Any] | None
+    """None at a new world size: the rank was reseeded instead."""
+
+
+class Session:
+    """One life of one worker in a job.
+
+    Args:
+        config: the shared keywords.
+        place: rank, world size and node of this process.
+        checkpoint: False keeps no checkpoints (membership and data only).
+
+    Raises:
+        UsageError: more than one worker but no master to agree through.
+    """
+
+    def __init__(self, config: Config, place: Place, *, checkpoint: bool = True) -> None:
+        if place.world_size > 1 and config.master is None:
+            raise UsageError(
+                f"{place.world_size} workers need a master to agree through, and none is known",
+                hint="start with `dlrover-hooks run --nproc-per-node N train.py`, or run `python -m dlrover_hooks.master` "
+                "and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
+            )
+        self.config, self.place = config, place
+        self.run, self.attempt, self.finished_step = "", 0, None
+        self._incarnation = place.incarnation or uuid.uuid4().hex
+        self._sources: dict[str, Source] = {}
+        self._restored: Restored | None = None
+        self._rng: dict[str, Any] | None = None
+        self._last_step: tuple[int, float] | None = None
+        self._at_step_end = False
+        self._left = False
+        self._caller = self._connect()
+        self._engine = self._start_engine() if checkpoint else None
+        self._courier = Courier(
+            self._caller, config.job, (self._incarnation, place.rank, place.world_size), self._engine
+        )
+        self._watcher: Any = None
+
+    # ---- coming up ----------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Take a seat: ask for one unless the launcher did, attach, and hold the liveness connection open."""
+        if not self.place.incarnation:
+            self._join_round()
+        use_seat()
+        attach = self._attach_request()
+        self.run = self._caller.call(attach, timeout_s=60.0).run
+        self._watcher = self._caller.watch(self.config.job, self._noticed)
+
+    def restore_plan(self) -> Restored | None:
+        """Wait for all workers, load what the master chose, and begin. None: a fresh start (or `finished_step` is set).
+
+        Raises:
+            NoCheckpoint: `resume="require"` and nothing whole was found.
+            MasterAway: the round did not come together within its deadline.
+        """
+        plan, deadline = p.Plan(number=0), time.monotonic() + FORM_S
+        while plan.phase is not p.Phase.TRAINING and plan.finished_step is None:
+            plan = self._next_plan(plan, deadline)
+            if plan.refused is not None:
+                raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
+            if plan.phase is p.Phase.RESTORING and plan.restore is not None:
+                self._load(plan, plan.restore)
+        self.finished_step = plan.finished_step
+        if plan.finished_step is None:
+            self._begin(plan)
+        return self._restored
+
+    def watch(self, name: str, source: Source) -> None:
+        """Make `source` part of every cut under `name`, at the state `data_state(name)` tells."""
+        state = self.data_state(name)
+        self._sources[name] = source
+        if state is not None:
+            source.load_state_dict(state)
+
+    def data_state(self, name: str) -> dict[str, Any] | None:
+        """Where dataset `name` stands: the source watched so far (a reloaded loader takes over), else the restored one."""
+        if name in self._sources:
+            return self._sources[name].state_dict()
+        return self._restored.data.get(name) if self._restored is not None else None
+
+    def forget_restored(self) -> None:
+        """The adapter loads something else: neither data nor random state of the restore is put back."""
+        self._restored = None
+
+    # ---- the loop -----------------------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """The optimizer stepped. Only a mark: schedulers, scaler, EMA and validation are still to come."""
+        self._at_step_end = True
+        for source in self._sources.values():
+            source.mark()
+
+    def before_fetch(self, step: int) -> None:
+        """The next batch is about to be fetched: remember the random state if a cut follows, put back a restored one."""
+        if self._restored is not None and self._restored.rng is not None:
+            rng.restore(self._restored.rng)
+            self._restored = msgspec.structs.replace(self._restored, rng=None)
+        self._rng = rng.capture() if self._cut_due(step) else None
+
+    def batch_requested(self, step: int) -> bool:
+        """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
+        self._surface()
+        for source in self._sources.values():
+            source.commit()
+        self._time_step(step)
+        due, self._at_step_end = self._cut_due(step), False
+        return due
+
+    def cut(self, step: int, state: Any) -> None:
+        """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
+        if self._engine is None:
+            return
+        saved = self._engine.save(step, self._tree(state))
+        if saved is not None:
+            self._courier.saved(saved.generation, saved.copy_s)
+
+    def finish(self, step: int, state: Any) -> None:
+        """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST."""
+        if self._engine is None or self.config.save_to is None:
+            return
+        for source in self._sources.values():
+            source.commit()
+        generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
+        deadline = time.monotonic() + FINISH_S
+        tree = self._tree(state)
+        while (saved := self._engine.save(step, tree)) is None:
+            self._wait_a_little(deadline, f"a free slot for {generation}")
+        self._courier.saved(saved.generation, saved.copy_s)
+        self._engine.persist(generation)
+        while not self._committed(generation):
+            self._wait_a_little(deadline, f"{generation} to become durable")
+
+    def leave(self, reason: p.Departure, step: int = 0) -> None:
+        """Give up the seat and end every thread and socket of this session. Safe to call twice."""
+        if self._left:
+            return
+        self._left = True
+        self._courier.stop()
+        try:
+            self._caller.call(p.Leave(self.config.job, self._incarnation, reason, step), timeout_s=5.0)
+        except (MasterAway, MasterError) as error:
+            log.debug("left without the master's word: %s", error)
+        if self._watcher is not None:
+            self._watcher.close()
+        if self._engine is not None:
+            self._engine.close(finished=reason is p.Departure.DONE)
+        self._caller.close()
+
+    @property
+    def skipped_saves(self) -> int:
+        """Saves that found no free slot since the start."""
+        return self._engine.skipped if self._engine is not None else 0
+
+    # ---- within -------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Any:
+        if self.config.master is not None:
+            return MasterClient(self.config.master, self.config.token, incarnation=self._incarnation)
+        from dlrover_hooks.alone import Alone
+
+        return Alone()
+
+    def _start_engine(self) -> Checkpointer:
+        launched = bool(self.place.incarnation)
+        return Checkpointer(
+            self.config.job,
+            self.place.node,
+            self.place.local_rank,
+            save_to=self.config.save_to,
+            storage_options=self.config.storage_options,
+            keep=self.config.keep,
+            linger_s=600.0 if self.config.named else 0.0,
+            notify=lambda notice: self._courier.notice(notice),
+            start_keeper=not launched,
+        )
+
+    def _join_round(self) -> None:
+        place = self.place
+        join = p.Join(
+            job=self.config.job,
+            incarnation=self._incarnation,
+            node=place.node,
+            seats=(p.Seat(self._incarnation, place.local_rank, place.rank),),
+            host=socket.gethostname(),
+            port=0,
+            min_workers=place.world_size,
+            max_workers=place.world_size,
+            proposed_run=uuid.uuid4().hex,
+            fresh=self.config.fresh,
+        )
+        self._caller.call(join, timeout_s=60.0)
+        seated, deadline = p.Seated(), time.monotonic() + FORM_S
+        while seated.round is None:
+            self._in_time(deadline, f"{place.world_size} workers to join")
+            seated = self._caller.call(p.AwaitRound(self.config.job, self._incarnation, timeout_s=20.0), timeout_s=60.0)
+
+    def _attach_request(self) -> p.Attach:
+        config, place = self.config, self.place
+        held = self._inventory() if self._engine is not None and place.local_rank == 0 else ()
+        manifests = self._scan() if self._engine is not None and place.rank == 0 else ()
+        return p.Attach(
+            job=config.job,
+            incarnation=self._incarnation,
+            node=place.node,
+            pid=os.getpid(),
+            save_to=config.save_to,
+            storage_options=config.storage_options,
+            keep=config.keep,
+            save_every=config.save_every,
+            persist_every=config.persist_every,
+            resume="never" if config.fresh else config.resume,
+            held=held,
+            stored=manifests,
+        )
+
+    def _inventory(self) -> tuple[p.Held, ...]:
+        """What this node's keeper holds. A run that starts anew forgets it first, before any worker can save."""
+        assert self._engine is not None
+        if self.config.fresh or self.config.resume == "never":
+            self._engine.drop()
+        return self._engine.held()
+
+    def _scan(self) -> tuple[p.Manifest, ...]:
+        """Whole generations in storage, newest run only, without their file lists (the master needs only the names)."""
+        config = self.config
+        if config.save_to is not None:
+            storage.probe(config.save_to, config.storage_options)
+        url = config.resume if "/" in config.resume else config.save_to
+        if config.fresh or config.resume == "never" or url is None:
+            return ()
+        found = storage.scan(url, config.storage_options, config.job)
+        for damage in found.damaged:
+            log.warning("job %s: %s", config.job, damage)
+        if found.finished_step is not None:
+            log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
+        return tuple(msgspec.structs.replace(m, files=()) for m in found.manifests)
+
+    def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
+        number = plan.number or 0
+        while True:
+            self._in_time(deadline, "all workers to come up and load")
+            request = p.AwaitPlan(self.config.job, self._incarnation, after=number, timeout_s=20.0)
+            answer = self._caller.call(request, timeout_s=60.0)
+            if answer.number is not None:
+                return answer
+
+    def _load(self, plan: p.Plan, choice: p.Restore) -> None:
+        """Load the choice and say so; what cannot be loaded is reported and the master chooses again."""
+        assert self._engine is not None
+        for lost in plan.fallbacks:
+            log.warning("job %s rank %d: fell back: %s", self.config.job, self.place.rank, lost)
+        try:
+            found = self._engine.load(choice)
+        except CheckpointError as error:
+            log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
+            ok, reason, self._restored = False, f"rank {self.place.rank}: {error.message}", None
+        else:
+            own_rng = found.tree["rank"]["rng"] if found.same_world else None
+            tree = found.tree
+            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], own_rng)
+            ok, reason = True, ""
+        self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason), timeout_s=60.0)
+
+    def _begin(self, plan: p.Plan) -> None:
+        self.run, self.attempt = plan.run, plan.attempt
+        if plan.restore is None:
+            self._restored = None
+        if self._engine is not None:
+            self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
+        if self._restored is not None:
+            self._say_restored(self._restored)
+        self._courier.start(plan.cadence)
+
+    def _say_restored(self, restored: Restored) -> None:
+        if restored.rng is None:
+            rng.reseed(restored.generation.step, self.attempt, self.place.rank)
+        log.info("rank %d resumes %s from %s", self.place.rank, restored.generation, restored.source.value)
+
+    def _cut_due(self, step: int) -> bool:
+        """Only at the first request after a step: later ones of an accumulation window count batches not yet in it."""
+        return self._engine is not None and self._at_step_end and save_due(self._courier.cadence, step)
+
+    def _tree(self, state: Any) -> dict[str, Any]:
+        data = {name: source.state_dict() for name, source in self._sources.items()}
+        return {"state": state, "rank": {"rng": self._rng or rng.capture()}, "data": data}
+
+    def _time_step(self, step: int) -> None:
+        """Smoothed seconds per optimizer step, for the master's choice of the cadence."""
+        now = time.monotonic()
+        if self._last_step is not None and step > self._last_step[0]:
+            seconds = (now - self._last_step[1]) / (step - self._last_step[0])
+            self._courier.step_s = seconds if not self._courier.step_s else 0.9 * self._courier.step_s + 0.1 * seconds
+        if self._last_step is None or step != self._last_step[0]:
+            self._last_step = (step, now)
+        self._courier.step = step
+
+    def _committed(self, generation: p.Generation) -> bool:
+        self._surface()
+        view = self._caller.call(p.ShowJob(self.config.job), timeout_s=60.0)
+        return view.newest_committed is not None and view.newest_committed >= generation
+
+    def _noticed(self, notice: p.Notice) -> None:
+        if notice.broken:
+            log.info("rank %d: round %d lost a member", self.place.rank, notice.round)
+
+    def _surface(self) -> None:
+        """Raise (or warn of) what a background thread met since the verb before."""
+        error, self._courier.error = self._courier.error, None
+        if error is None and self._engine is not None:
+            error, self._engine.error = self._engine.error, None
+        if error is None:
+            return
+        if self.config.on_error == "raise" and not _passing(error):
+            raise error
+        log.warning("job %s rank %d: %s", self.config.job, self.place.rank, error)
+
+    def _in_time(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise MasterAway(
+                f"job {self.config.job} rank {self.place.rank}: waited too long for {what}",
+                hint="look at the other workers' logs: one of them did not come up",
+            )
+
+    def _wait_a_little(self, deadline: float, what: str) -> None:
+        self._in_time(deadline, what)
+        time.sleep(0.02)
+
+
+def _passing(error: HooksError) -> bool:
+    """A lost keeper costs one interval, not the run: the next save goes to a new one."""
+    from dlrover_hooks.errors import KeeperAway
+
+    return isinstance(error, KeeperAway)

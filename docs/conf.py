@@ -1,0 +1,65 @@
+"""Sphinx configuration. Tables of flags, settings and routes are made from the code, so they cannot drift."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import dlrover_hooks  # noqa: E402
+import dlrover_hooks.errors  # noqa: E402
+import dlrover_hooks.protocol  # noqa: E402
+
+project = "dlrover-hooks"
+author = "The dlrover-hooks authors"
+copyright = "2026, The dlrover-hooks authors"
+version = release = dlrover_hooks.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"dlrover-hooks {version}"
+html_static_path = ["_static"]
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "undoc-members": False}
+
+myst_enable_extensions = ["substitution", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+
+def help_of(*command: str) -> str:
+    """The help page of a command, as it prints it, in a code block."""
+    done = subprocess.run(
+        [sys.executable, *command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=60,
+        env={"COLUMNS": "100", "TERM": "dumb", "PATH": ""},
+    )
+    return f"```text\n{done.stdout.strip()}\n```"
+
+
+def routes() -> str:
+    """One line for each row of the table of routes."""
+    rows = ["| | path | message | reply | |", "|---|---|---|---|---|"]
+    for route in dlrover_hooks.protocol.ROUTES:
+        kind = "event" if route.event else "long-poll" if route.waits else ""
+        names = f"`{route.request.__name__}` | `{route.reply.__name__}`"
+        rows.append(f"| {route.method} | `{route.path}` | {names} | {route.summary} {kind and f'*({kind})*'} |")
+    return "\n".join(rows)
+
+
+cli = ("-c", "from dlrover_hooks.cli import main; main(prog_name='dlrover-hooks')")
+myst_substitutions = {
+    "run_help": help_of(*cli, "run"),
+    "master_help": help_of("-m", "dlrover_hooks.master"),
+    "errors": f"```text\n{dlrover_hooks.errors.__doc__}\n```",
+    "routes": routes(),
+}

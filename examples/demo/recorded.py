@@ -1,0 +1,48 @@
+"""The Lightning example, writing down inside `training_step` which samples it trains on: the demo's evidence."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lightning"))
+import train
+
+
+class Numbered(train.StandardLibrary):
+    """Each window comes with its number."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), index
+
+
+class Recorded(train.CharacterGPT):
+    """One line per training step, straight to the file: a `kill -9` loses nothing that was trained."""
+
+    def on_train_start(self) -> None:
+        name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{self.global_rank}.jsonl"
+        path = Path(os.environ["DEMO_RECORDS"]) / name
+        self.record = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        elastic = next(callback for callback in self.trainer.callbacks if isinstance(callback, train.ElasticCallback))
+        restored = elastic.restored.source.value if elastic.restored is not None else None
+        self.write(pid=os.getpid(), master=os.environ["DLROVER_HOOKS_MASTER"], restored_from=restored)
+
+    def write(self, **line: Any) -> None:
+        os.write(self.record, json.dumps(line | {"at": time.time()}).encode() + b"\n")
+
+    def loss(self, batch: Any) -> Tensor:
+        windows, _ = batch
+        return super().loss(windows)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.write(step=self.global_step + 1, epoch=self.current_epoch, ids=batch[1].tolist(), loss=loss.item())
+        return loss
+
+
+train.StandardLibrary, train.CharacterGPT = Numbered, Recorded
+train.main()

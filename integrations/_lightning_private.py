@@ -1,0 +1,112 @@
+"""What the adapter needs of Lightning 2.6 that has no public name. One function per need, each under a contract test.
+
+Kept apart so that a new Lightning release is checked by reading one page.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class _ElasticSource(_DataLoaderSource):
+    """A loader source whose loaders pass through `wrap`: works for loaders, collections, modules and DataModules."""
+
+    def __init__(self, inner: _DataLoaderSource, wrap: Callable[[list[Any]], list[Any]]) -> None:
+        super().__init__(inner.instance, inner.name)
+        self.inner, self._wrap = inner, wrap
+
+    def dataloader(self) -> Any:
+        given = self.inner.dataloader()
+        combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+        wrapped = self._wrap(list(combined.flattened))
+        if len(wrapped) == 1 and given is combined.flattened[0]:
+            return wrapped[0]
+        combined.flattened = wrapped
+        return combined
+
+
+def wrap_train_loaders(trainer: Trainer, wrap: Callable[[list[Any]], list[Any]]) -> None:
+    """Must run in `setup`: from `on_train_start` on it is too late and silently ignored."""
+    loop = trainer.fit_loop
+    source = loop._data_source
+    loop._data_source = _ElasticSource(source.inner if isinstance(source, _ElasticSource) else source, wrap)
+    loop._combined_loader = None
+
+
+def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[str, dict[str, Any]], bool]) -> None:
+    """Make this fit resume `checkpoint` natively (model, loops, callbacks, optimizers, schedulers), without a path.
+
+    With an explicit `ckpt_path` the decision is `wins(path, its content)`.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    @functools.wraps(original)
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        original(checkpoint_path, weights_only=weights_only)
+        if not checkpoint_path or wins(str(checkpoint_path), connector._loaded_checkpoint):
+            connector._loaded_checkpoint = cast(Any, dict(checkpoint))
+
+    cast(Any, connector).resume_start = resume_start
+
+
+def unwrap(trainer: Trainer) -> None:
+    """Put back what `wrap_train_loaders` and `resume_from` changed."""
+    trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+    source = trainer.fit_loop._data_source
+    if isinstance(source, _ElasticSource):
+        trainer.fit_loop._data_source = source.inner
+
+
+def dump(trainer: Trainer) -> dict[str, Any]:
+    """The whole training state as Lightning itself would save it, hooks included."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def batches_that_stepped(checkpoint: dict[str, Any]) -> int:
+    return checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+
+
+def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
+    """Lightning counts one step too many for its loggers when a checkpoint was not taken in `on_train_batch_end`."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = count
+
+
+def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
+    """Put back tensors that `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, entries in state["state"].items():
+            live = optimizer.state[parameters[index]]
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and live[name].dtype != value.dtype:
+                    live[name] = value.to(live[name].device, copy=True)
+
+
+def fast_dev_run(trainer: Trainer) -> bool:
+    return bool(cast(Any, trainer).fast_dev_run)
+
+
+def fixed_devices(trainer: Trainer) -> Any | None:
+    """What the user wrote as `devices=`, None if it was left to Lightning."""
+    devices = trainer._accelerator_connector._devices_flag
+    return None if devices == "auto" else devices
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    return list(cast(Any, trainer).callbacks)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    log.warning(message)

@@ -1,0 +1,278 @@
+"""Votes on generations of one job: memory-complete, stored, committed; and the cadence of the next ones.
+
+A generation is complete only when every rank of its world voted, and only for the attempt that runs now. A vote costs
+O(1); the manifest is built once, when the last rank has stored its file.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.errors import BadRequest
+from dlrover_hooks.protocol import Cadence, Generation, Manifest, ShardFile, Vote, Voted, VoteKind
+
+OPEN = 8
+"""So many generations of one attempt may be voted on at once; the oldest gives way."""
+STALL = 0.035
+"""CheckFreq's bound (FAST'21): saving may hold up training by 3.5 %."""
+SAMPLES = 33
+"""Timings are the median of so many reports."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Where and how often this job saves, from `Attach`."""
+
+    save_to: str | None = None
+    options: dict[str, Any] = {}
+    keep: int = 2
+    save_every: int | str = "auto"
+    persist_every: int | str = "600s"
+    resume: str = "auto"
+
+
+class Open(msgspec.Struct):
+    """A generation that is being voted on. `closed`: its files are committing, or it was given up."""
+
+    generation: Generation
+    world_size: int
+    memory: set[int] = set()
+    stored: dict[int, ShardFile] = {}
+    complete: bool = False
+    closed: bool = False
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """A manifest that is on its way to storage; issued again by a new master life."""
+
+    url: str
+    options: dict[str, Any]
+    keep: int
+    manifest: Manifest
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A generation this master committed."""
+
+    generation: Generation
+    world_size: int
+    url: str
+
+
+class Saves(msgspec.Struct):
+    """All checkpoint state of one job. `_step`s are optimizer steps of the current attempt."""
+
+    open: dict[int, Open] = {}
+    newest_complete: Generation | None = None
+    committing: list[Commit] = []
+    committed: list[Kept] = []
+    newest_committed: Generation | None = None
+    cadence: Cadence = Cadence()
+    newest_step: int = 0
+    persisted_step: int = 0
+    persisted_at: float = 0.0
+    failures: int = 0
+    votes: int = 0
+    commits: int = 0
+    step_times: list[float] = []
+    copy_times: list[float] = []
+
+
+def begin(saves: Saves, settings: Settings, step: int, complete: Generation | None, now: float) -> None:
+    """A new attempt starts after `step`; `complete` is what still lies whole in memory."""
+    saves.open = {}
+    saves.newest_complete = complete
+    saves.newest_step = saves.persisted_step = step
+    saves.persisted_at = now
+    saves.cadence = Cadence(every=_every(saves, settings))
+    _schedule(saves, settings, now)
+
+
+def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
+    """Count one checked vote. Returns the commit that it completes. Raises BadRequest, changing nothing."""
+    if event.kind is VoteKind.STORED and event.file is None:
+        raise BadRequest(
+            f"Job {job!r} rank {event.rank}: a STORED vote for {event.generation} names no file.",
+            hint="Send the ShardFile that was written.",
+        )
+    saves.votes += 1
+    _measure(saves, event)
+    entry = _entry(saves, settings, event.generation, event.world_size)
+    commit = None
+    if entry is not None and not entry.closed:
+        commit = _COUNT[event.kind](saves, settings, job, entry, event, now)
+    if event.step_s > 0:
+        saves.cadence = msgspec.structs.replace(saves.cadence, every=_every(saves, settings))
+    _schedule(saves, settings, now)
+    return commit
+
+
+def voted(saves: Saves) -> Voted:
+    """The answer to a vote."""
+    return Voted(
+        newest_complete=saves.newest_complete, newest_committed=saves.newest_committed, cadence=saves.cadence
+    )
+
+
+def committed(saves: Saves, settings: Settings, generation: Generation, now: float) -> bool:
+    """The manifest of `generation` is written. False if nobody asked for it."""
+    commit = _take(saves, generation)
+    if commit is None:
+        return False
+    saves.commits += 1
+    saves.committed.append(Kept(generation=generation, world_size=commit.manifest.world_size, url=commit.url))
+    saves.committed.sort(key=lambda kept: kept.generation)
+    del saves.committed[: -max(commit.keep, 1)]
+    saves.newest_committed = saves.committed[-1].generation
+    if (start := saves.cadence.persist_from) is None or generation.step >= start:
+        _persisted(saves, generation.step, now)
+    _schedule(saves, settings, now)
+    return True
+
+
+def commit_failed(saves: Saves, settings: Settings, generation: Generation, now: float) -> bool:
+    """Storage refused the manifest: the generation is given up. False if nobody asked for it."""
+    if _take(saves, generation) is None:
+        return False
+    _give_up(saves, settings)
+    return True
+
+
+def _take(saves: Saves, generation: Generation) -> Commit | None:
+    for index, commit in enumerate(saves.committing):
+        if commit.manifest.generation == generation:
+            return saves.committing.pop(index)
+    return None
+
+
+def _entry(saves: Saves, settings: Settings, generation: Generation, world_size: int) -> Open | None:
+    """The open generation of that step, None if it is older than all that may be open."""
+    step = generation.step
+    saves.newest_step = max(saves.newest_step, step)
+    if step in saves.open:
+        return saves.open[step]
+    if len(saves.open) >= OPEN and step < min(saves.open):
+        return None
+    saves.open[step] = Open(generation=generation, world_size=world_size)
+    if len(saves.open) > OPEN:
+        oldest = saves.open.pop(min(saves.open))
+        if oldest.stored and not oldest.closed:
+            _give_up(saves, settings)
+    return saves.open[step]
+
+
+def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
+    del job, now
+    entry.memory.add(event.rank)
+    if entry.complete or len(entry.memory) < entry.world_size:
+        return None
+    entry.complete = True
+    if saves.newest_complete is None or saves.newest_complete < entry.generation:
+        saves.newest_complete = entry.generation
+    start = saves.cadence.persist_from
+    for older in list(saves.open.values()):
+        skipped = not older.complete and not older.closed and older.generation.step < entry.generation.step
+        if skipped and start is not None and older.generation.step >= start and older.stored:
+            older.closed, older.stored = True, {}  # some rank left it out and waits with a newer one
+            _give_up(saves, settings)
+            break
+    return None
+
+
+def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
+    assert event.file is not None
+    entry.stored[event.rank] = event.file
+    if len(entry.stored) < entry.world_size or settings.save_to is None:
+        return None
+    files = tuple(entry.stored[rank] for rank in range(entry.world_size))
+    manifest = Manifest(
+        job=job, generation=entry.generation, world_size=entry.world_size, files=files, created_at=now
+    )
+    commit = Commit(url=settings.save_to, options=settings.options, keep=settings.keep, manifest=manifest)
+    entry.closed, entry.stored = True, {}
+    saves.committing.append(commit)
+    return commit
+
+
+def _count_failed(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> None:
+    del job, event, now
+    entry.stored, entry.closed = {}, True
+    _give_up(saves, settings)
+
+
+_COUNT = {VoteKind.MEMORY: _count_memory, VoteKind.STORED: _count_stored, VoteKind.FAILED: _count_failed}
+
+
+def _give_up(saves: Saves, settings: Settings) -> None:
+    """A persist failed: count it; the next generation nobody has voted for is due."""
+    saves.failures += 1
+    if settings.save_to is not None:
+        saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=saves.newest_step + 1)
+
+
+def _persisted(saves: Saves, step: int, now: float) -> None:
+    saves.persisted_step, saves.persisted_at = max(saves.persisted_step, step), now
+    saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=None)
+
+
+def _schedule(saves: Saves, settings: Settings, now: float) -> None:
+    """Set `persist_from` when a persist is due. It then stays until a generation past it is committed or failed."""
+    if settings.save_to is None or saves.cadence.persist_from is not None:
+        return
+    every = settings.persist_every
+    if isinstance(every, int):
+        start = (saves.persisted_step // every + 1) * every
+    elif now - saves.persisted_at >= seconds(every):
+        start = saves.newest_step + 1
+    else:
+        return
+    saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=start)
+
+
+def _measure(saves: Saves, event: Vote) -> None:
+    for times, value in ((saves.step_times, event.step_s), (saves.copy_times, event.copy_s)):
+        if value > 0:
+            times.append(value)
+            del times[:-SAMPLES]
+
+
+def _every(saves: Saves, settings: Settings) -> int:
+    """Steps between saves; changed only when it is off by more than a factor of two."""
+    if isinstance(settings.save_every, int):
+        return settings.save_every
+    if not saves.step_times or (settings.save_every == "auto" and not saves.copy_times):
+        return saves.cadence.every
+    step_s = statistics.median(saves.step_times)
+    if settings.save_every == "auto":
+        wanted = math.ceil(statistics.median(saves.copy_times) / (STALL * step_s))
+    else:
+        wanted = round(seconds(settings.save_every) / step_s)
+    wanted = max(1, wanted)
+    current = saves.cadence.every
+    return current if current and current <= 2 * wanted and wanted <= 2 * current else wanted
+
+
+def seconds(text: str) -> float:
+    """`"90s"` as 90.0. Raises BadRequest."""
+    try:
+        value = float(text.removesuffix("s")) if text.endswith("s") else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise BadRequest(f"Expected a duration such as '90s', received {text!r}.", hint="Give seconds, or steps as an int.")
+    return value
+
+
+def check(settings: Settings) -> None:
+    """Raises BadRequest for a cadence that means nothing."""
+    for name, value in (("save_every", settings.save_every), ("persist_every", settings.persist_every)):
+        if isinstance(value, int):
+            if value < 1:
+                raise BadRequest(f"{name} must be at least 1 step, received {value}.")
+        elif value != "auto" or name == "persist_every":
+            seconds(value)
+    if settings.keep < 1:
+        raise BadRequest(f"keep must be at least 1, received {settings.keep}.", hint="Keep one or more generations.")

@@ -1,0 +1,58 @@
+"""What a core machine asks its surroundings to do. The runtime does it after the event is durable, never before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlrover_hooks.protocol import Manifest, Message
+
+
+class Wake(Message):
+    """Whoever waits on `topic` should ask again."""
+
+    topic: str
+
+
+class Deadline(Message):
+    """Send `Tick(job)` at `at` (seconds, the clock of `now`). Replaces the job's earlier deadline."""
+
+    job: str
+    at: float
+
+
+class CommitGeneration(Message):
+    """Write the MANIFEST, then `latest`, then drop all but the newest `keep`; answer Committed or CommitFailed."""
+
+    job: str
+    url: str
+    options: dict[str, Any]
+    manifest: Manifest
+    keep: int
+
+
+class WriteFinished(Message):
+    """Write down beside the checkpoints that `run` ended at `step`; answer FinishWritten."""
+
+    job: str
+    url: str
+    options: dict[str, Any]
+    run: str
+    step: int
+
+
+Effect = Wake | Deadline | CommitGeneration | WriteFinished
+
+
+def round_topic(job: str) -> str:
+    """Woken when a round is formed."""
+    return f"round {job}"
+
+
+def plan_topic(job: str) -> str:
+    """Woken when there is a new plan, or none to wait for."""
+    return f"plan {job}"
+
+
+def watch_topic(job: str) -> str:
+    """Woken when the round broke or the job ended."""
+    return f"watch {job}"

@@ -1,0 +1,90 @@
+"""What happens to a job from inside the master, and the envelope in which every event is journaled.
+
+An event is either a request whose route says `event=True` or one of the structs below. `now` is seconds since the epoch
+by the master's clock, taken once and journaled, so that replaying gives the same state.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover_hooks.protocol import ROUTES, Generation, Message
+
+
+class Lost(Message):
+    """The verdict of `nodes`: a lease ran out or a connection ended and nobody came back."""
+
+    job: str
+    incarnation: str
+    reason: str = ""
+
+
+class Tick(Message):
+    """A `Deadline` of this job has come."""
+
+    job: str
+
+
+class Committed(Message):
+    """The MANIFEST of `generation` is written."""
+
+    job: str
+    generation: Generation
+
+
+class CommitFailed(Message):
+    """Storage refused the MANIFEST of `generation`."""
+
+    job: str
+    generation: Generation
+    reason: str = ""
+
+
+class FinishWritten(Message):
+    """Storage remembers that the job's run is over."""
+
+    job: str
+
+
+INTERNAL: tuple[type[Message], ...] = (Lost, Tick, Committed, CommitFailed, FinishWritten)
+KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (*(route.request for route in ROUTES if route.event), *INTERNAL)
+}
+
+
+class Key(Message):
+    """Idempotency key: the `seq`-th event that `incarnation` sent on `channel`. `seq` only counts up."""
+
+    incarnation: str
+    channel: str
+    seq: int
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """One journaled event."""
+
+    now: float
+    event: Message
+    key: Key | None = None
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope on disk: the event's class name beside its bytes."""
+
+    kind: str
+    now: float
+    key: Key | None
+    event: msgspec.Raw
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The envelope as MessagePack."""
+    body = msgspec.Raw(msgspec.msgpack.encode(envelope.event))
+    record = Record(kind=type(envelope.event).__name__, now=envelope.now, key=envelope.key, event=body)
+    return msgspec.msgpack.encode(record)
+
+
+def decode(data: bytes) -> Envelope:
+    """The envelope from `encode`. Raises msgspec.DecodeError or KeyError for bytes of a newer master."""
+    record = msgspec.msgpack.decode(data, type=Record)
+    return Envelope(now=record.now, key=record.key, event=msgspec.msgpack.decode(record.event, type=KINDS[record.kind]))

@@ -1,0 +1,407 @@
+"""Membership of one job: who waits for a seat, who holds one, and when a round forms.
+
+A round forms when nobody live of the round before is still missing, enough seats wait, and either the job is full or
+nobody came for `last_call_s`. Until then everybody waits. All work is O(1) per event but the forming itself.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.protocol import Departure, Join, Phase, Seat, Seated
+
+LOST = "lost"
+DONE = Departure.DONE.value
+
+
+class Waiting(msgspec.Struct):
+    """One join that is not seated yet. `at`: when it came."""
+
+    join: Join
+    at: float
+
+
+class Member(msgspec.Struct):
+    """One seat of the round. `gone`: how it left, None while it lives. `rejoined`: it waits for the next round."""
+
+    incarnation: str
+    agent: str
+    node: str
+    local_rank: int
+    rank: int
+    pid: int = 0
+    attached: bool = False
+    loaded: bool = False
+    rejoined: bool = False
+    gone: str | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.gone is None
+
+
+class Round(msgspec.Struct):
+    """The current (or last) membership. The counters keep each event O(1)."""
+
+    number: int
+    phase: Phase
+    members: dict[str, Member]
+    agents: dict[str, tuple[str, ...]]
+    """Incarnations in the order of the joined seats, by agent."""
+    nodes: dict[str, int]
+    """Node rank by node name."""
+    master_addr: str
+    master_port: int
+    store_prefix: str
+    missing: int
+    """Live members that have not joined again."""
+    attached: int = 0
+    loaded: int = 0
+    done: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    def renumber(self, number: int, store_prefix: str) -> None:
+        """The same members under a new number: what they loaded is forgotten."""
+        self.number, self.store_prefix, self.loaded = number, store_prefix, 0
+        for member in self.members.values():
+            member.loaded = False
+
+
+class Rounds(msgspec.Struct):
+    """All membership state of one job."""
+
+    number: int = 0
+    round: Round | None = None
+    waiting: dict[str, Waiting] = {}
+    seats: dict[str, str] = {}
+    """Agent by the incarnation of a waiting seat."""
+    min_workers: int = 1
+    max_workers: int = 1
+    last_call_s: float = 0.0
+    last_join_at: float = 0.0
+    places: dict[str, int] = {}
+    """Age of a place: the order in which (node, local rank) was first seen."""
+    places_seen: int = 0
+
+
+def member_of(rounds: Rounds, job: str, incarnation: str) -> Member:
+    """The live member called so. Raises Stale for anyone else."""
+    current = rounds.round
+    member = current.members.get(incarnation) if current else None
+    if member is not None and member.live:
+        return member
+    where = f"round {current.number}" if current else "any round"
+    why = f"it left ({member.gone})" if member is not None else "it holds no seat"
+    raise Stale(f"Incarnation {incarnation!r} is not in {where} of job {job!r}: {why}.", hint=REJOIN)
+
+
+REJOIN = "This process is outdated: stop it; a new process with a new incarnation must join."
+
+
+def check(rounds: Rounds, join: Join) -> None:
+    """Raises BadRequest if the join breaks a rule. Changes nothing."""
+    count = len(join.seats)
+    if not 1 <= join.min_workers <= join.max_workers:
+        raise BadRequest(
+            f"Job {join.job!r}: expected 1 <= min_workers <= max_workers, received {join.min_workers} and "
+            f"{join.max_workers}.",
+            hint="Mend --nproc-min / --nproc-max (or --nnodes MIN:MAX).",
+        )
+    if not 1 <= count <= join.max_workers:
+        raise BadRequest(
+            f"Job {join.job!r}: expected 1 to {join.max_workers} seats in one join, received {count}.",
+            hint="Raise max_workers or start fewer workers on this node.",
+        )
+    if not join.incarnation or not 0 < join.port < 65536 or not join.last_call_s >= 0:
+        raise BadRequest(
+            f"Job {join.job!r}: incarnation must not be empty, port must be 1..65535 and last_call_s >= 0, received "
+            f"{join.incarnation!r}, {join.port}, {join.last_call_s}."
+        )
+    _check_incarnations(rounds, join)
+    _check_fixed_ranks(rounds, join)
+
+
+def _check_incarnations(rounds: Rounds, join: Join) -> None:
+    names = {seat.incarnation for seat in join.seats}
+    if len(names) != len(join.seats) or "" in names:
+        raise BadRequest(
+            f"Job {join.job!r}: two seats of node {join.node!r} carry one incarnation, or an empty one.",
+            hint="Make a new uuid for each worker process.",
+        )
+    members = rounds.round.members if rounds.round else {}
+    for name in names:
+        holder = rounds.seats.get(name, join.incarnation)
+        member = members.get(name)
+        if member is not None and not member.live:
+            raise Stale(f"Incarnation {name!r} has already left job {join.job!r} ({member.gone}).", hint=REJOIN)
+        if holder != join.incarnation or (member is not None and member.agent != join.incarnation):
+            raise BadRequest(
+                f"Job {join.job!r}: incarnation {name!r} belongs to another agent.",
+                hint="Make a new uuid for each worker process.",
+            )
+
+
+def _check_fixed_ranks(rounds: Rounds, join: Join) -> None:
+    ranks = [seat.rank for seat in join.seats if seat.rank is not None]
+    others = [waiting for agent, waiting in _some(rounds.waiting) if agent != join.incarnation]
+    fixed_elsewhere = bool(others) and others[0].join.seats[0].rank is not None
+    if 0 < len(ranks) < len(join.seats) or (others and fixed_elsewhere != bool(ranks)):
+        raise BadRequest(
+            f"Job {join.job!r}: some seats fix their rank and some do not.",
+            hint="Start all workers with torchrun, or all with `dlrover-hooks run`, not both.",
+        )
+    if ranks and (len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= join.max_workers):
+        raise BadRequest(
+            f"Job {join.job!r}: fixed ranks must be different and within 0..{join.max_workers - 1}, received {ranks}.",
+            hint="RANK and WORLD_SIZE of the launcher do not agree.",
+        )
+
+
+def _some(waiting: dict[str, Waiting]) -> list[tuple[str, Waiting]]:
+    """Up to two entries: enough to look at one that is not mine."""
+    found: list[tuple[str, Waiting]] = []
+    for item in waiting.items():
+        found.append(item)
+        if len(found) == 2:
+            break
+    return found
+
+
+def add(rounds: Rounds, join: Join, now: float) -> bool:
+    """Put the checked join into waiting. Returns True if this broke the current round."""
+    drop(rounds, join.incarnation)
+    _displace(rounds, join)
+    rounds.waiting[join.incarnation] = Waiting(join=join, at=now)
+    rounds.min_workers, rounds.max_workers = join.min_workers, join.max_workers
+    rounds.last_call_s, rounds.last_join_at = join.last_call_s, now
+    for seat in join.seats:
+        rounds.seats[seat.incarnation] = join.incarnation
+        if (place := _place(join.node, seat)) not in rounds.places:
+            rounds.places[place] = rounds.places_seen
+            rounds.places_seen += 1
+    return _leave_for(rounds, join)
+
+
+def drop(rounds: Rounds, agent: str) -> bool:
+    """Forget what `agent` waits for. Its members that had joined again are missing again."""
+    waiting = rounds.waiting.pop(agent, None)
+    if waiting is None:
+        return False
+    for seat in waiting.join.seats:
+        del rounds.seats[seat.incarnation]
+        member = rounds.round.members.get(seat.incarnation) if rounds.round else None
+        if rounds.round and member is not None and member.rejoined:
+            member.rejoined = False
+            rounds.round.missing += member.live
+    return True
+
+
+def _displace(rounds: Rounds, join: Join) -> None:
+    """torchrun restarted a worker: the same node and fixed rank wait under an older incarnation, which is dead."""
+    if join.seats[0].rank is None:
+        return
+    ranks = {seat.rank for seat in join.seats}
+    for agent, waiting in list(rounds.waiting.items()):
+        if ranks.isdisjoint(seat.rank for seat in waiting.join.seats):
+            continue
+        if waiting.join.node != join.node:
+            raise BadRequest(
+                f"Job {join.job!r}: nodes {waiting.join.node!r} and {join.node!r} both claim one of ranks {sorted(r for r in ranks if r is not None)}.",
+                hint="Two launchers run with the same NODE_RANK.",
+            )
+        drop(rounds, agent)
+
+
+def _leave_for(rounds: Rounds, join: Join) -> bool:
+    """The agent's members either join again or are over, since their seats are asked for anew."""
+    current = rounds.round
+    mine = current.agents.get(join.incarnation, ()) if current else ()
+    again = {seat.incarnation for seat in join.seats}
+    for name in mine:
+        assert current is not None
+        member = current.members[name]
+        if not member.live:
+            continue
+        if name in again:
+            member.rejoined, current.missing = True, current.missing - 1
+        else:
+            _end(current, member, LOST)
+    if not mine or current is None or current.phase is Phase.BROKEN:
+        return False
+    current.phase = Phase.BROKEN
+    return True
+
+
+def _end(current: Round, member: Member, how: str) -> None:
+    member.gone = how
+    current.done += how == DONE
+    current.missing -= not member.rejoined
+
+
+def part(rounds: Rounds, incarnation: str, how: str) -> bool:
+    """`incarnation`, an agent or a worker, is gone. Returns True if this broke the current round.
+
+    A worker that left DONE breaks nothing. An agent takes with it what it waits for and its members that never attached.
+    """
+    dropped = drop(rounds, rounds.seats.get(incarnation, incarnation))
+    current = rounds.round
+    if current is None:
+        return False
+    gone = [current.members[incarnation]] if incarnation in current.members else []
+    gone += [current.members[name] for name in current.agents.get(incarnation, ()) if name != incarnation]
+    ended = False
+    for member in gone:
+        if member.live and (member.incarnation == incarnation or how != LOST or not member.attached):
+            _end(current, member, how)
+            ended = True
+    if not ended or how == DONE or current.phase is Phase.BROKEN:
+        return dropped and False
+    current.phase = Phase.BROKEN
+    return True
+
+
+def knows(rounds: Rounds, incarnation: str) -> bool:
+    """Is this a waiting agent or seat, or an agent or live member of the current round?"""
+    if incarnation in rounds.waiting or incarnation in rounds.seats:
+        return True
+    current = rounds.round
+    if current is None:
+        return False
+    member = current.members.get(incarnation)
+    return incarnation in current.agents if member is None else member.live
+
+
+def due(rounds: Rounds) -> float | None:
+    """When the last call ends, if that is all a new round waits for."""
+    if not _enough(rounds):
+        return None
+    return rounds.last_join_at + rounds.last_call_s
+
+
+def _enough(rounds: Rounds) -> bool:
+    missing = rounds.round.missing if rounds.round else 0
+    return missing == 0 and len(rounds.seats) >= rounds.min_workers
+
+
+def form(rounds: Rounds, prefix: str, now: float) -> bool:
+    """Seat a new round if it is time. Returns True if one was formed."""
+    if not _enough(rounds):
+        return False
+    if len(rounds.seats) < rounds.max_workers and now < rounds.last_join_at + rounds.last_call_s:
+        return False
+    chosen = _choose(rounds)
+    order = _order(rounds, chosen)
+    if len(order) < rounds.min_workers:
+        return False
+    rounds.number += 1
+    rounds.round = _seat(rounds.number, f"{prefix}/{rounds.number}", order)
+    for join in chosen:
+        del rounds.waiting[join.incarnation]
+        for seat in join.seats:
+            del rounds.seats[seat.incarnation]
+    _forget_places(rounds)
+    return True
+
+
+def _old_rank(rounds: Rounds, seat: Seat) -> int | None:
+    member = rounds.round.members.get(seat.incarnation) if rounds.round else None
+    return None if member is None else member.rank
+
+
+def _standing(rounds: Rounds, node: str, seat: Seat) -> tuple[int, int]:
+    """Sorts members of the round before by their rank, then newcomers by the age of their place."""
+    old = _old_rank(rounds, seat)
+    return (1, rounds.places[_place(node, seat)]) if old is None else (0, old)
+
+
+def _choose(rounds: Rounds) -> list[Join]:
+    """Whole joins, best standing first, as many as fit into max_workers."""
+    joins = [waiting.join for waiting in rounds.waiting.values()]
+    joins.sort(key=lambda join: (min(_standing(rounds, join.node, seat) for seat in join.seats), join.incarnation))
+    chosen: list[Join] = []
+    room = rounds.max_workers
+    for join in joins:
+        if len(join.seats) <= room:
+            chosen.append(join)
+            room -= len(join.seats)
+    return chosen
+
+
+def _order(rounds: Rounds, joins: list[Join]) -> list[tuple[Join, Seat]]:
+    """Seats in the order of their ranks; empty if fixed ranks have a hole."""
+    pairs = [(join, seat) for join in joins for seat in join.seats]
+    if all(seat.rank is not None for _, seat in pairs):
+        pairs.sort(key=lambda pair: pair[1].rank or 0)
+        return pairs if [seat.rank for _, seat in pairs] == list(range(len(pairs))) else []
+    pairs.sort(key=lambda pair: (_standing(rounds, pair[0].node, pair[1]), pair[1].incarnation))
+    return pairs
+
+
+def _seat(number: int, prefix: str, order: list[tuple[Join, Seat]]) -> Round:
+    members: dict[str, Member] = {}
+    nodes: dict[str, int] = {}
+    joins: dict[str, Join] = {}
+    for rank, (join, seat) in enumerate(order):
+        nodes.setdefault(join.node, len(nodes))
+        joins[join.incarnation] = join
+        members[seat.incarnation] = Member(
+            incarnation=seat.incarnation,
+            agent=join.incarnation,
+            node=join.node,
+            local_rank=seat.local_rank,
+            rank=rank,
+        )
+    return Round(
+        number=number,
+        phase=Phase.ATTACHING,
+        members=members,
+        agents={name: tuple(seat.incarnation for seat in join.seats) for name, join in joins.items()},
+        nodes=nodes,
+        master_addr=order[0][0].host,
+        master_port=order[0][0].port,
+        store_prefix=prefix,
+        missing=len(members),
+    )
+
+
+def _place(node: str, seat: Seat) -> str:
+    return f"{node}/{seat.local_rank}"
+
+
+def _forget_places(rounds: Rounds) -> None:
+    """Keep memory O(workers): of places that are not in use only the youngest stay."""
+    assert rounds.round is not None
+    bound = 4 * (len(rounds.round.members) + len(rounds.seats)) + 64
+    if len(rounds.places) <= bound:
+        return
+    used = {f"{member.node}/{member.local_rank}" for member in rounds.round.members.values()}
+    used |= {_place(waiting.join.node, seat) for waiting in rounds.waiting.values() for seat in waiting.join.seats}
+    idle = sorted((age, place) for place, age in rounds.places.items() if place not in used)
+    for _, place in idle[: len(idle) // 2]:
+        del rounds.places[place]
+
+
+def seated(rounds: Rounds, job: str, agent: str, after: int) -> Seated | None:
+    """What `AwaitRound` answers: None while there is nothing newer than `after`. Raises Stale for a stranger."""
+    if agent in rounds.waiting:
+        return None
+    current = rounds.round
+    if current is None or agent not in current.agents:
+        raise Stale(f"Agent {agent!r} waits for no round of job {job!r}: it was lost or never joined.", hint="Join again.")
+    if current.number <= after:
+        return None
+    mine = [current.members[name] for name in current.agents[agent]]
+    return Seated(
+        round=current.number,
+        ranks=tuple(member.rank for member in mine),
+        world_size=current.world_size,
+        node_rank=current.nodes[mine[0].node],
+        node_count=len(current.nodes),
+        master_addr=current.master_addr,
+        master_port=current.master_port,
+        store_prefix=current.store_prefix,
+    )

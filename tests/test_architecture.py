@@ -1,0 +1,166 @@
+"""The house rules that a machine can check. Each failure message says what to do instead."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("dlrover_hooks", "integrations", "master_server")
+LONGEST_FILE = 400
+LONGER_FILES = {"dlrover_hooks/protocol.py": 600}  # a table: every message is one struct and one row there
+LONGEST_FUNCTION = 50
+READS_ENVIRONMENT = {"dlrover_hooks/config.py"}  # children get theirs from config.worker_environment
+PURE_IMPORTS = {
+    *("__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"),
+    *("operator", "re", "statistics", "types", "typing", "msgspec"),
+    *("dlrover_hooks.protocol", "dlrover_hooks.errors"),
+}
+BINARY = {".png", ".svg", ".ico", ".gz"}
+
+
+@cache
+def package() -> dict[str, ast.Module]:
+    """Parsed sources of the installed package, each once (rglob does not follow the links)."""
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(), str(path)) for path in paths}
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every module named by an import, inside functions too; `from a import b` gives both `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def tracked() -> list[Path]:
+    """Files of the repository: those git knows or would add; none outside a clone."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listing.returncode:
+        pytest.skip("not a git clone")
+    paths = (ROOT / name for name in listing.stdout.splitlines())
+    return [path for path in paths if path.is_file() and not path.is_symlink() and path.suffix not in BINARY]
+
+
+def test_import_contracts_hold() -> None:
+    tool = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pure_machines_import_nothing_impure() -> None:
+    """No clock, random, I/O or threads in `master.core`: events in, effects out, `now` is an argument."""
+    wrong = []
+    for name, tree in package().items():
+        if not name.startswith("master_server/core/"):
+            continue
+        for module in imports(tree):
+            known = any(module == good or module.startswith(good + ".") for good in PURE_IMPORTS)
+            if not known and not module.startswith("dlrover_hooks.master.core"):
+                wrong.append(f"{name}: {module}")
+    assert wrong == []
+
+
+def test_the_pure_machines_call_no_input_or_output() -> None:
+    wrong = [
+        f"{name}:{node.lineno} {node.func.id}()"
+        for name, tree in package().items()
+        if name.startswith("master_server/core/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in {"open", "print", "input", "exec", "eval", "__import__"}
+    ]
+    assert wrong == []
+
+
+def test_files_stay_short() -> None:
+    """Longer than this, a file holds two nouns: give the second one its own file."""
+    sizes = {name: len((ROOT / name).read_text().splitlines()) for name in package()}
+    assert {name: n for name, n in sizes.items() if n > LONGER_FILES.get(name, LONGEST_FILE)} == {}
+
+
+def test_functions_stay_short() -> None:
+    found = {
+        f"{name}:{node.name}": size
+        for name, tree in package().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (size := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
+    }
+    assert found == {}
+
+
+def test_classes_name_the_thing() -> None:
+    vague = re.compile(r"(Manager|Handler|Utils?|Helper)$|^Base")
+    names = [
+        f"{name}: {node.name}"
+        for name, tree in package().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and vague.search(node.name)
+    ]
+    assert names == [], "name the thing it is, in a plain noun"
+
+
+def test_nothing_is_pickled() -> None:
+    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    wrong = [
+        f"{name}: {module}" for name, tree in package().items() for module in imports(tree) if module.split(".")[0] in banned
+    ]
+    assert wrong == [], "messages are msgspec JSON, checkpoints are safetensors with tagged JSON"
+
+
+def test_torch_load_is_never_called() -> None:
+    wrong = [name for name in package() if re.search(r"\btorch\.(load|save)\(", (ROOT / name).read_text())]
+    assert wrong == [], "torch.load and torch.save pickle; use the image of dlrover_hooks.checkpoint"
+
+
+def test_one_reader_of_the_environment() -> None:
+    pattern = re.compile(r"\bos\.(environ|getenv|putenv|environb)\b|from os import .*\benviron\b")
+    readers = {name for name in package() if pattern.search((ROOT / name).read_text())}
+    assert readers - READS_ENVIRONMENT == set(), "read it in dlrover_hooks/config.py"
+
+
+def test_no_debugging_is_left_behind() -> None:
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, tree in package().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"breakpoint", "print"}
+    ]
+    assert wrong == [], "log, or draw with rich; print only through click.echo"
+
+
+def test_tests_do_not_sleep() -> None:
+    pattern = re.compile(r"\btime\.sleep\(|from time import .*\bsleep\b")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert wrong == [], "wait for the event itself (a pipe, a socket, a condition), with a deadline"
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    """Paths of one computer and hosts of package registries have no place in a repository."""
+    pattern = re.compile(r"/(?:root|home|Users)/\w|/work/\w|/opt/[a-z]|pythonhosted\.|pypi\.org/simple|download\.pytorch\.")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in tracked()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert wrong == []

@@ -1,0 +1,52 @@
+"""Examples are short, and what the README shows of them is what they are (issue 2 item 9)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES = 80
+CHANGED = 5
+PLAIN = ROOT / "examples/lightning/plain.py"
+ELASTIC = ROOT / "examples/lightning/train.py"
+SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.py") if "demo" not in path.relative_to(ROOT).parts)
+
+
+def changes(before: Path, after: Path) -> list[str]:
+    """The changed lines of the real diff, with their signs, without headers and context."""
+    old, new = before.read_text().splitlines(), after.read_text().splitlines()
+    lines = list(difflib.unified_diff(old, new, lineterm="", n=0))[2:]
+    return [line for line in lines if line[0] in "+-" and line[1:].strip()]
+
+
+def shown(page: Path) -> list[list[str]]:
+    """The changed lines of each diff block of a Markdown page."""
+    blocks = re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.M | re.S)
+    return [[line for line in block.splitlines() if line[:1] in {"+", "-"} and line[1:].strip()] for block in blocks]
+
+
+def test_there_are_examples() -> None:
+    assert SCRIPTS
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_an_example_is_short_and_compiles(script: Path) -> None:
+    text = script.read_text()
+    compile(text, str(script), "exec")
+    assert len(text.splitlines()) <= LINES
+
+
+def test_elastic_lightning_is_a_small_change() -> None:
+    """Five lines of diff: added and removed ones are both counted."""
+    assert 0 < len(changes(PLAIN, ELASTIC)) <= CHANGED
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/lightning.md"])
+def test_the_diff_shown_is_the_real_one(page: str) -> None:
+    """Spaces at the front aside: a page may show a line without its surrounding block."""
+    real = [line[0] + line[1:].strip() for line in changes(PLAIN, ELASTIC)]
+    assert real in [[line[0] + line[1:].strip() for line in block] for block in shown(ROOT / page)]

@@ -1,0 +1,159 @@
+"""The wheel and the sdist hold exactly the package, from any kind of checkout (ED user interface rows; issue 2 item 1)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = {"dlrover_hooks": "dlrover_hooks", "dlrover_hooks/integrations": "integrations", "dlrover_hooks/master": "master_server"}
+LINKS = {"dlrover_hooks/integrations": "../integrations", "dlrover_hooks/master": "../master_server"}
+FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def sources() -> dict[str, Path]:
+    """Every file that belongs to the package: its path in the wheel, and where it lies here."""
+    found = {}
+    for inside, folder in ROOMS.items():
+        for path in (ROOT / folder).rglob("*"):  # rglob does not follow the links
+            if path.is_file() and path.suffix in {".py", ".typed"}:
+                found[f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"] = path
+    return found
+
+
+def checkout(target: Path, *, links: bool) -> Path:
+    """A copy of what packaging reads; without `links` they are text files, as git writes them where it may not link."""
+    for folder in set(ROOMS.values()):
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, target / name)
+    for name, text in {} if links else LINKS.items():
+        os.unlink(target / name)
+        (target / name).write_text(text)
+    return target
+
+
+def build(tree: Path) -> tuple[Path, Path]:
+    """The sdist, and the wheel built from that sdist."""
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tree / "dist", tree],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["links", "links-as-text"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], Path]:
+    """Names in the sdist, names in the wheel, the wheel."""
+    sdist, wheel = build(checkout(tmp_path_factory.mktemp("checkout"), links=request.param))
+    with tarfile.open(sdist) as archive:
+        in_sdist = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+    return in_sdist, in_wheel, wheel
+
+
+def test_wheel_holds_exactly_the_package(built: tuple[set[str], set[str], Path]) -> None:
+    _, names, _ = built
+    package = {name for name in names if ".dist-info/" not in name}
+    assert package == set(sources())
+
+
+def test_sdist_holds_the_sources_and_nothing_else(built: tuple[set[str], set[str], Path]) -> None:
+    names, _, _ = built
+    wanted = {path.relative_to(ROOT).as_posix() for path in sources().values()} | set(FILES)
+    generated = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert names - generated == wanted
+
+
+def test_wheel_imports_by_itself(built: tuple[set[str], set[str], Path], tmp_path: Path) -> None:
+    """From the archive alone, away from the checkout: the linked rooms are real packages in it."""
+    code = (
+        "import dlrover_hooks, dlrover_hooks.integrations, dlrover_hooks.master.core as core;"
+        "assert 'site' in core.__file__, core.__file__"
+    )
+    with zipfile.ZipFile(built[2]) as archive:
+        archive.extractall(tmp_path / "site")
+    environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    subprocess.run([sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code], env=environ, cwd=tmp_path, check=True)
+
+
+def test_package_list_equals_the_tree() -> None:
+    listed = project()["tool"]["setuptools"]["packages"]
+    tree = {Path(name).parent.as_posix().replace("/", ".") for name in sources() if name.endswith(".py")}
+    assert sorted(listed) == sorted(tree), "pyproject.toml [tool.setuptools] packages must list each package of the tree"
+    assert len(listed) == len(set(listed))
+
+
+def test_every_package_folder_has_an_init() -> None:
+    names = set(sources())
+    folders = {Path(name).parent.as_posix() for name in names if name.endswith(".py")}
+    assert [folder for folder in sorted(folders) if f"{folder}/__init__.py" not in names] == []
+
+
+@pytest.mark.parametrize(("link", "target"), LINKS.items())
+def test_links_are_tracked_links(link: str, target: str) -> None:
+    if not (ROOT / link).is_symlink():
+        pytest.skip("this checkout has no links")
+    assert os.readlink(ROOT / link) == target
+
+
+def test_version_is_the_same_in_both_places() -> None:
+    text = (ROOT / "dlrover_hooks/__init__.py").read_text()
+    assert f'__version__ = "{project()["project"]["version"]}"' in text
+
+
+def test_gpu_facts_come_from_nvidia_ml_py() -> None:
+    names = {re.split(r"[^A-Za-z0-9_-]", text)[0].lower() for text in project()["project"]["dependencies"]}
+    assert "nvidia-ml-py" in names
+    assert "pynvml" not in names
+
+
+def test_constraints_are_pins_and_name_no_host() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pattern = r'[A-Za-z0-9._-]+==[A-Za-z0-9.]+(; python_version >= "3\.\d+")?'
+    assert [line for line in pins if not re.fullmatch(pattern, line)] == []
+    assert "torch==2.13.0" in pins
+
+
+def test_makefile_installs_the_pinned_torch_first() -> None:
+    """A resolver left to itself may fetch another build of torch, of several gigabytes."""
+    recipe = (ROOT / "Makefile").read_text().split("$(READY): pyproject.toml constraints.txt", 1)[1]
+    installs = [line for line in recipe.splitlines() if "install" in line]
+    assert "-c constraints.txt torch==2.13.0" in installs[0]
+    assert all("-c constraints.txt" in line for line in installs)
+
+
+def test_every_dependency_is_pinned_for_ci() -> None:
+    """What `make setup` asks for by name has a pin; what those need is pinned too, but only a clean install shows it."""
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    asked = list(project()["project"]["dependencies"])
+    for extra in ("torch", "lightning", "demo", "docs", "test", "lint", "dev"):
+        asked += project()["project"]["optional-dependencies"][extra]
+    names = {re.split(r"[^A-Za-z0-9_-]", text)[0].lower() for text in asked} - {"dlrover-hooks"}
+    assert names - {name.replace("_", "-") for name in pinned} == set()
