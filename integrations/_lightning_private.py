@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -80,17 +79,6 @@ def batches_that_stepped(checkpoint: dict[str, Any]) -> int:
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
     """Lightning counts one step too many for its loggers when a checkpoint was not taken in `on_train_batch_end`."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
-
-
-def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
-    """Put back tensors that `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
-    for optimizer, state in zip(optimizers, saved, strict=True):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, entries in state["state"].items():
-            live = optimizer.state[parameters[index]]
-            for name, value in entries.items():
-                if isinstance(value, torch.Tensor) and live[name].dtype != value.dtype:
-                    live[name] = value.to(live[name].device, copy=True)
 
 
 def fast_dev_run(trainer: Trainer) -> bool:

@@ -25,7 +25,8 @@ from dlrover_hooks.config import Duration
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.ddp import BucketOrder
+from dlrover_hooks.integrations.torch import exact_optimizer_states, prepare_ddp
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -170,7 +171,7 @@ class ElasticCallback(Callback):
         wrapped = elastic_loader(
             loader,
             global_batch_size=self.config.global_batch_size or (state["G"] if state is not None else fresh),
-            seed=state["seed"] if state is not None else settings.global_seed(),
+            seed=settings.global_seed(),
             name=name,
             num_replicas=trainer.world_size,
             rank=trainer.global_rank,
@@ -178,7 +179,7 @@ class ElasticCallback(Callback):
         if not schedule:
             self._accumulate(trainer, wrapped)
         self.session.watch(name, wrapped.sampler)
-        wrapped.before_fetch = lambda: self._before_fetch(trainer)
+        wrapped.before_batch.append(lambda: self._before_fetch(trainer))
         self._loaders[name] = wrapped
         return wrapped
 
@@ -206,22 +207,15 @@ class ElasticCallback(Callback):
             self._prepare_ddp(trainer.strategy.model)
         if self._restored is not None:
             lightning = self._restored.state["lightning"]
-            private.exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
+            exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
         if self._checkpoint:
             tree.flatten(self._state(trainer))
 
     def _prepare_ddp(self, model: DistributedDataParallel) -> None:
-        if self._loaders:
-            sampler = next(iter(self._loaders.values())).sampler
-            refused = weigh_gradients(model, lambda: sampler.weight)
-            if refused is not None:
-                log.warning("gradients of an epoch's short last step are not weighted: %s", refused)
-        self._buckets = BucketOrder(model)
-        if self._restored is not None and self._restored.state["bucket_order"]:
-            self._buckets.replay(self._restored.state["bucket_order"])
-        else:
-            self._buckets.record()
+        sampler = next(iter(self._loaders.values())).sampler if self._loaders else None
+        saved = self._restored.state["bucket_order"] if self._restored is not None else []
+        self._buckets = prepare_ddp(model, (lambda: sampler.weight) if sampler is not None else None, saved)
 
     def _stepped(self) -> None:
         if self.session is not None:

@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold exactly the package, from any kind of checkout (ED user interface rows; issue 2 item 1)."""
+"""The wheel and the sdist hold exactly the package, from any kind of checkout (issue 2 item 1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {"dlrover_hooks": "dlrover_hooks", "dlrover_hooks/integrations": "integrations", "dlrover_hooks/master": "master_server"}
+ROOMS = {
+    "dlrover_hooks": "dlrover_hooks",
+    "dlrover_hooks/integrations": "integrations",
+    "dlrover_hooks/master": "master_server",
+}
 LINKS = {"dlrover_hooks/integrations": "../integrations", "dlrover_hooks/master": "../master_server"}
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
@@ -100,13 +104,20 @@ def test_wheel_imports_by_itself(built: tuple[set[str], set[str], Path], tmp_pat
     with zipfile.ZipFile(built[2]) as archive:
         archive.extractall(tmp_path / "site")
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    subprocess.run([sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code], env=environ, cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code],
+        env=environ,
+        cwd=tmp_path,
+        check=True,
+    )
 
 
 def test_package_list_equals_the_tree() -> None:
     listed = project()["tool"]["setuptools"]["packages"]
     tree = {Path(name).parent.as_posix().replace("/", ".") for name in sources() if name.endswith(".py")}
-    assert sorted(listed) == sorted(tree), "pyproject.toml [tool.setuptools] packages must list each package of the tree"
+    assert sorted(listed) == sorted(tree), (
+        "pyproject.toml [tool.setuptools] packages must list each package of the tree"
+    )
     assert len(listed) == len(set(listed))
 
 
@@ -150,8 +161,10 @@ def test_makefile_installs_the_pinned_torch_first() -> None:
 
 
 def test_every_dependency_is_pinned_for_ci() -> None:
-    """What `make setup` asks for by name has a pin; what those need is pinned too, but only a clean install shows it."""
-    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    """Those that `make setup` asks for by name; the pins of what these need show in a clean install only."""
+    pinned = {
+        line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
     asked = list(project()["project"]["dependencies"])
     for extra in ("torch", "lightning", "demo", "docs", "test", "lint", "dev"):
         asked += project()["project"]["optional-dependencies"][extra]

@@ -144,6 +144,10 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
 
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:  # the keeper lets segments go while a thread may still read them
+            os.close(self.fd)
+
     def slots(self) -> tuple[Slot, ...]:
         """The slot table now."""
         return tuple(self.slot(index) for index in range(SLOTS))

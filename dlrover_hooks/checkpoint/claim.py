@@ -91,13 +91,13 @@ class Claim:
             except OSError as error:
                 os.close(fd)
                 if isinstance(error, (BlockingIOError, PermissionError)):
-                    raise _busy(self.place, _read_owner(self.place)) from None
+                    raise _busy(self.place, read_owner(self.place)) from None
                 raise
         self._fd = fd
         self.place.put(LEASE, msgspec.json.encode(self.who))
 
     def _lease(self) -> None:
-        held = _read_owner(self.place)
+        held = read_owner(self.place)
         if held is not None and held.expires > time.time() and held.owner != self.who.owner:
             raise _busy(self.place, held)
         self.place.make()
@@ -123,7 +123,13 @@ class Claim:
         self.place.remove(LEASE)
 
 
-def _read_owner(place: Place) -> Owner | None:
+def holder(url: str, options: Mapping[str, Any] | None = None) -> Owner | None:
+    """Who says to hold `url`; of value only after `take` was refused."""
+    return read_owner(Place(url, options))
+
+
+def read_owner(place: Place) -> Owner | None:
+    """The owner file at `place`; None if there is none or it is damaged."""
     data = place.read(LEASE)
     try:
         return msgspec.json.decode(data, type=Owner) if data else None

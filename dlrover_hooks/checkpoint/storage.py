@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, Stream, damaged
-from dlrover_hooks.checkpoint.claim import Claim, Owner
+from dlrover_hooks.checkpoint.claim import Claim, Owner, holder
 from dlrover_hooks.checkpoint.place import Place, absolute
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, ShardFile
@@ -33,6 +33,8 @@ __all__ = [
     "commit",
     "finish",
     "folder",
+    "holder",
+    "manifest_of",
     "probe",
     "read",
     "scan",
@@ -224,7 +226,9 @@ def _point_latest(place: Place, manifest: Manifest) -> None:
 
 def _retain(place: Place, manifest: Manifest, keep: int) -> None:
     """Remove this run's generations past the newest `keep`, and older folders that were never committed."""
-    whole = [one for one in _whole(place, []) if (one.job, one.generation.run) == (manifest.job, manifest.generation.run)]
+    whole = [
+        one for one in _whole(place, []) if (one.job, one.generation.run) == (manifest.job, manifest.generation.run)
+    ]
     whole.sort(key=_age, reverse=True)
     newest = whole[0].generation if whole else manifest.generation
     for old in whole[keep:]:

@@ -108,7 +108,9 @@ class _Writer:
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, path)}
         if all(type(key) is str for key in value):
-            return {(f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()}
+            return {
+                (f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()
+            }
         return {"$dict": self._pairs(value, path)}
 
     def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:

@@ -15,7 +15,8 @@ that takes the mean loss of each micro-batch and divides it by m_r, as Lightning
 
 - full step: `m_r / N`, the exact mean over G samples;
 - short step: `(m_r / j_r) * (c_r / L)`, c_r samples in j_r = ceil(c_r / b) micro-batches. Exact when j_r = 1 or b divides
-  c_r; else this rank's share is a mean of the means of unequal micro-batches (its last, smaller one weighs more).
+  c_r; else this rank's share is a mean of the means of unequal micro-batches (its last, smaller one weighs more), unless
+  the loop also multiplies each loss by `ElasticSampler.loss_scale`. Without accumulation (m_r = 1) it is always exact.
 """
 
 from __future__ import annotations

@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks.data.batch import Tail
@@ -104,9 +111,13 @@ class ElasticLoader:
         token = self._live = object()
         try:
             while not self.sampler.progress.finished:
+                if self._live is not token:
+                    raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
                 self._quiet()
-                yield self._fetch(inner, token)
-            next(inner, None)  # lets DataLoader end its workers; no quiet point: the epoch's end (validation) is to come
+                yield self._fetch(inner)
+            next(
+                inner, None
+            )  # lets DataLoader end its workers; no quiet point: the epoch's end (validation) is to come
         finally:
             if self._live is token:
                 self.close()
@@ -116,9 +127,7 @@ class ElasticLoader:
         for call in tuple(self.before_batch):
             call()
 
-    def _fetch(self, inner: Iterator[Any], token: object) -> Any:
-        if self._live is not token:
-            raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
+    def _fetch(self, inner: Iterator[Any]) -> Any:
         if self.before_fetch is not None:
             restore, self.before_fetch = self.before_fetch, None
             restore()
@@ -143,11 +152,14 @@ class ElasticLoader:
             epoch = ahead
             yield epoch
         if epoch >= 0:
+            self.sampler.begin()  # the last epoch may have been left early: it is over all the same
             self.finish()
 
     def finish(self) -> None:
-        """Training ended: the last quiet point. `epochs` calls it; other loops should, before they save for the last time."""
-        self.sampler.progress.begin()
+        """Training ended: the last quiet point. `epochs` calls it; other loops should, before they save for the last time.
+
+        After a loop that was left in mid-epoch (max_steps) the state continues in mid-epoch.
+        """
         self._quiet()
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -163,6 +175,16 @@ class ElasticLoader:
     def weight(self) -> float:
         """See `ElasticSampler.weight`."""
         return self.sampler.weight
+
+    @property
+    def loss_scale(self) -> float:
+        """See `ElasticSampler.loss_scale`."""
+        return self.sampler.loss_scale
+
+    @property
+    def step_ends(self) -> bool:
+        """See `ElasticSampler.step_ends`."""
+        return self.sampler.step_ends
 
     def resize(self, world_size: int, rank: int) -> None:
         """See `ElasticSampler.resize`."""

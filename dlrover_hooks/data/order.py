@@ -76,7 +76,9 @@ def table(n: int, key: list[int]) -> Indices:
     """A Fisher-Yates shuffle of range(n), n <= 2**17, drawn from the raw Philox stream of `key` (two words)."""
     raw = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(n)
     sizes = np.arange(n, 0, -1, dtype=np.uint64)
-    draws = ((raw >> np.uint64(17)) * sizes >> np.uint64(47)).tolist()  # 47 random bits times at most 2**17: no overflow
+    draws = (
+        (raw >> np.uint64(17)) * sizes >> np.uint64(47)
+    ).tolist()  # 47 random bits times at most 2**17: no overflow
     cards = list(range(n))
     for last, pick in zip(range(n - 1, 0, -1), draws, strict=False):
         cards[last], cards[pick] = cards[pick], cards[last]

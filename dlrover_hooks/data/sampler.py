@@ -152,6 +152,16 @@ class ElasticSampler(DistributedSampler[int]):
         return self.step.weight
 
     @property
+    def loss_scale(self) -> float:
+        """What the last received micro-batch's mean loss must be multiplied by (besides 1 / m_r) for an exact short step.
+
+        1.0 except where a rank's part of a short step is cut into micro-batches of unequal size. Mean over the step: 1.0.
+        """
+        step, number = self.progress.current()
+        b, count = self.plan.batch_size, step.hi - step.lo
+        return min(b, count - (max(number, 1) - 1) * b) * step.micro_batches / count
+
+    @property
     def step_ends(self) -> bool:
         """True when the last received micro-batch was this rank's last in its step: now the optimizer may step."""
         step, number = self.progress.current()
@@ -170,8 +180,15 @@ class ElasticSampler(DistributedSampler[int]):
         """The committed position and what it is a position in. The same on every rank; save it once. ~120 bytes of JSON."""
         if self.progress.issued and not self.progress.counted and not self._warned:
             self._warned = True
-            log.warning("the sampler's state does not move: nobody calls on_batch, mark and commit (use elastic_loader)")
-        return {"v": VERSION, "cursor": self.cursor, "tail": self.plan.tail, "G": self.plan.global_batch_size} | self._data()
+            log.warning(
+                "the sampler's state does not move: nobody calls on_batch, mark and commit (use elastic_loader)"
+            )
+        return {
+            "v": VERSION,
+            "cursor": self.cursor,
+            "tail": self.plan.tail,
+            "G": self.plan.global_batch_size,
+        } | self._data()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the state's cursor with the next iterator. G comes from the state unless it was given explicitly.
@@ -196,7 +213,9 @@ class ElasticSampler(DistributedSampler[int]):
     def _refuse_other_data(self, state: Mapping[str, Any]) -> None:
         for name, here in ({"v": VERSION} | self._data()).items():
             if state.get(name) != here or isinstance(state.get(name), bool) != isinstance(here, bool):
-                raise DataMismatch(f"the data state has {name}={state.get(name)!r}, here it is {here!r}", hint=_HINTS[name])
+                raise DataMismatch(
+                    f"the data state has {name}={state.get(name)!r}, here it is {here!r}", hint=_HINTS[name]
+                )
         for name, least in (("cursor", 0), ("G", 1)):
             value = state.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -204,7 +223,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     def _begin_at(self, plan: Plan, cursor: int = 0) -> None:
         counted = hasattr(self, "progress") and self.progress.counted
-        self.plan = plan
+        self.plan, self.num_replicas, self.rank = plan, plan.world_size, plan.rank
         self.progress = Progress(plan)
         self.progress.counted = counted
         self.progress.rewind(cursor)

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 CONTEXT, WIDTH, VOCABULARY = 64, 96, 128
@@ -19,16 +17,15 @@ class StandardLibrary(Dataset):
     """Windows of `CONTEXT` characters of the library's source; `part` is a slice of the files in order of name."""
 
     def __init__(self, part: slice, windows: int) -> None:
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[part]
-        text = b"".join(file.read_bytes() for file in files)[: windows * CONTEXT + 1]
-        self.codes = torch.tensor(list(text)).clamp(max=VOCABULARY - 1)
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(file.read_bytes() for file in files[part])[: windows * CONTEXT + 1]
+        self.windows = torch.tensor(list(text)).clamp(max=VOCABULARY - 1).unfold(0, CONTEXT + 1, CONTEXT)
 
     def __len__(self) -> int:
-        return (len(self.codes) - 1) // CONTEXT
+        return len(self.windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        window = self.codes[index * CONTEXT : (index + 1) * CONTEXT + 1]
-        return window[:-1], window[1:]
+        return self.windows[index][:-1], self.windows[index][1:]
 
 
 class CharacterGPT(LightningModule):
@@ -42,9 +39,8 @@ class CharacterGPT(LightningModule):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        seen, following = batch
-        hidden = self.blocks(self.embed(seen) + self.place, mask=self.mask, is_causal=True)
-        return cross_entropy(self.head(hidden).flatten(0, 1), following.flatten())
+        hidden = self.blocks(self.embed(batch[0]) + self.place, mask=self.mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch[1].flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -54,26 +50,25 @@ class CharacterGPT(LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
-        schedule = OneCycleLR(optimizer, 3e-3, total_steps=int(self.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--epochs", type=int, default=3)
-    options.add_argument("--windows", type=int, default=2000, help="training windows of 64 characters")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=2000, help="training windows of 64 characters")
+    given = parser.parse_args()
     seed_everything(1)
     workers = int(os.environ.get("WORLD_SIZE", 1))
-    train = DataLoader(StandardLibrary(slice(0, 60), given.windows), batch_size=32 // workers, shuffle=True)
-    val = DataLoader(StandardLibrary(slice(60, None), given.windows // 10), batch_size=32)
+    train = DataLoader(StandardLibrary(slice(0, 60), given.windows), 32 // workers, shuffle=True)
+    val = DataLoader(StandardLibrary(slice(60, None), given.windows // 10), 32)
     trainer = Trainer(
         max_epochs=given.epochs,
         accelerator="cpu",
         devices=workers,
         logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,
     )
     trainer.fit(CharacterGPT(), train, val)
 

@@ -173,7 +173,7 @@ def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event
     if saves.newest_complete is None or saves.newest_complete < entry.generation:
         saves.newest_complete = entry.generation
     start = saves.cadence.persist_from
-    for older in list(saves.open.values()):
+    for _, older in sorted(saves.open.items()):
         skipped = not older.complete and not older.closed and older.generation.step < entry.generation.step
         if skipped and start is not None and older.generation.step >= start and older.stored:
             older.closed, older.stored = True, {}  # some rank left it out and waits with a newer one
@@ -262,7 +262,9 @@ def seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise BadRequest(f"Expected a duration such as '90s', received {text!r}.", hint="Give seconds, or steps as an int.")
+        raise BadRequest(
+            f"Expected a duration such as '90s', received {text!r}.", hint="Give seconds, or steps as an int."
+        )
     return value
 
 

@@ -13,6 +13,12 @@ class Wake(Message):
     topic: str
 
 
+class RoundFormed(Message):
+    """Seats were given: their workers must attach in time."""
+
+    job: str
+
+
 class Deadline(Message):
     """Send `Tick(job)` at `at` (seconds, the clock of `now`). Replaces the job's earlier deadline."""
 
@@ -40,7 +46,7 @@ class WriteFinished(Message):
     step: int
 
 
-Effect = Wake | Deadline | CommitGeneration | WriteFinished
+Effect = Wake | RoundFormed | Deadline | CommitGeneration | WriteFinished
 
 
 def round_topic(job: str) -> str:

@@ -38,6 +38,7 @@ class Member(msgspec.Struct):
 
     @property
     def live(self) -> bool:
+        """It has not left."""
         return self.gone is None
 
 
@@ -62,6 +63,7 @@ class Round(msgspec.Struct):
 
     @property
     def world_size(self) -> int:
+        """Number of seats."""
         return len(self.members)
 
     def renumber(self, number: int, store_prefix: str) -> None:
@@ -79,6 +81,8 @@ class Rounds(msgspec.Struct):
     waiting: dict[str, Waiting] = {}
     seats: dict[str, str] = {}
     """Agent by the incarnation of a waiting seat."""
+    fixed: dict[int, str] = {}
+    """Agent by the fixed rank of a waiting seat."""
     min_workers: int = 1
     max_workers: int = 1
     last_call_s: float = 0.0
@@ -116,9 +120,9 @@ def check(rounds: Rounds, join: Join) -> None:
             f"Job {join.job!r}: expected 1 to {join.max_workers} seats in one join, received {count}.",
             hint="Raise max_workers or start fewer workers on this node.",
         )
-    if not join.incarnation or not 0 < join.port < 65536 or not join.last_call_s >= 0:
+    if not join.incarnation or not 0 <= join.port < 65536 or not join.last_call_s >= 0:
         raise BadRequest(
-            f"Job {join.job!r}: incarnation must not be empty, port must be 1..65535 and last_call_s >= 0, received "
+            f"Job {join.job!r}: incarnation must not be empty, port must be 0..65535 and last_call_s >= 0, received "
             f"{join.incarnation!r}, {join.port}, {join.last_call_s}."
         )
     _check_incarnations(rounds, join)
@@ -147,8 +151,9 @@ def _check_incarnations(rounds: Rounds, join: Join) -> None:
 
 def _check_fixed_ranks(rounds: Rounds, join: Join) -> None:
     ranks = [seat.rank for seat in join.seats if seat.rank is not None]
-    others = [waiting for agent, waiting in _some(rounds.waiting) if agent != join.incarnation]
-    fixed_elsewhere = bool(others) and others[0].join.seats[0].rank is not None
+    own = rounds.waiting.get(join.incarnation)
+    others = len(rounds.waiting) - (own is not None)
+    fixed_elsewhere = len(rounds.fixed) > (sum(seat.rank is not None for seat in own.join.seats) if own else 0)
     if 0 < len(ranks) < len(join.seats) or (others and fixed_elsewhere != bool(ranks)):
         raise BadRequest(
             f"Job {join.job!r}: some seats fix their rank and some do not.",
@@ -159,27 +164,20 @@ def _check_fixed_ranks(rounds: Rounds, join: Join) -> None:
             f"Job {join.job!r}: fixed ranks must be different and within 0..{join.max_workers - 1}, received {ranks}.",
             hint="RANK and WORLD_SIZE of the launcher do not agree.",
         )
-
-
-def _some(waiting: dict[str, Waiting]) -> list[tuple[str, Waiting]]:
-    """Up to two entries: enough to look at one that is not mine."""
-    found: list[tuple[str, Waiting]] = []
-    for item in waiting.items():
-        found.append(item)
-        if len(found) == 2:
-            break
-    return found
+    _displaced(rounds, join)
 
 
 def add(rounds: Rounds, join: Join, now: float) -> bool:
     """Put the checked join into waiting. Returns True if this broke the current round."""
-    drop(rounds, join.incarnation)
-    _displace(rounds, join)
+    for agent in (join.incarnation, *_displaced(rounds, join)):
+        drop(rounds, agent)
     rounds.waiting[join.incarnation] = Waiting(join=join, at=now)
     rounds.min_workers, rounds.max_workers = join.min_workers, join.max_workers
     rounds.last_call_s, rounds.last_join_at = join.last_call_s, now
     for seat in join.seats:
         rounds.seats[seat.incarnation] = join.incarnation
+        if seat.rank is not None:
+            rounds.fixed[seat.rank] = join.incarnation
         if (place := _place(join.node, seat)) not in rounds.places:
             rounds.places[place] = rounds.places_seen
             rounds.places_seen += 1
@@ -191,8 +189,8 @@ def drop(rounds: Rounds, agent: str) -> bool:
     waiting = rounds.waiting.pop(agent, None)
     if waiting is None:
         return False
+    _unlist(rounds, waiting.join)
     for seat in waiting.join.seats:
-        del rounds.seats[seat.incarnation]
         member = rounds.round.members.get(seat.incarnation) if rounds.round else None
         if rounds.round and member is not None and member.rejoined:
             member.rejoined = False
@@ -200,20 +198,27 @@ def drop(rounds: Rounds, agent: str) -> bool:
     return True
 
 
-def _displace(rounds: Rounds, join: Join) -> None:
-    """torchrun restarted a worker: the same node and fixed rank wait under an older incarnation, which is dead."""
-    if join.seats[0].rank is None:
-        return
-    ranks = {seat.rank for seat in join.seats}
-    for agent, waiting in list(rounds.waiting.items()):
-        if ranks.isdisjoint(seat.rank for seat in waiting.join.seats):
-            continue
-        if waiting.join.node != join.node:
+def _unlist(rounds: Rounds, join: Join) -> None:
+    for seat in join.seats:
+        del rounds.seats[seat.incarnation]
+        if seat.rank is not None:
+            del rounds.fixed[seat.rank]
+
+
+def _displaced(rounds: Rounds, join: Join) -> list[str]:
+    """Agents that wait for the same fixed ranks on the same node: torchrun started those workers anew, they are dead.
+
+    Raises BadRequest if another node claims one of the ranks.
+    """
+    agents = {rounds.fixed[seat.rank] for seat in join.seats if seat.rank is not None and seat.rank in rounds.fixed}
+    agents.discard(join.incarnation)
+    for agent in agents:
+        if (node := rounds.waiting[agent].join.node) != join.node:
             raise BadRequest(
-                f"Job {join.job!r}: nodes {waiting.join.node!r} and {join.node!r} both claim one of ranks {sorted(r for r in ranks if r is not None)}.",
-                hint="Two launchers run with the same NODE_RANK.",
+                f"Job {join.job!r}: nodes {node!r} and {join.node!r} claim the same fixed rank.",
+                hint="Two launchers run with one NODE_RANK.",
             )
-        drop(rounds, agent)
+    return sorted(agents)
 
 
 def _leave_for(rounds: Rounds, join: Join) -> bool:
@@ -245,9 +250,10 @@ def _end(current: Round, member: Member, how: str) -> None:
 def part(rounds: Rounds, incarnation: str, how: str) -> bool:
     """`incarnation`, an agent or a worker, is gone. Returns True if this broke the current round.
 
-    A worker that left DONE breaks nothing. An agent takes with it what it waits for and its members that never attached.
+    A worker that left DONE breaks nothing. An agent takes along what it waits for and its members that
+    never attached.
     """
-    dropped = drop(rounds, rounds.seats.get(incarnation, incarnation))
+    drop(rounds, rounds.seats.get(incarnation, incarnation))
     current = rounds.round
     if current is None:
         return False
@@ -259,7 +265,7 @@ def part(rounds: Rounds, incarnation: str, how: str) -> bool:
             _end(current, member, how)
             ended = True
     if not ended or how == DONE or current.phase is Phase.BROKEN:
-        return dropped and False
+        return False
     current.phase = Phase.BROKEN
     return True
 
@@ -301,8 +307,7 @@ def form(rounds: Rounds, prefix: str, now: float) -> bool:
     rounds.round = _seat(rounds.number, f"{prefix}/{rounds.number}", order)
     for join in chosen:
         del rounds.waiting[join.incarnation]
-        for seat in join.seats:
-            del rounds.seats[seat.incarnation]
+        _unlist(rounds, join)
     _forget_places(rounds)
     return True
 
@@ -391,7 +396,9 @@ def seated(rounds: Rounds, job: str, agent: str, after: int) -> Seated | None:
         return None
     current = rounds.round
     if current is None or agent not in current.agents:
-        raise Stale(f"Agent {agent!r} waits for no round of job {job!r}: it was lost or never joined.", hint="Join again.")
+        raise Stale(
+            f"Agent {agent!r} waits for no round of job {job!r}: it was lost or never joined.", hint="Join again."
+        )
     if current.number <= after:
         return None
     mine = [current.members[name] for name in current.agents[agent]]

@@ -1,0 +1,324 @@
+"""The trainer's side of a checkpoint: copy into a slot, tell the keeper, load again (DL-90, DL-91).
+
+First version: eager copies only. A tree has up to three parts: `state` (replicated: model, optimizer, loop), `rank`
+(private to this global rank: random state) and `data` (the cut of the data).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlrover_hooks.checkpoint import snapshot, storage, wire
+from dlrover_hooks.checkpoint.arena import Arena, choose_slot
+from dlrover_hooks.checkpoint.image import (
+    RESERVE,
+    Header,
+    Inside,
+    Layout,
+    Outgrown,
+    TensorSpec,
+    header_bytes,
+    metadata,
+    parse,
+    plan,
+)
+from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten, unflatten
+from dlrover_hooks.errors import CheckpointError, Corrupt, HooksError, KeeperAway, StorageFailed, UsageError
+from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
+
+_log = logging.getLogger(__name__)
+PARTS = ("state", "rank", "data")
+
+
+class Saved(Message):
+    """One save: `copy_s` is how long it held up the caller."""
+
+    generation: Generation
+    copy_s: float
+
+
+class Restored(Message):
+    """`tree` in fresh memory. `same_world`: its `rank` part is this very rank's of an equally large world."""
+
+    tree: dict[str, Any]
+    same_world: bool
+
+
+class Checkpointer:
+    """One rank's checkpoints. Verbs on the training thread; `notify` is called on the keeper link's thread."""
+
+    def __init__(
+        self,
+        job: str,
+        node: str,
+        seat: int,
+        *,
+        save_to: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        keep: int = 2,
+        linger_s: float = 600.0,
+        notify: Callable[[wire.Notice], None] = lambda _: None,
+        start_keeper: bool = True,
+        deadline_s: float = 30.0,
+    ) -> None:
+        self.job, self.node, self.seat = job, node, seat
+        self.save_to = storage.absolute(save_to) if save_to is not None else None
+        self.storage_options = dict(storage_options or {})
+        self.error: HooksError | None = None
+        """Why the newest save was skipped, None after a good one."""
+        self.skipped = 0
+        """Saves that were not made: no slot was free, or the keeper was away."""
+        self._keep = keep
+        self._notify, self._start, self._linger_s, self._deadline_s = notify, start_keeper, linger_s, deadline_s
+        self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
+        self._held: tuple[Held, ...] = ()
+        self._link: KeeperLink | None = None
+        self._arena: Arena | None = None
+        self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
+        self._newest_complete: Generation | None = None
+        self._persisting: set[Generation] = set()
+        self._copier = snapshot.Copier()
+
+    # ---- before training
+
+    def held(self) -> tuple[Held, ...]:
+        """What this node's keeper holds, of all seats.
+
+        Raises:
+            KeeperAway: there is no keeper.
+        """
+        return self._ask(lambda ref: wire.Inventory(ref=ref))[0].held
+
+    def drop(self) -> None:
+        """Forget what this node holds: a fresh run begins. No trainer of the node may be saving."""
+        self._ask(lambda ref: wire.Drop(ref=ref))
+        self._newest_complete = None
+
+    def begin(self, run: str, attempt: int, rank: int, world_size: int) -> None:
+        """What is saved from here on belongs to this run (uuid hex), attempt and global rank."""
+        try:
+            valid = uuid.UUID(hex=run).hex == run
+        except ValueError:
+            valid = False
+        if not valid:
+            raise UsageError(f"run {run!r} is not a uuid in hex", hint="use uuid.uuid4().hex")
+        self._run, self._attempt, self._rank, self._world_size = run, attempt, rank, world_size
+
+    def load(self, restore: Restore) -> Restored:
+        """Load and verify what the round restores; nothing of it aliases shared memory or a file's buffer.
+
+        Raises:
+            Corrupt: it is not there whole, or does not match its hashes; says where.
+            StorageFailed: `save_to` cannot be read.
+            KeeperAway: the memory is gone with its keeper.
+        """
+        same = restore.world_size == self._world_size
+        if restore.source is Source.MEMORY:
+            tree = self._from_memory(restore, same)
+            self._newest_complete = restore.generation
+        else:
+            tree = self._from_storage(restore)
+        return Restored(tree, same)
+
+    def _from_memory(self, restore: Restore, same: bool) -> dict[str, Any]:
+        rank = self._memory_rank(restore, same)
+        reply, fd = self._ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+        if isinstance(reply, wire.Refused):
+            raise Corrupt(reply.reason, hint=reply.hint)
+        arena = Arena.attach(fd, writable=False)
+        try:
+            view = arena.view(reply.slot, reply.image_bytes)
+            header = parse(view)
+            tree = self._tree(header, view, PARTS)
+            if arena.seq(reply.slot) != reply.seq:
+                raise Corrupt(f"slot {reply.slot} of seat {reply.seat} was overwritten while it was loaded")
+            return tree
+        finally:
+            view = None
+            arena.close()
+
+    def _memory_rank(self, restore: Restore, same: bool) -> int:
+        """Whose image to open. In another world size any will do for the replicated parts."""
+        if same:
+            return self._rank
+        wanted = self._rank % restore.world_size
+        here = sorted(one.rank for one in self.held() if one.generation == restore.generation)
+        return wanted if wanted in here or not here else here[wanted % len(here)]
+
+    def _from_storage(self, restore: Restore) -> dict[str, Any]:
+        url = restore.url or self.save_to
+        if url is None:
+            raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
+        manifest = storage.manifest_of(url, self.storage_options, restore.generation)
+        rank = self._rank % manifest.world_size
+        first = storage.read(url, self.storage_options, manifest, 0)
+        tree = self._tree(parse(first), first, PARTS if rank == 0 else ("state", "data"))
+        if rank != 0:
+            own = storage.read(url, self.storage_options, manifest, rank)
+            tree |= self._tree(parse(own), own, ("rank",))
+        return tree
+
+    def _tree(self, header: Header, buffer: memoryview, parts: tuple[str, ...]) -> dict[str, Any]:
+        inside = header.inside()
+        wanted = [name for name in header.tensors if name.split(".", 1)[0] in parts]
+        tensors = snapshot.load(buffer, header, wanted, self._copier)
+        return {part: unflatten(inside.skeletons[part], tensors) for part in parts if part in inside.skeletons}
+
+    # ---- while training
+
+    def save(self, step: int, tree: Mapping[str, Any], *, on_unsupported: OnUnsupported | None = None) -> Saved | None:
+        """Copy `tree` into a free slot and publish it; None if this save had to be skipped (`skipped`, `error`).
+
+        Training thread, at a quiet point; `tree` may change as soon as this returns. A dead keeper never raises here.
+
+        Raises:
+            UnsupportedState: something in `tree` cannot be saved.
+        """
+        began = time.perf_counter()
+        flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
+        tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
+        generation = Generation(self._attempt, step, self._run)
+        skeletons = {part: flat.skeleton for part, flat in flats.items()}
+        layout, header = self._image(
+            snapshot.specs(tensors), Inside(generation, self._rank, self._world_size, skeletons)
+        )
+        try:
+            arena = self._room(layout.total_bytes)
+            slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
+            if slot is None:
+                raise CheckpointError(
+                    "no slot is free: one is the newest, one the newest complete, one is being persisted"
+                )
+            arena.begin(slot)
+            view = arena.view(slot, layout.total_bytes)
+            view[: len(header)] = header
+            self._copier.save(layout, tensors, view)
+            arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
+            self._line().send(wire.Published(slot=slot))
+        except (HooksError, OSError) as error:
+            return self._skip(step, error)
+        self.error = None
+        return Saved(generation, time.perf_counter() - began)
+
+    def _flatten(self, part: str, tree: Any, on_unsupported: OnUnsupported | None) -> Any:
+        where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
+        return flatten(tree, where=where, on_unsupported=on_unsupported)
+
+    def _image(self, specs: tuple[TensorSpec, ...], inside: Inside) -> tuple[Layout, bytes]:
+        """The layout of before if it still fits, with this save's header."""
+        key = frozenset(specs)
+        if self._layout is None or self._layout[0] != key:
+            self._layout = (key, plan(specs))
+        layout = self._layout[1]
+        try:
+            return layout, header_bytes(layout, metadata(layout, inside))
+        except Outgrown as outgrown:
+            layout = plan(specs, RESERVE + layout.header_bytes + 2 * outgrown.needed)
+            self._layout = (key, layout)
+            return layout, header_bytes(layout, metadata(layout, inside))
+
+    def _room(self, nbytes: int) -> Arena:
+        """The arena, a new one if `nbytes` do not fit into its slots."""
+        self._line()
+        if self._arena is None or self._arena.slot_bytes < nbytes:
+            spare = max(nbytes // 64, 64 << 10)  # so that a header may grow without a new segment
+            reply, fd = self._ask(lambda ref: wire.Allocate(ref=ref, slot_bytes=nbytes + spare), timeout_s=300.0)
+            if isinstance(reply, wire.Refused):
+                raise KeeperAway(reply.reason, hint=reply.hint)
+            if self._arena is not None:
+                self._arena.close()
+            self._arena = Arena.attach(fd)
+            self._persisting |= set(reply.persisting)
+            if reply.complete is not None and self._newest_complete is None:
+                self._newest_complete = reply.complete
+        return self._arena
+
+    def _skip(self, step: int, error: Exception) -> None:
+        self.skipped += 1
+        self.error = error if isinstance(error, HooksError) else KeeperAway(f"step {step} was not saved: {error}")
+        _log.warning("job %s, rank %d: step %d was not saved: %s", self.job, self._rank, step, self.error)
+
+    def complete(self, generation: Generation) -> None:
+        """`generation` is memory-complete over all ranks. Any thread."""
+        self._newest_complete = generation
+        self._tell(wire.Complete(generation=generation))
+
+    def persist(self, generation: Generation) -> None:
+        """Have the keeper write this rank's file of `generation`; a notice tells how it went. Any thread."""
+        if self.save_to is None:
+            raise UsageError("nothing can be made durable without `save_to`")
+        self._persisting.add(generation)
+        message = wire.Persist(generation=generation, rank=self._rank, url=self.save_to, options=self.storage_options)
+        if not self._tell(message):
+            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone"))
+
+    def close(self, finished: bool = False) -> None:
+        """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
+        link, self._link = self._link, None
+        if link is not None:
+            try:
+                if link.alive:
+                    link.call(lambda ref: wire.Goodbye(ref=ref, finished=finished), timeout_s=10.0)
+            except KeeperAway as error:
+                _log.info("job %s: %s", self.job, error.message)
+            link.close()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # ---- the line
+
+    def _line(self) -> KeeperLink:
+        """The connection; a new one, and a new arena with it, if the keeper has died."""
+        if self._link is not None and self._link.alive:
+            return self._link
+        if self._link is not None:
+            self._link.close()
+            self._newest_complete = None
+            self._persisting.clear()
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
+        self._link = KeeperLink.connect(
+            self.job,
+            self.node,
+            notify=self._noticed,
+            start=self._start,
+            linger_s=self._linger_s,
+            deadline_s=self._deadline_s,
+        )
+        self._link.call(self._hello, timeout_s=self._deadline_s)
+        return self._link
+
+    def _hello(self, ref: int) -> wire.Hello:
+        return wire.Hello(
+            ref=ref,
+            seat=self.seat,
+            job=self.job,
+            save_to=self.save_to,
+            storage_options=self.storage_options,
+            keep=self._keep,
+        )
+
+    def _ask(self, request: Callable[[int], wire.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
+        return self._line().call(request, timeout_s=timeout_s)
+
+    def _tell(self, message: wire.Wire) -> bool:
+        link = self._link
+        try:
+            if link is None or not link.alive:
+                return False
+            link.send(message)
+        except KeeperAway:
+            return False
+        return True
+
+    def _noticed(self, notice: wire.Notice) -> None:
+        if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
+            self._persisting.discard(notice.generation)
+        self._notify(notice)

@@ -1,0 +1,48 @@
+"""The keeper's worker threads: hashing, pre-faulting and slow stores stay off its loop. No torch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+Job = Callable[[], Any]
+Then = Callable[[Any], None]
+
+
+class Crew:
+    """`threads` daemon threads that take jobs in order.
+
+    `submit` and `pending` belong to the loop's thread. A job's result, or the exception it raised, is given to `then`
+    through `post`, which must run it on the loop's thread. They end with the process.
+    """
+
+    def __init__(self, name: str, threads: int, post: Callable[[Callable[[], None]], None]) -> None:
+        self.pending = 0
+        self._post = post
+        self._jobs: queue.SimpleQueue[tuple[Job, Then]] = queue.SimpleQueue()
+        for number in range(threads):
+            threading.Thread(target=self._work, name=f"keeper-{name}-{number}", daemon=True).start()
+
+    def submit(self, job: Job, then: Then) -> None:
+        """Run `job` on a thread, then `then(result or exception)` on the loop."""
+        self.pending += 1
+        self._jobs.put((job, then))
+
+    def _work(self) -> None:
+        while True:
+            job, then = self._jobs.get()
+            try:
+                result: Any = job()
+            except Exception as error:  # handed over, not swallowed
+                result = error
+            self._post(self._outcome(then, result))
+            del job, then, result  # they may hold views of a segment that is to be freed
+
+    def _outcome(self, then: Then, result: Any) -> Callable[[], None]:
+        def deliver() -> None:
+            self.pending -= 1
+            then(result)
+
+        return deliver

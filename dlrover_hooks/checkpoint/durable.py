@@ -1,0 +1,124 @@
+"""How a keeper makes slots durable: one rank's shard file, or a whole generation at the end of its life. Worker threads.
+
+Global rank 0 writes its whole image; the others only their private tensors (names that begin with `rank.`), because
+replicated state needs to be stored once. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.chunks import damaged
+from dlrover_hooks.checkpoint.holdings import Found, Proof
+from dlrover_hooks.checkpoint.image import parse, subset
+from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
+from dlrover_hooks.protocol import Generation, Manifest, ShardFile
+
+PRIVATE = "rank."
+BACKOFF_S = (0.5, 1.0, 2.0)
+_log = logging.getLogger(__name__)
+
+
+def persist(
+    found: Found, url: str, options: Mapping[str, Any], *, wait: Callable[[float], None] = time.sleep
+) -> ShardFile:
+    """Write the shard file of a slot; storage failures are tried again three times.
+
+    Raises:
+        StorageFailed: the last failure.
+        Corrupt: the slot no longer holds what was hashed.
+    """
+    for pause in BACKOFF_S:
+        try:
+            return _persist(found, url, options)
+        except StorageFailed as error:
+            _log.warning("%s, trying again in %s s", error.message, pause)
+            wait(pause)
+    return _persist(found, url, options)
+
+
+def _persist(found: Found, url: str, options: Mapping[str, Any]) -> ShardFile:
+    slot, chunks = found.proof
+    arena, generation = found.segment.arena, slot.generation
+    assert generation is not None
+    view = arena.view(slot.index, slot.image_bytes)
+    if slot.rank == 0:
+        pieces, nbytes = [view], slot.image_bytes
+    else:
+        verify(found)
+        part = subset(parse(view), lambda name: name.startswith(PRIVATE))
+        pieces, nbytes = [memoryview(part.header), *(view[a:b] for a, b in part.pieces)], part.nbytes
+    file = storage.write_shard(url, options, generation, slot.rank, slot.world_size, pieces, nbytes)
+    if arena.seq(slot.index) != slot.seq:
+        raise Corrupt(f"slot {slot.index} of seat {found.segment.seat} was overwritten while {generation} was written")
+    if slot.rank == 0 and file.chunks != chunks:
+        raise Corrupt(_damage(found, view))
+    return file
+
+
+def verify(found: Found) -> Proof:
+    """Hash the slot again; its proof if it still holds.
+
+    Raises:
+        Corrupt: it does not; names seat, slot and chunk.
+    """
+    slot, chunks = found.proof
+    arena = found.segment.arena
+    view = arena.view(slot.index, slot.image_bytes)
+    if damaged(view, chunks) is not None or arena.seq(slot.index) != slot.seq:
+        raise Corrupt(_damage(found, view))
+    return found.proof
+
+
+def _damage(found: Found, view: memoryview) -> str:
+    slot, chunks = found.proof
+    where = f"slot {slot.index} of seat {found.segment.seat}, {slot.generation}, rank {slot.rank}"
+    if found.segment.arena.seq(slot.index) != slot.seq:
+        return f"{where}: it was overwritten"
+    chunk = damaged(view, chunks)
+    return f"{where}: chunk {chunk} did not match its hash" if chunk is not None else f"{where}: damaged for a while"
+
+
+def last_will(
+    ranks: list[Found],
+    generation: Generation,
+    *,
+    job: str,
+    url: str,
+    options: Mapping[str, Any],
+    keep: int,
+    known: Mapping[int, ShardFile],
+) -> Manifest:
+    """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
+
+    Raises:
+        SaveToBusy: another job has taken the URL meanwhile.
+        StorageFailed, Corrupt: it could not be made durable; nothing is committed.
+    """
+    claim = _claim(url, options, job)
+    try:
+        files = tuple(
+            known.get(found.proof.slot.rank) or persist(found, url, options, wait=lambda _: None) for found in ranks
+        )
+        manifest = Manifest(job, generation, len(ranks), files, time.time())
+        storage.commit(url, options, manifest, keep)
+        return manifest
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def _claim(url: str, options: Mapping[str, Any], job: str) -> storage.Claim | None:
+    """The claim, or None where a process of the same job (its master) still has it: commits are idempotent."""
+    try:
+        return storage.Claim.take(url, options, job, f"keeper, pid {os.getpid()}")
+    except SaveToBusy:
+        holder = storage.holder(url, options)
+        if holder is not None and holder.job == job:
+            return None
+        raise

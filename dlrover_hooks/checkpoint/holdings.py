@@ -1,0 +1,149 @@
+"""What a keeper holds: the segments of each seat and the hashes of their slots. Loop thread only; no sockets. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dlrover_hooks.checkpoint.arena import Arena, Slot
+from dlrover_hooks.checkpoint.chunks import digests
+from dlrover_hooks.protocol import Generation, Held
+
+
+class Proof(NamedTuple):
+    """A slot as it was when it was hashed."""
+
+    slot: Slot
+    chunks: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Segment:
+    """One arena and the proofs of its slots. `retired`: a trainer that is out of our sight may still write it."""
+
+    seat: int
+    arena: Arena
+    proofs: dict[int, Proof] = field(default_factory=dict[int, Proof])
+    retired: bool = False
+
+    def valid(self) -> list[Proof]:
+        """Proofs whose slot was not touched since."""
+        return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
+
+    def proved(self, slot: Slot) -> bool:
+        """`slot` was hashed as it stands."""
+        proof = self.proofs.get(slot.index)
+        return proof is not None and proof.slot.seq == slot.seq
+
+    def holds(self, generation: Generation | None) -> bool:
+        return any(proof.slot.generation == generation for proof in self.valid())
+
+
+class Found(NamedTuple):
+    segment: Segment
+    proof: Proof
+
+
+def prove(arena: Arena, index: int) -> Proof | None:
+    """Hash slot `index`; None if it is free, torn, or was written meanwhile. Any thread."""
+    slot = arena.slot(index)
+    if slot.generation is None or slot.torn:
+        return None
+    chunks = digests(arena.view(index, slot.image_bytes))
+    return Proof(slot, chunks) if arena.seq(index) == slot.seq else None
+
+
+class Holdings:
+    """Segments by seat, the current one last; older ones live only as long as they are needed."""
+
+    def __init__(self) -> None:
+        self.seats: dict[int, list[Segment]] = {}
+        self.complete: Generation | None = None
+
+    def current(self, seat: int) -> Segment | None:
+        """The segment that the seat's trainer may write."""
+        segments = self.seats.get(seat)
+        return segments[-1] if segments and not segments[-1].retired else None
+
+    def add(self, segment: Segment) -> None:
+        """Make `segment` its seat's current one. Of the older ones, the best stays until this one is complete."""
+        older = self.seats.get(segment.seat, [])
+        best = max(older, key=self._worth, default=None)
+        self.seats[segment.seat] = [best, segment] if best is not None else [segment]
+
+    def _worth(self, segment: Segment) -> tuple[bool, tuple[int, int]]:
+        ages = [_age(proof.slot.generation) for proof in segment.valid()]
+        return segment.holds(self.complete), max(ages, default=(-1, -1))
+
+    def completed(self, generation: Generation) -> None:
+        """`generation` is memory-complete; older segments of seats that hold it in the current one are let go."""
+        self.complete = generation
+        for seat, segments in self.seats.items():
+            if segments[-1].holds(generation):
+                self.seats[seat] = segments[-1:]
+
+    def held(self) -> tuple[Held, ...]:
+        """Every hashed slot of this node."""
+        return tuple(
+            Held(slot.generation, slot.rank, slot.world_size, segment.seat, slot.index)
+            for segment in self._segments()
+            for slot, _ in segment.valid()
+            if slot.generation is not None
+        )
+
+    def find(self, generation: Generation, rank: int) -> Found | None:
+        """The hashed slot that holds `rank`'s image of `generation`."""
+        for segment in reversed(self._segments()):
+            for proof in segment.valid():
+                if (proof.slot.generation, proof.slot.rank) == (generation, rank):
+                    return Found(segment, proof)
+        return None
+
+    def roll_back(self, seat: int, *, retired: bool = False) -> None:
+        """The trainer of the seat's (`retired`) segments is gone: free torn slots."""
+        for segment in self.seats.get(seat, []):
+            for slot in segment.arena.slots():
+                if slot.torn and segment.retired == retired:
+                    segment.arena.free(slot.index)
+
+    def unproved(self, seat: int) -> list[tuple[Segment, int]]:
+        """The seat's whole slots whose content was not hashed yet."""
+        return [
+            (segment, slot.index)
+            for segment in self.seats.get(seat, [])
+            for slot in segment.arena.slots()
+            if not slot.torn and slot.generation is not None and not segment.proved(slot)
+        ]
+
+    def forget(self) -> None:
+        """Free every slot; the segments stay, they are pre-faulted."""
+        self.complete = None
+        for segment in self._segments():
+            segment.proofs.clear()
+            for index in range(len(segment.arena.slots())):
+                segment.arena.free(index)
+        for seat, segments in self.seats.items():
+            self.seats[seat] = segments[-1:]
+
+    def newest_whole(self) -> tuple[Generation, list[Found]] | None:
+        """The newest generation all of whose ranks lie here, hashed, in the order of ranks."""
+        worlds: dict[tuple[Generation, int], dict[int, Found]] = {}
+        for segment in self._segments():
+            for proof in segment.valid():
+                if proof.slot.generation is not None:
+                    key = (proof.slot.generation, proof.slot.world_size)
+                    worlds.setdefault(key, {})[proof.slot.rank] = Found(segment, proof)
+        whole = [key for key, ranks in worlds.items() if ranks.keys() == set(range(key[1]))]
+        if self.complete is not None:  # a run that was dropped for a fresh one must not come back
+            whole = [key for key in whole if key[0].run == self.complete.run]
+        if not whole:
+            return None
+        best = max(whole, key=lambda key: _age(key[0]))
+        return best[0], [worlds[best][rank] for rank in range(best[1])]
+
+    def _segments(self) -> list[Segment]:
+        return [segment for segments in self.seats.values() for segment in segments]
+
+
+def _age(generation: Generation | None) -> tuple[int, int]:
+    return (generation.attempt, generation.step) if generation is not None else (-1, -1)

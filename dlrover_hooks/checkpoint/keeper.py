@@ -1,0 +1,112 @@
+"""The keeper: the process that owns a node's checkpoint memory, so that it outlives the trainers (DL-90, DL-91).
+
+    python -m dlrover_hooks.checkpoint.keeper --job J --node NODE [--life-fd N] [--linger-s 600] [--detach]
+
+Launched, it lives as long as the pipe `--life-fd`; alone, `--linger-s` after its last trainer. At its end it makes the
+newest whole generation durable, at most `--grace-s` long, and removes socket and lock. It never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.address import Address, address, lock
+from dlrover_hooks.checkpoint.service import Keeper
+
+GRACE_S = 30.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until the end; 0 also if another keeper of (job, node) is there already."""
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s keeper {options.node} job={options.job} %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if options.life_fd is not None:
+        os.set_inheritable(options.life_fd, False)
+    place = address(options.job, options.node)
+    if _take(place, options.life_fd, options.grace_s) is None:
+        return 0
+    listener = _listener(place.socket)
+    if options.detach and os.fork():  # no thread exists yet; the caller waits for this process: it now may connect
+        os._exit(0)
+    _settle()
+    try:
+        Keeper(listener, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s).run()
+    finally:
+        for path in place:  # the lock is still held: nobody else can have made these
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    logging.shutdown()
+    os._exit(0)  # a thread may hang in a dead store
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dlrover_hooks.checkpoint.keeper", description=__doc__)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--life-fd", type=int, help="end when this pipe does")
+    parser.add_argument("--linger-s", type=float, default=600.0, help="without --life-fd: wait this long for a trainer")
+    parser.add_argument("--grace-s", type=float, default=GRACE_S, help="time for the last generation to become durable")
+    parser.add_argument("--detach", action="store_true", help="return as soon as trainers may connect")
+    return parser.parse_args(arguments)
+
+
+def _take(place: Address, life_fd: int | None, grace_s: float) -> int | None:
+    """The lock; None if a living keeper serves, and has taken over our life pipe if there is one.
+
+    One that is just ending is waited for: a launcher must not be left without a keeper.
+    """
+    deadline = time.monotonic() + grace_s + 5.0
+    while True:
+        fd = lock(place.lock)
+        if fd is not None:
+            return fd
+        if life_fd is None or _adopted(place.socket, life_fd) or time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+
+
+def _adopted(path: str, life_fd: int) -> bool:
+    frames = wire.Frames()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5.0)
+        try:
+            connection.connect(path)
+            socket.send_fds(connection, [wire.frame(wire.Adopt(ref=1))], [life_fd])
+            while frames.receive(connection):
+                for message, _ in frames.messages():
+                    return isinstance(message, wire.Done)
+        except OSError:
+            return False
+    return False
+
+
+def _listener(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(128)
+    return listener
+
+
+def _settle() -> None:
+    """Out of the trainers' way: lower priority, and no hold on a folder that somebody may want to unmount."""
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    os.chdir("/")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""A trainer's line to its node's keeper: starts the keeper if need be, matches replies, hands on notices. No torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.address import address
+from dlrover_hooks.errors import KeeperAway
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_HINT = "its memory is lost; the next save starts a new keeper, older checkpoints come from `save_to`"
+_log = logging.getLogger(__name__)
+_links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
+
+
+class KeeperLink:
+    """One connection. `call` and `send` from any thread; `notify` is called on the link's own reader thread."""
+
+    def __init__(self, connection: socket.socket, notify: Callable[[wire.Notice], None]) -> None:
+        self._socket = connection
+        self._notify = notify
+        self._waiting: dict[int, queue.SimpleQueue[tuple[wire.Wire, int] | None]] = {}
+        self._refs = 0
+        self._lock = threading.Lock()
+        self._alive = True
+        self._reader = threading.Thread(target=self._read, name="dlrover-hooks-keeper-link", daemon=True)
+        self._reader.start()
+        _links.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        job: str,
+        node: str,
+        *,
+        notify: Callable[[wire.Notice], None],
+        start: bool = True,
+        linger_s: float = 600.0,
+        deadline_s: float = 30.0,
+    ) -> KeeperLink:
+        """Connect to the keeper of (job, node); with `start`, start one first if none is there.
+
+        Raises:
+            KeeperAway: there is none within `deadline_s`.
+        """
+        path, until = address(job, node).socket, time.monotonic() + deadline_s
+        while True:
+            connection = _dial(path)
+            if connection is not None:
+                return cls(connection, notify)
+            if time.monotonic() >= until:
+                raise KeeperAway(f"no keeper for job {job!r} on node {node!r} within {deadline_s:g} s", hint=_HINT)
+            if start:
+                _start(job, node, linger_s, until)
+            time.sleep(0.02)
+
+    @property
+    def alive(self) -> bool:
+        """The keeper has not closed the line."""
+        return self._alive
+
+    def call(self, request: Callable[[int], wire.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
+        """Send `request(ref)`, wait for its reply: the reply and its descriptor (-1: none).
+
+        Raises:
+            KeeperAway: the keeper is gone or does not answer in time.
+        """
+        answer: queue.SimpleQueue[tuple[wire.Wire, int] | None] = queue.SimpleQueue()
+        with self._lock:
+            self._refs += 1
+            ref = self._refs
+            self._waiting[ref] = answer
+        try:
+            self.send(request(ref))
+            if not self._alive:
+                raise KeeperAway("the keeper is gone", hint=_HINT)
+            got = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            raise KeeperAway(f"the keeper did not answer within {timeout_s:g} s", hint=_HINT) from None
+        finally:
+            self._waiting.pop(ref, None)
+        if got is None:
+            raise KeeperAway("the keeper is gone", hint=_HINT)
+        return got
+
+    def send(self, message: wire.Wire) -> None:
+        """Send without waiting for an answer.
+
+        Raises:
+            KeeperAway: the keeper is gone.
+        """
+        try:
+            with self._lock:
+                self._socket.sendall(wire.frame(message))
+        except OSError as error:
+            self._alive = False
+            raise KeeperAway(f"the keeper is gone: {error.strerror or error}", hint=_HINT) from error
+
+    def close(self) -> None:
+        """End the line and its thread. Idempotent."""
+        self._alive = False
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        if threading.current_thread() is not self._reader:
+            self._reader.join(5.0)
+        self._socket.close()
+
+    def _read(self) -> None:
+        frames = wire.Frames()
+        try:
+            while frames.receive(self._socket):
+                for message, fd in frames.messages():
+                    self._deliver(message, fd)
+        except (OSError, KeeperAway) as error:
+            _log.debug("the line to the keeper ended: %s", error)
+        finally:
+            self._alive = False
+            frames.close()
+            for answer in list(self._waiting.values()):
+                answer.put(None)
+
+    def _deliver(self, message: Any, fd: int) -> None:
+        if not message.ref:
+            try:
+                self._notify(message)
+            except Exception:  # the reader must go on; whoever listens stores its own errors
+                _log.exception("a keeper's notice was not taken")
+            return
+        answer = self._waiting.get(message.ref)
+        if answer is not None:
+            answer.put((message, fd))
+        elif fd >= 0:
+            os.close(fd)
+
+    def _forked(self) -> None:
+        """In a forked child: let go of the line, or the keeper would not see the trainer die."""
+        self._alive = False
+        self._socket.close()
+
+
+def _forked() -> None:
+    for link in list(_links):
+        link._forked()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _dial(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    return connection
+
+
+def _start(job: str, node: str, linger_s: float, until: float) -> None:
+    """Start a keeper of its own session; returns when it listens, or when another one does."""
+    command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--detach"]
+    command += ["--job", job, "--node", node, "--linger-s", str(linger_s)]
+    environment = dict(os.environ)
+    if not _ROOT.endswith("-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        process.wait(max(until - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,198 @@
+"""What a trainer and its node's keeper say to each other: length-prefixed JSON on a unix socket, descriptors beside it.
+
+A request carries `ref` > 0 and its reply the same one; `ref` 0 is a notice that nobody waits for. No torch.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.protocol import Generation, Held, ShardFile
+
+MAX_BYTES = 64 << 20
+_READ_BYTES = 1 << 18
+
+
+class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    ref: int = 0
+
+
+# ---- from the trainer
+
+
+class Hello(Wire):
+    """First on a connection: this process saves for `seat`. Answer: Welcome."""
+
+    seat: int
+    job: str
+    save_to: str | None = None
+    storage_options: dict[str, Any] = {}
+    keep: int = 2
+
+
+class Inventory(Wire):
+    """Answer: Welcome."""
+
+
+class Allocate(Wire):
+    """Slots of at least `slot_bytes` for this connection's seat. Answer: Allocated and a descriptor, or Refused."""
+
+    slot_bytes: int
+
+
+class Published(Wire):
+    """Slot `slot` of this seat's newest segment was published: hash it. Later: Hashed."""
+
+    slot: int
+
+
+class Complete(Wire):
+    """`generation` is memory-complete: every rank of the job holds a hashed slot of it."""
+
+    generation: Generation
+
+
+class Persist(Wire):
+    """Make this seat's slot of `generation` durable. Later: Persisted or PersistFailed."""
+
+    generation: Generation
+    rank: int
+    url: str
+    options: dict[str, Any] = {}
+
+
+class Open(Wire):
+    """`rank`'s image of `generation`, verified now. Answer: Opened and a descriptor, or Refused."""
+
+    generation: Generation
+    rank: int
+
+
+class Drop(Wire):
+    """Forget every generation of this job on this node (`--fresh`). Answer: Done."""
+
+
+class Goodbye(Wire):
+    """This trainer leaves on purpose; `finished`: the job needs no successor. Answer: Done."""
+
+    finished: bool = False
+
+
+class Adopt(Wire):
+    """A launcher's second keeper gives its life pipe to the first one. Comes with a descriptor. Answer: Done."""
+
+
+# ---- from the keeper
+
+
+class Welcome(Wire):
+    """What this node holds, hashed, and who holds it."""
+
+    held: tuple[Held, ...] = ()
+    pid: int = 0
+
+
+class Allocated(Wire):
+    """`persisting`: this seat's generations being made durable right now, begun by an earlier life."""
+
+    complete: Generation | None = None
+    persisting: tuple[Generation, ...] = ()
+
+
+class Opened(Wire):
+    slot: int
+    seq: int
+    image_bytes: int
+    seat: int
+
+
+class Refused(Wire):
+    reason: str
+    hint: str = ""
+
+
+class Done(Wire):
+    pass
+
+
+class Hashed(Wire):
+    """This seat's slot of `generation` is whole and hashed: it may be voted for."""
+
+    generation: Generation
+    rank: int
+    world_size: int
+
+
+class Persisted(Wire):
+    generation: Generation
+    file: ShardFile
+
+
+class PersistFailed(Wire):
+    generation: Generation
+    reason: str
+
+
+Notice = Hashed | Persisted | PersistFailed
+Reply = Welcome | Allocated | Opened | Refused | Done
+Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
+CARRY_FD = (Allocated, Opened, Adopt)
+_any = msgspec.json.Decoder(Request | Reply | Notice)
+
+
+def frame(message: Wire) -> bytes:
+    """`message` as it travels."""
+    body = msgspec.json.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+class Frames:
+    """Messages out of a stream, each with its descriptor if it carries one. One thread."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._fds: deque[int] = deque()
+
+    def receive(self, connection: socket.socket) -> bool:
+        """One read; False at the end of the stream. Raises BlockingIOError where there is nothing yet."""
+        size = array.array("i").itemsize
+        data, extra, _, _ = connection.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * size), socket.MSG_CMSG_CLOEXEC)
+        for level, kind, body in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(array.array("i", body[: len(body) // size * size]))
+        self._data += data
+        return bool(data)
+
+    def messages(self) -> Iterator[tuple[Any, int]]:
+        """Whole messages so far, and the descriptor of each (-1: none).
+
+        Raises:
+            KeeperAway: the other side does not speak this protocol.
+        """
+        while len(self._data) >= 4:
+            (length,) = struct.unpack_from("<I", self._data)
+            if length > MAX_BYTES:
+                raise KeeperAway(f"a message of {length} bytes on the keeper's socket")
+            if len(self._data) < 4 + length:
+                return
+            body = bytes(self._data[4 : 4 + length])
+            del self._data[: 4 + length]
+            try:
+                message = _any.decode(body)
+            except msgspec.DecodeError as error:
+                raise KeeperAway(f"a message that cannot be read on the keeper's socket: {error}") from error
+            yield message, self._fds.popleft() if isinstance(message, CARRY_FD) and self._fds else -1
+
+    def close(self) -> None:
+        """Close descriptors that came without a message."""
+        while self._fds:
+            os.close(self._fds.popleft())

@@ -1,0 +1,168 @@
+"""Plain PyTorch: one object beside the loop that restores on construction and saves at quiet points.
+
+    loader = elastic_loader(DataLoader(...), optimizer=optimizer)
+    with AsyncCheckpointer("checkpoints", model=model, optimizer=optimizer, loader=loader):
+        for epoch in loader.epochs(3):
+            for batch in loader:
+                ...
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.session import Restored, Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class Stateful(Protocol):
+    """What `extra` may hold: schedulers, scalers, EMA, metrics."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class AsyncCheckpointer:
+    """Keeps `model`, `optimizer`, `loader` and `extra` of one consistent cut; use it as a context manager.
+
+    The restore happens here, in place. Saves happen when the loader is asked for the batch after a step: everything of
+    the step, schedulers included, is over then. Leaving the block makes the last step durable; an exception leaves the
+    job unfinished, to be resumed.
+
+    Args:
+        save_to: fsspec URL; None keeps checkpoints in memory only.
+        model: a module, or the DistributedDataParallel around it.
+        optimizer: the optimizer whose steps count.
+        loader: what `elastic_loader` returned.
+        extra: anything else with `state_dict` and `load_state_dict`, always in the same order.
+        shared: the shared keywords, see `dlrover_hooks.config.Config`.
+
+    All methods run on the training thread.
+    """
+
+    def __init__(
+        self,
+        save_to: str | None = None,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: ElasticLoader,
+        extra: Iterable[Stateful] = (),
+        **shared: Any,
+    ) -> None:
+        self.step = 0
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._model = model.module if self._ddp is not None else model
+        self._optimizer, self._loader, self._extra = optimizer, loader, list(extra)
+        self.config = settings.load(save_to=save_to, **shared)
+        self.session = None if self.config.disable else Session(self.config, _place())
+        self.restored: Restored | None = None
+        if self.session is not None:
+            self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
+            self._come_up(self.session)
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(p.Departure.DONE if kind is None else p.Departure.FAILED)
+
+    def close(self, reason: p.Departure = p.Departure.DONE) -> None:
+        """End: DONE makes the last step durable first. Safe to call twice."""
+        if self.session is None or not self._end.alive:
+            return
+        try:
+            if reason is p.Departure.DONE:
+                self._loader.finish()
+                self.session.finish(self.step, self._state())
+        finally:
+            self._end.detach()
+            self._hook.remove()
+            self._loader.before_batch.remove(self._quiet)
+            self.session.leave(reason, self.step)
+
+    def _come_up(self, session: Session) -> None:
+        try:
+            session.join()
+            self.restored = session.restore_plan()
+            session.watch(self._loader.name, self._loader.sampler)
+        except BaseException:
+            session.leave(p.Departure.FAILED)
+            raise
+        if self.restored is not None:
+            self._load(self.restored.state)
+        saved = self.restored.state["bucket_order"] if self.restored is not None else []
+        self._buckets = prepare_ddp(self._ddp, lambda: self._loader.sampler.weight, saved) if self._ddp else None
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
+        self._loader.before_batch.append(self._quiet)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        exact_optimizer_states([self._optimizer], [state["optimizer"]])
+        for part, saved in zip(self._extra, state["extra"], strict=True):
+            part.load_state_dict(saved)
+
+    def _stepped(self, session: Session) -> None:
+        self.step += 1
+        session.stepped()
+
+    def _quiet(self) -> None:
+        assert self.session is not None
+        self.session.before_fetch(self.step)
+        if self.session.batch_requested(self.step):
+            self.session.cut(self.step, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "extra": [part.state_dict() for part in self._extra],
+            "bucket_order": self._buckets.names if self._buckets is not None else [],
+        }
+
+
+def _place() -> settings.Place:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return settings.place(rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size())
+    return settings.place()
+
+
+def prepare_ddp(ddp: DistributedDataParallel, weight: Callable[[], float] | None, saved: Sequence[str]) -> BucketOrder:
+    """Weighted gradients, and the bucket order `saved` by the run before (empty: this run's own is recorded).
+
+    Every rank calls it before the first backward. What cannot be done for this model is said once in the log.
+    """
+    if weight is not None and not (weighed := weigh_gradients(ddp, weight)):
+        log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
+    buckets = BucketOrder(ddp)
+    done = buckets.replay(saved) if saved else buckets.record()
+    if not done and torch.distributed.get_world_size(ddp.process_group) > 2:
+        log.warning("after a restart the first step may differ in the last bits: %s", done.reason)
+    return buckets
+
+
+def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
+    """Put back tensors that `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, entries in state["state"].items():
+            live = optimizer.state[parameters[index]]
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and live[name].dtype != value.dtype:
+                    live[name] = value.to(live[name].device, copy=True)

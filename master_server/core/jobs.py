@@ -1,0 +1,83 @@
+"""All jobs of one master: finds the job of an event, keeps two live jobs off one checkpoint URL."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover_hooks.errors import BadRequest, SaveToBusy, UnknownJob
+from dlrover_hooks.master.core import job as one
+from dlrover_hooks.master.core.effects import Effect
+from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.core.job import Job, Outcome
+from dlrover_hooks.protocol import Attach, Join, Message
+
+
+class Master(msgspec.Struct):
+    """The whole journaled state."""
+
+    jobs: dict[str, Job] = {}
+    owners: dict[str, str] = {}
+    """Job by the checkpoint URL it saves to."""
+
+
+_ENCODER = msgspec.msgpack.Encoder(order="deterministic")
+_DECODER = msgspec.msgpack.Decoder(Master)
+
+
+def encode(state: Master) -> bytes:
+    """Equal states give equal bytes."""
+    return _ENCODER.encode(state)
+
+
+def decode(data: bytes) -> Master:
+    """The state from `encode`."""
+    return _DECODER.decode(data)
+
+
+def job_named(state: Master, name: str) -> Job:
+    """Raises UnknownJob."""
+    if name not in state.jobs:
+        raise UnknownJob(
+            f"This master keeps no job {name!r}.",
+            hint="Check --job and the master's address; a job exists from its first join on.",
+        )
+    return state.jobs[name]
+
+
+def apply(state: Master, event: Message, now: float, key: Key | None = None) -> Outcome:
+    """Change `state` by one event. Raises a MasterError, then nothing was changed."""
+    if isinstance(event, Join):
+        return _join(state, event, now, key)
+    job = job_named(state, event.job)  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(event, Attach):
+        return one.apply(job, event, now, key)
+    _check_owner(state, event)
+    outcome = one.apply(job, event, now, key)
+    if job.settings.save_to is not None:
+        state.owners[job.settings.save_to] = job.name
+    return outcome
+
+
+def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
+    if not event.job or not event.proposed_run:
+        raise BadRequest("A join needs a job name and a proposed run.", hint="Set --job or DLROVER_HOOKS_JOB.")
+    job = state.jobs.get(event.job) or Job(name=event.job, run=event.proposed_run, fresh=event.fresh)
+    outcome = one.apply(job, event, now, key)
+    state.jobs[event.job] = job
+    return outcome
+
+
+def _check_owner(state: Master, event: Attach) -> None:
+    url = event.save_to.rstrip("/") if event.save_to else ""
+    owner = state.jobs.get(state.owners.get(url, ""))
+    if owner is None or owner.name == event.job or owner.finished or not owner.live:
+        return
+    raise SaveToBusy(
+        f"Job {owner.name!r} is alive and saves to {url}; job {event.job!r} must not.",
+        hint="Give each job a save_to of its own, or stop the other one.",
+    )
+
+
+def unfinished_effects(state: Master) -> list[Effect]:
+    """What a new master life has to take up again."""
+    return [effect for _, job in sorted(state.jobs.items()) for effect in one.unfinished_effects(job)]

@@ -1,0 +1,112 @@
+"""Which generation a round loads, and from where. Pure choice over what nodes hold and storage keeps.
+
+Memory counts only if it is whole: all ranks of the generation are held somewhere in the round, and every new rank finds
+its image on its own node. Newest wins; at equal age memory is nearer than storage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from dlrover_hooks.master.core.checkpoints import Kept
+from dlrover_hooks.protocol import Generation, Held, Manifest, Restore, Source
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """One (generation, source) that a rank could not load."""
+
+    generation: Generation
+    source: Source
+
+
+class Offers(msgspec.Struct):
+    """What the members of a round brought: slots by node, whole generations from storage with the folder's URL."""
+
+    held: dict[str, tuple[Held, ...]] = {}
+    stored: tuple[Manifest, ...] = ()
+    stored_url: str | None = None
+    finished_step: int | None = None
+
+
+def is_url(resume: str) -> bool:
+    """`resume` names a folder to start from, not one of the words."""
+    return "/" in resume
+
+
+def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Restore]:
+    """Generations that the round holds whole in memory. `ranks_by_node`: the new ranks."""
+    where: dict[tuple[Generation, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for node, slots in offers.held.items():
+        if node in ranks_by_node:
+            for slot in slots:
+                where[slot.generation, slot.world_size][node].add(slot.rank)
+    world_size = sum(len(ranks) for ranks in ranks_by_node.values())
+    return [
+        Restore(generation=generation, world_size=saved, source=Source.MEMORY)
+        for (generation, saved), nodes in where.items()
+        if set().union(*nodes.values()) >= set(range(saved))
+        and all(_served(nodes.get(node, set()), ranks, saved == world_size) for node, ranks in ranks_by_node.items())
+    ]
+
+
+def _served(images: set[int], ranks: list[int], same_world: bool) -> bool:
+    return images.issuperset(ranks) if same_world else bool(images)
+
+
+def in_storage(offers: Offers, kept: Iterable[Kept], *, only_offered: bool) -> list[Restore]:
+    """Generations that are whole in storage: those a scan found, and unless `only_offered` those committed here."""
+    found = [
+        Restore(
+            generation=manifest.generation,
+            world_size=manifest.world_size,
+            source=Source.STORAGE,
+            url=offers.stored_url,
+        )
+        for manifest in offers.stored
+    ]
+    if only_offered:
+        return found
+    return found + [
+        Restore(generation=item.generation, world_size=item.world_size, source=Source.STORAGE, url=item.url)
+        for item in kept
+    ]
+
+
+def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str:
+    """The run that a job without a history goes on with: of memory, else of storage, else the proposed one."""
+    memory = [found.generation.run for found in candidates if found.source is Source.MEMORY]
+    if memory:
+        slots = Counter(slot.generation.run for held in offers.held.values() for slot in held)
+        return max(set(memory), key=lambda run: (slots[run], run))
+    made = {manifest.generation.run: manifest.created_at for manifest in offers.stored}
+    for manifest in offers.stored:
+        made[manifest.generation.run] = max(made[manifest.generation.run], manifest.created_at)
+    stored = {found.generation.run for found in candidates}
+    return max(stored, key=lambda run: (made.get(run, 0.0), run)) if stored else proposed
+
+
+def newest(candidates: list[Restore], run: str, refused: list[Refusal]) -> Restore | None:
+    """The newest candidate of `run` that nobody refused; memory first, then the smaller URL."""
+    able = [
+        found
+        for found in candidates
+        if found.generation.run == run
+        and Refusal(generation=found.generation, source=found.source) not in refused
+    ]
+    return max(able, key=_age, default=None)
+
+
+def _age(found: Restore) -> tuple[int, int, bool, str]:
+    generation = found.generation
+    return generation.attempt, generation.step, found.source is Source.MEMORY, found.url or ""
+
+
+def newest_attempt(offers: Offers, run: str) -> int:
+    """The greatest attempt anybody has heard of, whole or not."""
+    held = (slot.generation for slots in offers.held.values() for slot in slots)
+    stored = (manifest.generation for manifest in offers.stored)
+    known = [generation.attempt for source in (held, stored) for generation in source if generation.run == run]
+    return max(known, default=0)

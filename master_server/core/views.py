@@ -1,0 +1,158 @@
+"""What may be asked without changing anything. A long-poll's answer is None while there is nothing to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dlrover_hooks.errors import Stale
+from dlrover_hooks.master.core import rounds
+from dlrover_hooks.master.core.effects import plan_topic, round_topic, watch_topic
+from dlrover_hooks.master.core.jobs import Master, job_named
+from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.protocol import (
+    AwaitPlan,
+    AwaitRound,
+    Beat,
+    Heartbeat,
+    Jobs,
+    JobView,
+    ListJobs,
+    MemberView,
+    Message,
+    Notice,
+    Phase,
+    Plan,
+    Seated,
+    ShowJob,
+    Watch,
+)
+
+
+def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
+    """The answer as of now; None means: wait for a `Wake` on `topic(request)`. Raises a MasterError."""
+    return _TABLE[type(request)](state, nodes, request)
+
+
+def topic(request: AwaitRound | AwaitPlan | Watch) -> str:
+    """What a waiting request waits for."""
+    return _TOPIC[type(request)](request.job)
+
+
+def nothing(request: Message) -> Message | None:
+    """The answer of a long-poll whose time has passed; None for `Watch`, which has no such answer."""
+    return _NOTHING.get(type(request))
+
+
+def _jobs(state: Master, nodes: Nodes, request: ListJobs) -> Jobs:
+    del nodes, request
+    return Jobs(jobs=tuple(sorted(state.jobs)))
+
+
+def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
+    job = job_named(state, request.job)
+    current = job.rounds.round
+    members = sorted(current.members.values(), key=lambda member: member.rank) if current else []
+    views = tuple(_member(nodes, job.name, member) for member in members)
+    step = max((view.step for view in views), default=0)
+    return JobView(
+        job=job.name,
+        run=job.run,
+        attempt=job.attempt,
+        round=job.rounds.number,
+        phase=current.phase if current else Phase.ATTACHING,
+        step=max(step, job.finished_step or 0, job.saves.newest_step),
+        members=views,
+        newest_complete=job.saves.newest_complete,
+        newest_committed=job.saves.newest_committed,
+        restored_from=job.restored_from,
+        finished=job.finished,
+        finished_step=job.finished_step if job.finished else None,
+    )
+
+
+def _member(nodes: Nodes, job: str, member: rounds.Member) -> MemberView:
+    pulse = nodes.pulses.get((job, member.incarnation))
+    return MemberView(
+        incarnation=member.incarnation,
+        node=member.node,
+        rank=member.rank,
+        local_rank=member.local_rank,
+        attached=member.attached,
+        alive=member.live,
+        step=pulse.step if pulse else 0,
+        vitals=pulse.vitals if pulse else None,
+    )
+
+
+def _round(state: Master, nodes: Nodes, request: AwaitRound) -> Seated | None:
+    del nodes
+    job = job_named(state, request.job)
+    return rounds.seated(job.rounds, job.name, request.incarnation, request.after)
+
+
+def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
+    del nodes
+    job = job_named(state, request.job)
+    current = job.rounds.round
+    rounds.member_of(job.rounds, job.name, request.incarnation)
+    if current is None or current.phase is Phase.ATTACHING or job.plan.number <= request.after:
+        return None
+    return Plan(
+        number=job.plan.number,
+        round=current.number,
+        phase=current.phase,
+        attempt=job.attempt,
+        run=job.run,
+        restore=job.plan.restore,
+        finished_step=job.finished_step if job.finished else None,
+        cadence=job.saves.cadence,
+        refused=job.plan.refused,
+        fallbacks=job.plan.fallbacks,
+    )
+
+
+def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
+    del nodes
+    job = job_named(state, request.job)
+    current = job.rounds.round
+    if not rounds.knows(job.rounds, request.incarnation):
+        rounds.member_of(job.rounds, job.name, request.incarnation)
+    return Beat(
+        round=current.number if current else 0,
+        broken=current is not None and current.phase is Phase.BROKEN,
+        newest_complete=job.saves.newest_complete,
+        cadence=job.saves.cadence,
+    )
+
+
+def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
+    del nodes
+    job = job_named(state, request.job)
+    current = job.rounds.round
+    if not rounds.knows(job.rounds, request.incarnation):
+        if job.finished:
+            return Notice(round=job.rounds.number, finished=True)
+        raise Stale(f"Incarnation {request.incarnation!r} is in no round of job {job.name!r}.", hint=rounds.REJOIN)
+    if current is None or current.number <= request.after:
+        return None
+    broken = current.phase is Phase.BROKEN
+    if not broken and not job.finished:
+        return None
+    return Notice(round=current.number, broken=broken, finished=job.finished)
+
+
+_TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
+    ListJobs: _jobs,
+    ShowJob: _job,
+    AwaitRound: _round,
+    AwaitPlan: _plan,
+    Heartbeat: _beat,
+    Watch: _watch,
+}
+_TOPIC: dict[type[Message], Callable[[str], str]] = {
+    AwaitRound: round_topic,
+    AwaitPlan: plan_topic,
+    Watch: watch_topic,
+}
+_NOTHING: dict[type[Message], Message] = {AwaitRound: Seated(), AwaitPlan: Plan()}

@@ -1,0 +1,101 @@
+"""The journal: every event in SQLite before it is answered, and now and then a snapshot in place of the old ones.
+
+Write-ahead logging with `synchronous=FULL`: what was answered survives a power cut. A batch is one transaction. Not
+thread-safe: calls must not overlap, but may come from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from dlrover_hooks.errors import JournalFailed
+from dlrover_hooks.master.core import events, jobs
+from dlrover_hooks.master.core.jobs import Master
+
+SNAPSHOT_EVERY = 10_000
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+
+
+class Journal:
+    """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and outlives restarts."""
+
+    def __init__(self, path: str | Path | None = None, *, synchronous: str = "full") -> None:
+        self.path = str(path) if path is not None else ":memory:"
+        self.since_snapshot = 0
+        try:
+            self._open(synchronous)
+        except (sqlite3.Error, OSError) as error:
+            raise JournalFailed(
+                f"The journal {self.path} cannot be opened: {error}.",
+                hint="Give --journal a writable file that belongs to this master alone.",
+            ) from error
+
+    def _open(self, synchronous: str) -> None:
+        if self.path != ":memory:":
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute(f"PRAGMA synchronous={'NORMAL' if synchronous == 'normal' else 'FULL'}")
+        self._db.executescript(_SCHEMA)
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (uuid.uuid4().hex,))
+        self.owner = str(self._db.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()[0])
+
+    def load(self) -> Master:
+        """The state: the snapshot and what happened since."""
+        row = self._db.execute("SELECT seq, state FROM snapshot").fetchone()
+        seq, state = (int(row[0]), jobs.decode(row[1])) if row else (0, Master())
+        count = 0
+        for (record,) in self._db.execute("SELECT record FROM events WHERE seq > ? ORDER BY seq", (seq,)):
+            envelope = events.decode(record)
+            jobs.apply(state, envelope.event, envelope.now, envelope.key)
+            count += 1
+        self.since_snapshot = count
+        return state
+
+    def append(self, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
+        """Make encoded envelopes durable, all or none.
+
+        `snapshot` is the encoded state right after them: it replaces them and everything before.
+
+        Raises:
+            JournalFailed: nothing was written.
+        """
+        rows = [(record,) for record in records]
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO events (record) VALUES (?)", rows)
+            if snapshot is not None:
+                self._replace(snapshot)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._undo()
+            raise JournalFailed(
+                f"The journal {self.path} cannot be written: {error}. Nothing was changed.",
+                hint="Make room on its disk and send the request again.",
+            ) from error
+        self.since_snapshot = 0 if snapshot is not None else self.since_snapshot + len(rows)
+
+    def _replace(self, snapshot: bytes) -> None:
+        """The last event stays, so that sequence numbers go on counting."""
+        seq = self._db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()[0]
+        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (seq, snapshot))
+        self._db.execute("DELETE FROM events WHERE seq < ?", (seq,))
+
+    def _undo(self) -> None:
+        if self._db.in_transaction:
+            try:
+                self._db.execute("ROLLBACK")
+            except sqlite3.Error:
+                pass  # SQLite has rolled back by itself: the disk is full
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._db.close()

@@ -1,0 +1,496 @@
+"""Around the pure core: an event comes in, is applied, journaled, and only then answered and its effects done.
+
+Everything here runs in one asyncio loop but two things: the journal's commit (one thread) and storage (a few threads).
+While a batch commits the next one queues: that is the whole of group commit. Queries see applied state and are answered
+once all of it is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import msgspec
+
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
+from dlrover_hooks.master.core import events, jobs, nodes, rounds, views
+from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake, WriteFinished
+from dlrover_hooks.master.core.events import CommitFailed, Committed, Envelope, FinishWritten, Key, Lost, Tick
+from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
+from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
+from dlrover_hooks.protocol import (
+    Attach,
+    AwaitPlan,
+    AwaitRound,
+    Exited,
+    Heartbeat,
+    Join,
+    Leave,
+    Manifest,
+    Message,
+    Phase,
+    Watch,
+)
+
+log = logging.getLogger("dlrover_hooks.master")
+LONGEST_POLL_S = 60.0
+
+
+class Hold(Protocol):
+    """A claim on a checkpoint URL."""
+
+    def release(self) -> None:
+        """Give it up."""
+        ...
+
+
+class Storage(Protocol):
+    """Where manifests go. Blocking; called from threads."""
+
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+        """Write the MANIFEST, point `latest` at it, drop old generations."""
+        ...
+
+    def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
+        """Remember that the run is over."""
+        ...
+
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+        """Keep other masters off `url`. Raises SaveToBusy or StorageFailed."""
+        ...
+
+
+class Folders:
+    """The storage of checkpoints as training sees it."""
+
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+        """See `Storage`."""
+        from dlrover_hooks.checkpoint import storage
+
+        storage.commit(url, options, manifest, keep)
+
+    def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
+        """See `Storage`."""
+        from dlrover_hooks.checkpoint import storage
+
+        storage.finish(url, options, job, run, step)
+
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+        """See `Storage`."""
+        from dlrover_hooks.checkpoint.claim import Claim
+
+        return Claim.take(url, options, job, owner)
+
+
+class Entry(msgspec.Struct):
+    """An applied event that is not durable yet."""
+
+    record: bytes
+    reply: Message
+    effects: tuple[Effect, ...]
+    done: asyncio.Future[Message]
+
+
+class Runtime:
+    """One life of a master. Create, `start` and use it in one running loop."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        storage: Storage | None = None,
+        lease_s: float = 10.0,
+        suspicion_s: float = 0.5,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
+    ) -> None:
+        self.journal = journal
+        self.state = journal.load()
+        self.life = uuid.uuid4().hex
+        self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s)
+        self._storage = storage or Folders()
+        self._snapshot_every = snapshot_every
+        self._observe_commit = observe_commit
+        self._clock = 0.0
+        self._queue: deque[Entry] = deque()
+        self._under_way: list[Entry] = []
+        self._committing: asyncio.Task[None] | None = None
+        self._barrier: asyncio.Future[Message] | None = None
+        self._topics: dict[str, asyncio.Future[None]] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._liveness: asyncio.TimerHandle | None = None
+        self._liveness_at = math.inf
+        self._claims: dict[tuple[str, str], Hold] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
+        self._storers = ThreadPoolExecutor(4, thread_name_prefix="dlrover-hooks-storage")
+        self.closing = False
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take up what the life before left: effects without an outcome, leases of all members, claims."""
+        self._loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        for name, job in sorted(self.state.jobs.items()):
+            current = job.rounds.round
+            for member in current.members.values() if current else ():
+                trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
+                if member.live:
+                    within_s = self.nodes.lease_s if trains else GRACE_S
+                    nodes.expect(self.nodes, (name, member.incarnation), now, within_s)
+            for agent in job.rounds.waiting:
+                nodes.expect(self.nodes, (name, agent), now, self.nodes.lease_s)
+            if job.live and not job.finished and job.settings.save_to is not None:
+                self._spawn(self._claim_again(name, job.settings.save_to, job.settings.options))
+        for effect in jobs.unfinished_effects(self.state):
+            self._do(effect)
+        self._watch_leases()
+
+    def release_waiters(self) -> None:
+        """Send every long-poll home: the master is about to end. Call from the loop."""
+        self.closing = True
+        for topic in list(self._topics):
+            self._wake(topic)
+
+    async def close(self, patience_s: float = 4.0) -> None:
+        """Finish what is under way (storage within `patience_s`), then let go of everything."""
+        self.release_waiters()
+        for timer in (*self._deadlines.values(), self._liveness):
+            if timer is not None:
+                timer.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        if self._committing is not None:
+            await asyncio.wait([self._committing], timeout=patience_s)
+        for task in self._tasks:
+            task.cancel()
+        for hold in self._claims.values():
+            await self._loop.run_in_executor(self._storers, _release, hold)
+        self._claims.clear()
+        self._storers.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=True)
+        self.journal.close()
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    async def event(self, event: Message, key: Key | None = None) -> Message:
+        """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
+        if isinstance(event, Attach) and event.save_to is not None:
+            await self._claim_for(event)
+        return await self._enqueue(event, key)
+
+    def _enqueue(self, event: Message, key: Key | None) -> asyncio.Future[Message]:
+        now = self._now()
+        outcome = jobs.apply(self.state, event, now, key)
+        done: asyncio.Future[Message] = self._loop.create_future()
+        if outcome.repeated:
+            self._answer_after_commits(done, outcome.reply)
+            return done
+        self._heard_of(event)
+        record = events.encode(Envelope(now=now, event=event, key=key))
+        self._queue.append(Entry(record=record, reply=outcome.reply, effects=outcome.effects, done=done))
+        self._barrier = done
+        if self._committing is None:
+            self._committing = self._loop.create_task(self._commit_all())
+        return done
+
+    def _now(self) -> float:
+        """Wall clock that never goes back within a life."""
+        self._clock = max(self._clock, time.time())
+        return self._clock
+
+    def _answer_after_commits(self, done: asyncio.Future[Message], reply: Message) -> None:
+        """The first sending of this event may not be durable yet: answer no sooner than it."""
+        barrier = self._barrier
+        if barrier is None or barrier.done():
+            done.set_result(reply)
+            return
+
+        def settle(first: asyncio.Future[Message]) -> None:
+            if done.done():
+                return
+            if first.cancelled() or first.exception() is not None:
+                done.set_exception(first.exception() or JournalFailed("The master is ending."))
+            else:
+                done.set_result(reply)
+
+        barrier.add_done_callback(settle)
+
+    async def _commit_all(self) -> None:
+        while self._queue:
+            batch = self._under_way = list(self._queue)
+            self._queue.clear()
+            full = self.journal.since_snapshot + len(batch) >= self._snapshot_every
+            snapshot = jobs.encode(self.state) if full else None
+            began = time.perf_counter()
+            try:
+                await self._loop.run_in_executor(
+                    self._writer, self.journal.append, [entry.record for entry in batch], snapshot
+                )
+            except JournalFailed as error:
+                self._roll_back(batch, error)
+                continue
+            self._observe_commit(time.perf_counter() - began, len(batch))
+            for entry in batch:
+                _settle(entry.done, entry.reply)
+                for effect in entry.effects:
+                    self._do(effect)
+        self._under_way = []
+        self._committing = None
+
+    def _roll_back(self, batch: list[Entry], error: JournalFailed) -> None:
+        """Nothing of this batch, nor of what was applied on top of it, has happened."""
+        log.error("%s", error)
+        failed = batch + list(self._queue)
+        self._queue.clear()
+        self.state = self.journal.load()
+        for entry in failed:
+            if not entry.done.done():
+                entry.done.set_exception(JournalFailed(error.message, hint=error.hint))
+                entry.done.exception()  # internal events have nobody who asks
+
+    # ---- queries ----------------------------------------------------------------------------------------------------
+
+    async def query(self, request: Message) -> Message:
+        """Answer without changing anything, as soon as what it shows is durable."""
+        if isinstance(request, Heartbeat):
+            reply = await self._ask(request)
+            nodes.beat(
+                self.nodes, (request.job, request.incarnation), time.monotonic(), step=request.step,
+                vitals=request.vitals,
+            )  # fmt: skip
+            self._watch_leases()
+        else:
+            reply = await self._ask(request)
+        assert reply is not None
+        return reply
+
+    async def _ask(self, request: Message) -> Message | None:
+        while True:
+            reply = views.query(self.state, self.nodes, request)
+            barrier = self._barrier
+            if barrier is None or barrier.done():
+                return reply
+            await asyncio.wait([barrier])
+            if barrier.cancelled() or barrier.exception() is None:
+                return reply
+
+    async def wait(self, request: AwaitRound | AwaitPlan | Watch) -> Message:
+        """A long-poll. Raises MasterAway when this master is ending: ask again."""
+        name = (request.job, request.incarnation)
+        await self._ask(request)
+        if isinstance(request, Watch):
+            return await self._watch(request, name)
+        timeout_s = min(max(request.timeout_s, 0.0), LONGEST_POLL_S)
+        self._heard(name, timeout_s + self.nodes.lease_s)
+        try:
+            return await self._wait_until(request, self._loop.time() + timeout_s)
+        finally:
+            nodes.expect(self.nodes, name, time.monotonic(), self._patience_s(request))
+            self._watch_leases()
+
+    async def _watch(self, request: Watch, name: nodes.Name) -> Message:
+        nodes.opened(self.nodes, name, time.monotonic())
+        self._watch_leases()
+        try:
+            return await self._wait_until(request, None)
+        finally:
+            if not self.closing:
+                nodes.closed(self.nodes, name, time.monotonic())
+                self._watch_leases()
+
+    def _patience_s(self, request: AwaitRound | AwaitPlan) -> float:
+        """An agent asks again at once; a worker that got its plan may load for a long time."""
+        pulse = self.nodes.pulses.get((request.job, request.incarnation))
+        loads = isinstance(request, AwaitPlan) and not (pulse is not None and pulse.beats)
+        return GRACE_S if loads else self.nodes.lease_s
+
+    async def _wait_until(self, request: AwaitRound | AwaitPlan | Watch, until: float | None) -> Message:
+        while not self.closing:
+            topic = self._topic(views.topic(request))
+            reply = await self._ask(request)
+            if reply is not None:
+                return reply
+            left = None if until is None else until - self._loop.time()
+            if left is not None and left <= 0:
+                return _nothing(request)
+            await asyncio.wait([topic], timeout=left)
+        raise MasterAway("The master is ending.", hint="Ask again: it comes back on the same address.")
+
+    def _topic(self, name: str) -> asyncio.Future[None]:
+        if name not in self._topics:
+            self._topics[name] = self._loop.create_future()
+        return self._topics[name]
+
+    def _wake(self, name: str) -> None:
+        if (topic := self._topics.pop(name, None)) is not None:
+            _settle(topic, None)
+
+    # ---- liveness ---------------------------------------------------------------------------------------------------
+
+    def _heard(self, name: nodes.Name, for_s: float) -> None:
+        nodes.heard(self.nodes, name, time.monotonic(), for_s)
+        self._watch_leases()
+
+    def _heard_of(self, event: Message) -> None:
+        """Who sends an event lives."""
+        if isinstance(event, Attach):
+            self._heard((event.job, event.incarnation), GRACE_S)
+        elif isinstance(event, Join):
+            self._heard((event.job, event.incarnation), self.nodes.lease_s)
+        elif isinstance(event, Leave):
+            nodes.forget(self.nodes, (event.job, event.incarnation))
+        elif isinstance(event, Exited):
+            nodes.forget(self.nodes, (event.job, event.worker))
+
+    def _expect_members(self, job: str) -> None:
+        """A round was formed: whoever got a seat must attach in time; an agent need not speak until it waits again."""
+        current = self.state.jobs[job].rounds.round
+        now = time.monotonic()
+        for member in current.members.values() if current else ():
+            nodes.heard(self.nodes, (job, member.incarnation), now, GRACE_S)
+        self._watch_leases()
+
+    def _watch_leases(self) -> None:
+        at = nodes.next_at(self.nodes)
+        if at >= self._liveness_at or at == math.inf:
+            return
+        if self._liveness is not None:
+            self._liveness.cancel()
+        self._liveness_at = at
+        self._liveness = self._loop.call_later(max(0.0, at - time.monotonic()), self._judge)
+
+    def _judge(self) -> None:
+        self._liveness, self._liveness_at = None, math.inf
+        for lost in nodes.verdicts(self.nodes, time.monotonic()):
+            if self._matters(lost):
+                log.warning("job %s: %s is lost: %s", lost.job, lost.incarnation, lost.reason)
+                self._inform(lost)
+        self._watch_leases()
+
+    def _matters(self, lost: Lost) -> bool:
+        """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
+        job = self.state.jobs.get(lost.job)
+        if job is None or not rounds.knows(job.rounds, lost.incarnation):
+            return False
+        current = job.rounds.round
+        holds_seat = current is not None and lost.incarnation in current.members
+        waits = lost.incarnation in job.rounds.waiting or lost.incarnation in job.rounds.seats
+        return holds_seat or waits or lost.reason != nodes.SILENT
+
+    def _inform(self, event: Message) -> None:
+        """An event of the master's own. If the journal fails it is tried again: nobody else would."""
+        try:
+            done = self._enqueue(event, None)
+        except HooksError as error:
+            log.info("%s came too late: %s", type(event).__name__, error)
+            return
+        done.add_done_callback(lambda settled: self._insist(event, settled))
+
+    def _insist(self, event: Message, settled: asyncio.Future[Message]) -> None:
+        if not settled.cancelled() and settled.exception() is not None and not self.closing:
+            self._loop.call_later(1.0, self._inform, event)
+
+    # ---- effects ----------------------------------------------------------------------------------------------------
+
+    def _do(self, effect: Effect) -> None:
+        """Called after the commit only."""
+        if isinstance(effect, Wake):
+            self._wake(effect.topic)
+        elif isinstance(effect, Deadline):
+            self._set_deadline(effect)
+        elif isinstance(effect, CommitGeneration):
+            self._spawn(self._commit_generation(effect))
+        elif isinstance(effect, RoundFormed):
+            self._expect_members(effect.job)
+        else:
+            self._spawn(self._write_finished(effect))
+
+    def _set_deadline(self, effect: Deadline) -> None:
+        if (timer := self._deadlines.pop(effect.job, None)) is not None:
+            timer.cancel()
+        delay_s = max(0.0, effect.at - time.time())
+        self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _commit_generation(self, effect: CommitGeneration) -> None:
+        generation = effect.manifest.generation
+        async with self._locks[effect.job]:
+            try:
+                await self._loop.run_in_executor(
+                    self._storers, self._storage.commit, effect.url, effect.options, effect.manifest, effect.keep
+                )
+            except Exception as error:  # whatever storage raised, the job must hear of it
+                log.warning("job %s: %s is not committed: %s", effect.job, generation, error)
+                self._inform(CommitFailed(job=effect.job, generation=generation, reason=str(error)))
+            else:
+                self._inform(Committed(job=effect.job, generation=generation))
+
+    async def _write_finished(self, effect: WriteFinished) -> None:
+        async with self._locks[effect.job]:
+            try:
+                await self._loop.run_in_executor(
+                    self._storers, self._storage.finish, effect.url, effect.options, effect.job, effect.run, effect.step
+                )
+            except Exception as error:  # the job is over all the same; a next life tries again
+                log.warning("job %s: its end is not written down: %s", effect.job, error)
+            else:
+                self._inform(FinishWritten(job=effect.job))
+        for key in [key for key in self._claims if key[0] == effect.job]:
+            await self._loop.run_in_executor(self._storers, _release, self._claims.pop(key))
+
+    async def _claim_for(self, event: Attach) -> None:
+        """Take the URL before the job says that it saves there. Once per job and URL."""
+        url = (event.save_to or "").rstrip("/")
+        if (event.job, url) in self._claims or event.job not in self.state.jobs:
+            return
+        async with self._locks[event.job]:
+            if (event.job, url) not in self._claims:
+                self._claims[event.job, url] = await self._loop.run_in_executor(
+                    self._storers, self._storage.claim, url, event.storage_options, event.job, self._owner()
+                )
+
+    async def _claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
+        async with self._locks[job]:
+            try:
+                self._claims[job, url] = await self._loop.run_in_executor(
+                    self._storers, self._storage.claim, url, options, job, self._owner()
+                )
+            except HooksError as error:
+                log.warning("job %s: %s", job, error)
+
+    def _owner(self) -> str:
+        """Outlives a restart, so that the next life of this master takes its claims over."""
+        return f"master {self.journal.owner} on {socket.gethostname()}"
+
+
+def _release(hold: Hold) -> None:
+    try:
+        hold.release()
+    except (HooksError, OSError) as error:
+        log.warning("a claim was not given up: %s", error)
+
+
+def _settle(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _nothing(request: Message) -> Message:
+    reply = views.nothing(request)
+    assert reply is not None
+    return reply

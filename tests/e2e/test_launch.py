@@ -1,0 +1,229 @@
+"""`dlrover-hooks run` with real processes: environment, restarts, cleanup, and refusals (DL-77, DL-81, ED-36, ED-39, ED-43)."""
+
+import glob
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Launched:
+    """A launcher under test, and what its workers wrote: one JSON line per life in `lives`."""
+
+    def __init__(self, folder: Path, script: str, *options: str) -> None:
+        self.job = f"launch-{uuid.uuid4().hex[:8]}"
+        self.lives = folder / "lives.jsonl"
+        self.lives.touch()
+        path = folder / "script.py"
+        path.write_text("import json, os, signal, sys, time, threading\n" + textwrap.dedent(script))
+        command = [sys.executable, "-m", "dlrover_hooks", "run", "--job", self.job, *options, str(path), str(self.lives)]
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
+
+    def read(self) -> list[dict]:
+        return [json.loads(line) for line in self.lives.read_text().splitlines()]
+
+    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 30.0) -> list[dict]:
+        deadline = time.monotonic() + timeout_s
+        while not condition(lives := self.read()):
+            assert time.monotonic() < deadline, (lives, self.process.poll())
+            assert self.process.poll() is None, self.process.communicate()
+            self.process.wait(0.05) if self.process.poll() is not None else _pause()
+        return lives
+
+    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors
+
+    def leftovers(self) -> list[str]:
+        """Processes of this job that are still there."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "pid"]):
+            line = " ".join(process.info["cmdline"] or ())
+            if self.job in line or str(self.lives) in line:
+                found.append(line)
+        return found
+
+
+def _pause() -> None:
+    """Polling a file another process writes: there is no event to wait for."""
+    import select
+
+    select.select([], [], [], 0.02)
+
+
+ALIVE = """
+    def note(**more):
+        line = json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), **more})
+        fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
+        os.write(fd, (line + chr(10)).encode())
+        os.close(fd)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(script: str, *options: str) -> Launched:
+        started.append(Launched(tmp_path, textwrap.dedent(ALIVE) + textwrap.dedent(script), *options))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()
+            launched.process.communicate()
+
+
+def test_workers_get_torchruns_environment_and_one_thread(launch: Callable[..., Launched]) -> None:
+    """Without TORCHELASTIC_RUN_ID Lightning picks the wrong cluster environment (ED-36, ED-39, ED-43, DL-79)."""
+    run = launch("note(env=dict(os.environ), argv=sys.argv[2:], leader=os.getsid(0) == os.getpid())", "-n", "2")
+    code, _ = run.end()
+    assert code == 0
+    lives = sorted(run.read(), key=lambda life: life["rank"])
+    assert [life["rank"] for life in lives] == [0, 1]
+    for life in lives:
+        env = life["env"]
+        assert life["leader"], "each worker leads its own session"
+        assert env["TORCHELASTIC_RUN_ID"] == env["DLROVER_HOOKS_JOB"] == run.job
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) == ("2", "2", "1")
+        assert env["LOCAL_RANK"] == env["RANK"]
+        assert env["MASTER_PORT"].isdigit()
+        assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert run.leftovers() == []
+
+
+def test_a_killed_worker_restarts_all_and_its_forked_children_end(launch: Callable[..., Launched]) -> None:
+    """kill -9 of one: both start anew with a new round and port; what the old ones forked is gone too (DL-81, ED-27)."""
+    run = launch(
+        """
+        life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        note(life=life, child=child, port=os.environ["MASTER_PORT"])
+        if life == 0:
+            time.sleep(600)
+        os.kill(child, signal.SIGKILL)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    first = run.wait_for(lambda lives: len(lives) == 2)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    code, errors = run.end()
+    lives = run.read()
+    assert code == 0, errors
+    assert sorted(life["life"] for life in lives) == [0, 0, 1, 1]
+    assert {life["port"] for life in lives if life["life"] == 1} != {first[0]["port"]}
+    assert not any(psutil.pid_exists(life[key]) for life in lives for key in ("pid", "child"))
+    assert f"worker {first[0]['rank']} died (SIGKILL)" in errors
+
+
+def test_ctrl_c_ends_everything_and_leaves_nothing(launch: Callable[..., Launched]) -> None:
+    """SIGINT: workers get SIGTERM and their grace; then no process, port, temporary file or socket is left."""
+    before = set(glob.glob(f"{tempfile.gettempdir()}/dlrover-hooks-run-*"))
+    run = launch(
+        """
+        def polite(*_):
+            note(said="goodbye")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, polite)
+        note(master=os.environ["DLROVER_HOOKS_MASTER"])
+        time.sleep(600)
+        """,
+        "-n", "2",
+    )  # fmt: skip
+    lives = run.wait_for(lambda lives: len(lives) == 2)
+    run.process.send_signal(signal.SIGINT)
+    code, _ = run.end()
+    assert code == 130
+    assert [life.get("said") for life in run.read()].count("goodbye") == 2
+    assert run.leftovers() == []
+    assert set(glob.glob(f"{tempfile.gettempdir()}/dlrover-hooks-run-*")) <= before
+    port = int(lives[0]["master"].rpartition(":")[2])
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_dead_master_is_restarted_on_its_socket(launch: Callable[..., Launched]) -> None:
+    """kill -9 of the master: the next request to the same URL is answered by a new life (ED-56, ED-62)."""
+    run = launch(
+        """
+        import urllib.request
+        def master():
+            return json.load(urllib.request.urlopen(os.environ["DLROVER_HOOKS_MASTER"] + "/healthz", timeout=30))["pid"]
+        old = master()
+        os.kill(old, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                new = master()
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+        note(old=old, new=new)
+        """
+    )
+    code, errors = run.end()
+    assert code == 0, errors
+    (life,) = run.read()
+    assert life["old"] != life["new"]
+    assert "the master died (SIGKILL); restarting it" in errors
+
+
+def test_a_script_that_fails_at_once_is_not_restarted(launch: Callable[..., Launched]) -> None:
+    """An error before any progress is the user's: exit code 1, one life, the traceback stays the last word."""
+    run = launch("note(); raise ValueError('wrong learning rate')", "-n", "1")
+    code, errors = run.end()
+    assert code == 1
+    assert len(run.read()) == 1
+    assert "wrong learning rate" in errors
+    assert "before any progress" in errors
+
+
+def test_it_gives_up_after_the_budget(launch: Callable[..., Launched]) -> None:
+    run = launch("note(); os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts", "2")
+    code, errors = run.end()
+    assert code == 77
+    assert len(run.read()) == 3
+    assert "gave up after 2 restarts" in errors
+
+
+def test_a_port_in_use_is_named(launch: Callable[..., Launched]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = launch("note()", "--port", str(port))
+        code, errors = run.end()
+    assert code == 78
+    assert f"port {port} cannot be used" in errors
+    assert run.leftovers() == []
+
+
+def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable[..., Launched]) -> None:
+    """kill -9 of the launcher itself: the kernel ends the workers, the closed pipe ends master and keeper."""
+    run = launch("note(); time.sleep(600)", "-n", "2")
+    run.wait_for(lambda lives: len(lives) == 2)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) == 4, [child.cmdline() for child in family]
+    run.process.kill()
+    run.process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    for process in alive:
+        process.kill()
+    assert not alive

@@ -1,0 +1,190 @@
+"""Not a test: cases run by W gloo processes, started by `test_ddp.py`. Usage: ddp_cases.py CASE W; prints one JSON line."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
+from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+
+Tensors = list[torch.Tensor]
+
+
+def weights(world: int) -> Any:
+    """Largest relative error of the DDP gradient against one process, per (n, batch, G), over the steps of an epoch."""
+    # N=5 uneven; tails: uneven shares, fewer samples than ranks (ghosts), even m; then unequal micro-batches in one rank
+    sizes = ((46, 4, 20), (41, 4, 20), (42, 4, 12))
+    found = {f"{n},{b},{G}": _worst_error(n, b, G, scaled=False) for n, b, G in sizes}
+    return found | {f"scaled={scaled}": _worst_error(48, 3, 30, scaled=scaled) for scaled in (True, False)}
+
+
+def _worst_error(n: int, b: int, G: int, *, scaled: bool) -> float:
+    torch.manual_seed(0)
+    inputs = torch.randn(n, 6, dtype=torch.float64)
+    targets = torch.randn(n, 1, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    loader = elastic_loader(torch.utils.data.DataLoader(data, b, shuffle=True), global_batch_size=G, seed=3)
+    alone, ddp = copy.deepcopy(net), DDP(net)
+    assert weigh_gradients(ddp, lambda: loader.weight)
+    errors, q = [], 0
+    for step_loss in _steps(loader, ddp, scaled):
+        ids = loader.sampler.order.indices(0, torch.arange(q, min(q + G, n)).numpy())
+        q += G
+        alone.zero_grad()
+        torch.nn.functional.mse_loss(alone(inputs[ids]), targets[ids]).backward()
+        ours, exact = _flat(ddp), _flat(alone)
+        errors.append(float((ours - exact).norm() / exact.norm()))
+        ddp.zero_grad()
+        assert step_loss
+    assert q >= n
+    return max(errors)
+
+
+def _steps(loader: ElasticLoader, ddp: DDP, scaled: bool) -> Any:
+    """A hand-written accumulating loop: yields when a step's gradient is reduced."""
+    m, done, batches = loader.sampler.plan.micro_batches, 0, 0
+    for x, y in loader:
+        batches += 1
+        with contextlib.nullcontext() if loader.sampler.step_ends else ddp.no_sync():
+            scale = loader.loss_scale if scaled else 1.0
+            (torch.nn.functional.mse_loss(ddp(x), y) * scale / m).backward()
+        if loader.sampler.step_ends:
+            done += 1
+            loader.sampler.mark()
+            yield done
+    assert batches == len(loader)
+
+
+def _flat(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+class Crossed(torch.nn.Module):
+    """Parameters are used in an order unlike that of their definition, and have a buffer and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(96, 96) for _ in range(6))
+        self.norm = torch.nn.BatchNorm1d(96)
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (3, 0, 5, 1, 4, 2):
+            x = self.drop(torch.tanh(self.layers[i](x)))
+        return self.norm(x)
+
+
+def buckets(world: int) -> Any:
+    """Parameters after 4 steps: undisturbed, restarted at every step with and without replay."""
+    rank = dist.get_rank()
+    whole = _run(0, 4, None, (), rank, lambda order: order.record())
+    state, names = whole["states"], whole["names"]
+    found: dict[str, Any] = {"names": names, "silent": True}
+    for k in (1, 2, 3):
+        with_replay = _run(k, 4, state[k], names, rank, lambda order: _silent(order, names, found))
+        without = _run(k, 4, state[k], names, rank, lambda order: None)
+        found[f"replayed{k}"] = _same(with_replay["last"], whole["last"])
+        found[f"plain{k}"] = _same(without["last"], whole["last"])
+    found["not_reverse_order"] = names != [n for n, _ in reversed(list(Crossed().named_parameters()))]
+    return found
+
+
+def _run(k: int, end: int, state: Any, names: Any, rank: int, prepare: Callable[[BucketOrder], Any]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    net = Crossed()
+    if state is not None:
+        net.load_state_dict(state["model"])
+    ddp = DDP(net, bucket_cap_mb=0.08, gradient_as_bucket_view=rank < 0)
+    weigh_gradients(ddp, lambda: 1 / 3)
+    torch.manual_seed(100 + rank)
+    if state is not None:
+        torch.set_rng_state(state["rng"])
+    order = BucketOrder(ddp)
+    outcome = prepare(order)
+    assert outcome is None or outcome.done, outcome
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.5)
+    states = {}
+    for step in range(k, end):
+        states[step] = {"model": copy.deepcopy(net.state_dict()), "rng": torch.get_rng_state()}
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1000 * step + rank))
+        if step == 0:
+            with ddp.no_sync():  # accumulation: only the synchronised backward counts
+                ddp(x).square().mean().backward()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = [t.clone() for t in net.state_dict().values()]
+    return {"states": states, "last": last, "names": list(order.names)}
+
+
+def _silent(order: BucketOrder, names: list[str], found: dict[str, Any]) -> Any:
+    ddp = order.ddp
+    before, rng = [t.clone() for t in ddp.state_dict().values()], torch.get_rng_state()
+    outcome = order.replay(names)
+    found["silent"] &= _same(before, list(ddp.state_dict().values())) and bool((rng == torch.get_rng_state()).all())
+    found["silent"] &= all(p.grad is None for p in ddp.parameters())
+    return outcome
+
+
+def _same(ours: Tensors, theirs: Tensors) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def skipped(world: int) -> Any:
+    """Why replay is not done, for the DDPs and models it must leave alone."""
+    names = ["weight", "bias"]
+    hooked = torch.nn.Linear(2, 2)
+    hooked.weight.register_hook(lambda grad: grad)
+    foreign = DDP(torch.nn.Linear(2, 2))
+    foreign.register_comm_hook(None, _foreign)
+    found = {
+        "unused": BucketOrder(DDP(torch.nn.Linear(2, 2), find_unused_parameters=True)).replay(names),
+        "static": BucketOrder(DDP(torch.nn.Linear(2, 2), static_graph=True)).replay(names),
+        "hooked": BucketOrder(DDP(hooked)).replay(names),
+        "foreign": BucketOrder(foreign).replay(names),
+        "other": BucketOrder(DDP(torch.nn.Linear(2, 2))).replay(["weight"]),
+        "fits": BucketOrder(DDP(torch.nn.Linear(2, 2))).replay(names),
+    }
+    found["second hook"] = weigh_gradients(foreign, lambda: 1.0)
+    return {key: [outcome.done, outcome.reason] for key, outcome in found.items()}
+
+
+def _foreign(state: object, bucket: Any) -> Any:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda reduced: reduced.value()[0])
+
+
+_foreign.__annotations__ = {}  # DDP compares them with classes
+
+
+def _worker(rank: int, world: int, case: str, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    found = globals()[case](world)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        print(json.dumps(everyone), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.pop("WORLD_SIZE", None)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _worker, (int(sys.argv[2]), sys.argv[1], f"{folder}/store"), int(sys.argv[2]), start_method="fork"
+        )

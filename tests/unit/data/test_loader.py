@@ -1,0 +1,268 @@
+"""elastic_loader: counting, quiet points, refusals, and the traps of frameworks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
+from dlrover_hooks.data.sampler import ElasticSampler
+from dlrover_hooks.errors import UsageError
+
+
+class Ids(Dataset[int]):
+    """n samples, each its own index."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def make(n: int = 10, b: int = 2, **options: Any) -> ElasticLoader:
+    return elastic_loader(DataLoader(Ids(n), b, shuffle=True), **options)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+
+
+def train(loader: ElasticLoader, step: torch.optim.Optimizer, epochs: int, stop: int = -1) -> list[tuple[int, int]]:
+    """(epoch, id) of everything in the model: what was committed is cut from what was seen by the caller."""
+    seen: list[tuple[int, int]] = []
+    for epoch in loader.epochs(epochs):
+        for batch in loader:
+            if stop == 0:
+                return seen
+            stop -= 1
+            seen += [(epoch, i) for i in batch.tolist()]
+            step.step()
+    return seen
+
+
+def test_interrupted_epochs_add_up() -> None:
+    """`epochs(n)` is exactly n epochs over restarts, wherever the run stops (ED-25)."""
+    whole = train(make(optimizer=(step := optimizer())), step, 3)
+    assert len(whole) == 30
+    for stop in range(16):
+        first = make(optimizer=(step := optimizer()))
+        seen = train(first, step, 3, stop)
+        state = json.loads(json.dumps(first.state_dict()))
+        assert state["cursor"] == len(seen) if stop < 15 else 30
+        second = make(optimizer=(step := optimizer()))
+        second.load_state_dict(state)
+        assert seen + train(second, step, 3) == whole
+        assert list(second.epochs(3)) == []
+
+
+def test_a_loop_left_early_begins_the_next_epoch() -> None:
+    """limit_train_batches: each epoch its own order; a restore at the quiet point before the next epoch agrees."""
+    loader = make(optimizer=(step := optimizer()))
+    seen: list[tuple[int, list[int]]] = []
+    states: list[int] = []
+    loader.before_batch.append(lambda: states.append(loader.state_dict()["cursor"]))
+    for epoch in loader.epochs(3):
+        for batch, _ in zip(loader, range(2), strict=False):
+            seen.append((epoch, batch.tolist()))
+            step.step()
+    assert [e for e, _ in seen] == [0, 0, 1, 1, 2, 2] and states == [0, 2, 4, 10, 12, 14, 20, 22, 24, 30]
+    assert seen[0][1] != seen[2][1]
+
+
+def test_epochs_notice_a_body_that_does_not_iterate() -> None:
+    with pytest.raises(UsageError, match="did not iterate"):
+        list(make().epochs(2))
+
+
+def test_quiet_point_is_before_the_fetch_and_after_the_commit() -> None:
+    loader = make(4, optimizer=(step := optimizer()))
+    told: list[Any] = []
+    loader.before_batch.append(lambda: told.append(loader.sampler.cursor))
+    for _ in loader:
+        told.append("batch")
+        step.step()
+    assert told == [0, "batch", 2, "batch"]  # the end of the epoch is not one: its validation is still to come
+    loader.finish()
+    assert told[-1] == 4
+    for _ in loader:
+        break
+    assert told[-2:] == [4, 4]
+
+
+def test_commit_is_never_ahead_of_the_optimizer() -> None:
+    """Accumulation 2, two workers' worth of prefetch: the cursor is what whole, stepped batches hold."""
+    loader = elastic_loader(DataLoader(Ids(16), 2, num_workers=2), global_batch_size=4, optimizer=(step := optimizer()))
+    stepped = 0
+    cursors: list[tuple[int, int]] = []
+    loader.before_batch.append(lambda: cursors.append((loader.sampler.cursor, stepped)))
+    for _ in loader:
+        if loader.step_ends:
+            stepped += 4
+            step.step()
+    assert cursors == [(0, 0), (0, 0), (4, 4), (4, 4), (8, 8), (8, 8), (12, 12), (12, 12)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_restored_rng_survives_the_making_of_the_iterator(workers: int) -> None:
+    """`iter(DataLoader)` draws from the global generator; `before_fetch` runs behind that, once."""
+    loader = elastic_loader(DataLoader(Ids(4), 2, num_workers=workers))
+    state = torch.Generator().manual_seed(5).get_state()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    source = iter(loader)
+    assert not torch.equal(before, torch.get_rng_state())  # the trap exists
+    loader.before_fetch = lambda: torch.set_rng_state(state)
+    next(source)
+    assert torch.equal(torch.get_rng_state(), state) and loader.before_fetch is None
+    loader.close()
+
+
+def test_length_is_the_whole_epoch_after_a_resume() -> None:
+    """Lightning compares `batch_progress` with it: with what remains, runs ended early without an error."""
+    loader = make(11, optimizer=optimizer())
+    loader.load_state_dict(loader.state_dict() | {"cursor": 6})
+    assert len(loader) == 6 and len(list(loader)) == 3 and len(loader) == 6
+
+
+def test_state_is_refused_while_iterating_and_old_iterators_end() -> None:
+    loader = make()
+    source = iter(loader)
+    next(source)
+    for call in (lambda: loader.load_state_dict(loader.state_dict()), lambda: loader.resize(1, 0)):
+        with pytest.raises(UsageError, match="being iterated"):
+            call()
+    loader.close()
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match="ended"):
+        next(source)
+
+
+def test_persistent_workers_can_be_left_and_restored() -> None:
+    loader = elastic_loader(DataLoader(Ids(8), 2, num_workers=1, persistent_workers=True))
+    for _ in loader:
+        break
+    loader.load_state_dict(loader.state_dict() | {"cursor": 4})
+    assert torch.cat(list(loader)).tolist() == [4, 5, 6, 7]
+    assert torch.cat(list(loader)).tolist() == list(range(8))
+
+
+def test_the_loader_is_kept_as_it_was() -> None:
+    generator = torch.Generator()
+    options: dict[str, Any] = {
+        "num_workers": 1,
+        "collate_fn": list,
+        "timeout": 9.0,
+        "worker_init_fn": print,
+        "multiprocessing_context": "fork",
+        "generator": generator,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+    }
+    given = DataLoader(Ids(7), 2, shuffle=True, **options)
+    loader = elastic_loader(given)
+    kept = ["dataset", "batch_size", "pin_memory", "pin_memory_device", "in_order", *options]
+    assert all(getattr(loader, name) == getattr(given, name) for name in kept)
+    assert isinstance(loader.sampler, ElasticSampler) and not isinstance(given.sampler, ElasticSampler)
+    assert elastic_loader(loader) is loader and supports(loader) is None
+    own = DataLoader(Ids(7), 2, sampler=loader.sampler)
+    assert elastic_loader(own).sampler is loader.sampler
+
+
+def test_shuffle_seed_and_tail_are_read_off_the_loader() -> None:
+    assert make().sampler.shuffle and not elastic_loader(DataLoader(Ids(4), 2)).sampler.shuffle
+    assert elastic_loader(DataLoader(Ids(5), 2, drop_last=True)).sampler.plan.tail == "drop"
+    torchs = DistributedSampler(Ids(9), num_replicas=3, rank=2, shuffle=False, seed=4)
+    plan = (sampler := elastic_loader(DataLoader(Ids(9), 1, sampler=torchs)).sampler).plan
+    assert (plan.world_size, plan.rank, sampler.shuffle, sampler.seed) == (3, 2, False, 4)
+
+
+class Stateful(DataLoader[int]):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("loader", "word"),
+    [
+        (Stateful(Ids(4)), "state of its own"),
+        ([1, 2], "not a torch DataLoader"),
+        (DataLoader(Stream()), "IterableDataset"),
+        (DataLoader(Ids(4), num_workers=1, in_order=False), "in_order"),
+        (DataLoader(Ids(4), batch_size=None), "batch_size=None"),
+        (DataLoader(Ids(4), batch_sampler=BatchSampler(SequentialSampler(Ids(4)), 2, False)), "batch_sampler"),
+        (DataLoader(Ids(4), batch_sampler=[[0, 1], [2, 3]]), "batch_sampler"),
+        (DataLoader(Ids(4), sampler=WeightedRandomSampler([1.0] * 4, 4)), "sampler of your own"),
+        (DataLoader(Ids(4), sampler=SubsetRandomSampler([1, 2])), "sampler of your own"),
+        (DataLoader(Ids(4), sampler=torch.utils.data.RandomSampler(Ids(4), replacement=True)), "sampler of your own"),
+        (DataLoader(Ids(4), 3, sampler=ElasticSampler(4, batch_size=2)), "batch_size or drop_last"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(loader: Any, word: str) -> None:
+    """Each refusal names the promise and a way out."""
+    with pytest.raises(UsageError, match=word) as caught:
+        elastic_loader(loader)
+    assert caught.value.hint and caught.value.hint in str(supports(loader))
+
+
+def test_detach_stops_marking() -> None:
+    loader = make(optimizer=(step := optimizer()))
+    loader.detach()
+    for _ in loader:
+        step.step()
+        break
+    loader.finish()
+    assert loader.sampler.cursor == 0
+
+
+def test_resize_goes_on_at_the_commit() -> None:
+    loader = elastic_loader(DataLoader(Ids(16), 2), global_batch_size=4, optimizer=(step := optimizer()))
+    for batch in loader:
+        step.step()
+        if batch[0] == 6:
+            break
+    loader.finish()
+    loader.resize(2, 1)
+    assert torch.cat(list(loader)).tolist() == [10, 11, 14, 15] and loader.weight == 0.5
+
+
+def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap: under DDP Lightning wraps or replaces every sampler that is not a DistributedSampler."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.trainer.states import RunningStage
+
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    connector = trainer._data_connector
+    ours = DataLoader(Ids(8), 2, sampler=ElasticSampler(8, batch_size=2))
+    others = DataLoader(Ids(8), 2, sampler=torch.utils.data.SequentialSampler(Ids(8)))
+    elastic = make()
+    assert not connector._requires_distributed_sampler(ours) and connector._requires_distributed_sampler(others)
+    for loader in (ours, elastic):
+        assert connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING) is loader
