@@ -11,18 +11,22 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.cadence import Durable
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
-from dlrover_hooks.errors import HooksError, MasterAway, Stale
+from dlrover_hooks.errors import HooksError, MasterAway, Stale, StorageFailed
 from dlrover_hooks.runtime.vitals import Sampler
 
 log = logging.getLogger("dlrover_hooks")
-R = TypeVar("R")
 Keepers = Hashed | Persisted | PersistFailed
+
+
+class _Saved(NamedTuple):
+    generation: p.Generation
+    durable: bool
 
 
 class Caller(Protocol):
@@ -43,10 +47,12 @@ class Courier:
         self.step_s = 0.0
         self._caller, self._job, self._engine = caller, job, engine
         self._incarnation, self._rank, self._world_size = place_
-        self._notices: queue.SimpleQueue[Keepers | p.Generation | None] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[Keepers | _Saved | None] = queue.SimpleQueue()
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
         self._durable = Durable()
+        self._hashed: deque[p.Generation] = deque(maxlen=16)
+        self._to_persist: list[p.Generation] = []
         self._vitals = Sampler()
         self._away = False
         self._thread = threading.Thread(target=self._run, name="dlrover-hooks-courier", daemon=True)
@@ -64,10 +70,10 @@ class Courier:
         """Called by the keeper link's reader thread."""
         self._notices.put(notice)
 
-    def saved(self, generation: p.Generation, copy_s: float) -> None:
-        """Called by the training thread after a save."""
+    def saved(self, generation: p.Generation, copy_s: float, *, durable: bool = False) -> None:
+        """Called by the training thread after a save; `durable`: persist it whatever the cadence says."""
         self._copy_s[generation] = copy_s
-        self._notices.put(generation)
+        self._notices.put(_Saved(generation, durable))
 
     # ---- the thread ---------------------------------------------------------------------------------------------------
 
@@ -87,19 +93,28 @@ class Courier:
                 self._beat()
                 next_beat = time.monotonic() + 1.0
 
-    def _take(self, notice: Keepers | p.Generation) -> None:
-        if isinstance(notice, p.Generation):
-            self._durable.saved(notice)
+    def _take(self, notice: Keepers | _Saved) -> None:
+        if isinstance(notice, _Saved):
+            self._durable.saved(notice.generation)
+            if notice.durable:
+                self._to_persist.append(notice.generation)
             self._persist_if_due()
         elif isinstance(notice, Hashed):
             copy_s = self._copy_s.pop(notice.generation, 0.0)
+            self._hashed.append(notice.generation)
             self._unsent.append(self._vote(notice.generation, p.VoteKind.MEMORY, copy_s=copy_s))
+            self._persist_if_due()
         elif isinstance(notice, Persisted):
             self._unsent.append(self._vote(notice.generation, p.VoteKind.STORED, file=notice.file))
         else:
-            log.warning("rank %d could not make %s durable: %s", self._rank, notice.generation, notice.reason)
-            self._unsent.append(self._vote(notice.generation, p.VoteKind.FAILED, reason=notice.reason))
-            self.error = self.error or _storage_error(notice)
+            self._failed(notice.generation, notice.reason)
+
+    def _failed(self, generation: p.Generation, reason: str) -> None:
+        self._unsent.append(self._vote(generation, p.VoteKind.FAILED, reason=reason))
+        self.error = self.error or StorageFailed(
+            f"rank {self._rank} could not make {generation} durable: {reason}",
+            hint='make room or mend the checkpoint URL; memory checkpoints go on; on_error="warn" trains on regardless',
+        )
 
     def _vote(self, generation: p.Generation, kind: p.VoteKind, *, file: p.ShardFile | None = None, reason: str = "",
               copy_s: float = 0.0) -> p.Vote:  # fmt: skip
@@ -131,8 +146,18 @@ class Courier:
         self._persist_if_due()
 
     def _persist_if_due(self) -> None:
-        if self._engine is not None and (generation := self._durable.due(self.cadence)) is not None:
-            self._engine.persist(generation)
+        """Order what is due once the keeper has hashed it; give it up if a later one was hashed and it never was."""
+        if (generation := self._durable.due(self.cadence)) is not None and generation not in self._to_persist:
+            self._to_persist.append(generation)
+        for generation in list(self._to_persist):
+            if generation in self._hashed:
+                self._to_persist.remove(generation)
+                if self._engine is not None:
+                    self._engine.persist(generation)
+            elif self._hashed and self._hashed[-1] > generation:
+                self._to_persist.remove(generation)
+                overwritten = "its slot was used again before it was hashed"
+                self._unsent.append(self._vote(generation, p.VoteKind.FAILED, reason=overwritten))
 
     def _call(self, request: p.Message, channel: str) -> p.Message | None:
         """The reply; None if the master is away (try again later). A refused vote is dropped and remembered."""
@@ -154,11 +179,3 @@ class Courier:
         self._away = False
         return reply
 
-
-def _storage_error(notice: PersistFailed) -> HooksError:
-    from dlrover_hooks.errors import StorageFailed
-
-    return StorageFailed(
-        f"{notice.generation} could not be made durable: {notice.reason}",
-        hint='make room or mend the checkpoint URL; memory checkpoints go on; on_error="warn" trains on regardless',
-    )

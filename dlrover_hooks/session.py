@@ -24,7 +24,7 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
-from dlrover_hooks.errors import CheckpointError, HooksError, MasterAway, MasterError, NoCheckpoint, UsageError
+from dlrover_hooks.errors import CheckpointError, MasterAway, MasterError, NoCheckpoint, UsageError
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -81,6 +81,7 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._last_step: tuple[int, float] | None = None
         self._at_step_end = False
+        self._said = ""
         self._left = False
         self._caller = self._connect()
         self._engine = self._start_engine() if checkpoint else None
@@ -179,8 +180,7 @@ class Session:
         tree = self._tree(state)
         while (saved := self._engine.save(step, tree)) is None:
             self._wait_a_little(deadline, f"a free slot for {generation}")
-        self._courier.saved(saved.generation, saved.copy_s)
-        self._engine.persist(generation)
+        self._courier.saved(saved.generation, saved.copy_s, durable=True)
         while not self._committed(generation):
             self._wait_a_little(deadline, f"{generation} to become durable")
 
@@ -303,6 +303,7 @@ class Session:
         assert self._engine is not None
         for lost in plan.fallbacks:
             log.warning("job %s rank %d: fell back: %s", self.config.job, self.place.rank, lost)
+        self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
             found = self._engine.load(choice)
         except CheckpointError as error:
@@ -358,15 +359,15 @@ class Session:
             log.info("rank %d: round %d lost a member", self.place.rank, notice.round)
 
     def _surface(self) -> None:
-        """Raise (or warn of) what a background thread met since the verb before."""
+        """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once."""
         error, self._courier.error = self._courier.error, None
-        if error is None and self._engine is not None:
-            error, self._engine.error = self._engine.error, None
-        if error is None:
-            return
-        if self.config.on_error == "raise" and not _passing(error):
+        if error is not None and self.config.on_error == "raise":
             raise error
-        log.warning("job %s rank %d: %s", self.config.job, self.place.rank, error)
+        skipped = self._engine.error if self._engine is not None else None
+        for each in (error, skipped):
+            if each is not None and str(each) != self._said:
+                log.warning("job %s rank %d: %s", self.config.job, self.place.rank, each)
+                self._said = str(each)
 
     def _in_time(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -379,9 +380,3 @@ class Session:
         self._in_time(deadline, what)
         time.sleep(0.02)
 
-
-def _passing(error: HooksError) -> bool:
-    """A lost keeper costs one interval, not the run: the next save goes to a new one."""
-    from dlrover_hooks.errors import KeeperAway
-
-    return isinstance(error, KeeperAway)

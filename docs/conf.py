@@ -18,7 +18,7 @@ author = "The dlrover-hooks authors"
 copyright = "2026, The dlrover-hooks authors"
 version = release = dlrover_hooks.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"dlrover-hooks {version}"

@@ -30,25 +30,26 @@ class Outcome(NamedTuple):
 def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -> Outcome:
     """Make each all-reduce a SUM of `weight()` times this rank's gradient (ElasticSampler.weight, DL-88).
 
-    DDP divides by the world size, as if all ranks had computed equally much. With uneven micro-batches or a short last step
-    that is wrong: at N = 5 micro-batches it was off by 0.28 (W = 2) and 0.38 (W = 3) in relative error; with these weights it
-    is exact to 2e-16, and the loss code stays untouched. A weight of 0 zeroes the gradient, NaN and inf included.
+    DDP divides by the world size, as if all ranks had computed equally much. With uneven micro-batches or a short
+    last step that is wrong: at N = 5 micro-batches it was off by 0.28 (W = 2) and 0.38 (W = 3) in relative error;
+    with these weights it is exact to 2e-16, and the loss code stays untouched. A weight of 0 zeroes the gradient,
+    NaN and inf included.
 
-    Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not done when
-    a communication hook is registered already (DDP takes one): then weigh the loss instead, by W * weight.
+    Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not
+    done when a communication hook is registered already (DDP takes one): then weigh the loss instead, by W * weight.
     """
     if ddp._comm_hooks:
         return Outcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
     group = ddp.process_group
 
-    def weighted_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def weighted_sum(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda reduced: reduced.value()[0])
 
-    # DDP compares the annotations with the real classes, which postponed evaluation made strings
+    # DDP compares annotations with classes; postponed evaluation made them strings
     weighted_sum.__annotations__ = {}
     weighted_sum.harmless_on_zeros = True  # pyright: ignore[reportFunctionMemberAccess]
     ddp.register_comm_hook(None, weighted_sum)
@@ -58,11 +59,12 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
 class BucketOrder:
     """Makes a restarted run sum its gradients in the order of the undisturbed one (bit-equality at W >= 3).
 
-    DDP puts gradients into buckets in reverse parameter order for its first synchronised backward, and for all later ones in
-    the order in which they became ready in the first. The order of summation depends on the place in the bucket, so a
-    restarted run would differ in its first step. `record` keeps that order as parameter names; they belong into the
-    checkpoint. After a restart `replay` shows DDP the same order with zero gradients, so that the next forward builds the
-    same buckets: no user code runs, no random number is drawn, no buffer or gradient is changed.
+    DDP puts gradients into buckets in reverse parameter order for its first synchronised backward, and for all later
+    ones in the order in which they became ready in the first. The order of summation depends on the place in the
+    bucket, so a restarted run would differ in its first step. `record` keeps that order as parameter names; they
+    belong into the checkpoint. After a restart `replay` shows DDP the same order with zero gradients, so that the
+    next forward builds the same buckets: no user code runs, no random number is drawn, no buffer or gradient is
+    changed.
 
     Relies on private parts of torch's reducer (tested with torch 2.13): where they are missing, `replay` is not done.
     """
@@ -74,7 +76,9 @@ class BucketOrder:
         self._handles: list[RemovableHandle] = []
 
     def record(self) -> Outcome:
-        """Note the order of the first synchronised backward into `names`, once; the hooks then go away by themselves."""
+        """Note the order of the first synchronised backward into `names`, once; the hooks then go away by
+        themselves.
+        """
         reason = _never_rebuilds(self.ddp)
         if not reason and self.ddp._has_rebuilt_buckets:
             reason = "the first synchronised backward is over"
@@ -99,10 +103,11 @@ class BucketOrder:
         return note
 
     def replay(self, names: Sequence[str]) -> Outcome:
-        """Show DDP the recorded order. Collective: every rank, before the first forward and after the model was restored.
+        """Show DDP the recorded order. Collective: every rank, before the first forward and after the model was
+        restored.
 
-        Costs one backward of zeros and its all-reduce. Not done (and harmless) below W = 3, where order does not matter,
-        and where DDP or hooks on parameters would notice the zeros.
+        Costs one backward of zeros and its all-reduce. Not done (and harmless) below W = 3, where order does not
+        matter, and where DDP or hooks on parameters would notice the zeros.
         """
         self.names = tuple(names)
         reason = _never_rebuilds(self.ddp) or self._unfit() or _would_notice(self.ddp)

@@ -6,6 +6,7 @@ thread-safe: calls must not overlap, but may come from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import uuid
@@ -91,10 +92,8 @@ class Journal:
 
     def _undo(self) -> None:
         if self._db.in_transaction:
-            try:
+            with contextlib.suppress(sqlite3.Error):  # on a full disk SQLite has rolled back by itself
                 self._db.execute("ROLLBACK")
-            except sqlite3.Error:
-                pass  # SQLite has rolled back by itself: the disk is full
 
     def close(self) -> None:
         """Idempotent."""

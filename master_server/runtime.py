@@ -14,9 +14,9 @@ import socket
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -25,6 +25,7 @@ from dlrover_hooks.master.core import events, jobs, nodes, rounds, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, Envelope, FinishWritten, Key, Lost, Tick
 from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
+from dlrover_hooks.master.folders import Folders, Hold, Storage, release
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.protocol import (
     Attach,
@@ -34,7 +35,6 @@ from dlrover_hooks.protocol import (
     Heartbeat,
     Join,
     Leave,
-    Manifest,
     Message,
     Phase,
     Watch,
@@ -42,52 +42,6 @@ from dlrover_hooks.protocol import (
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
-
-
-class Hold(Protocol):
-    """A claim on a checkpoint URL."""
-
-    def release(self) -> None:
-        """Give it up."""
-        ...
-
-
-class Storage(Protocol):
-    """Where manifests go. Blocking; called from threads."""
-
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
-        """Write the MANIFEST, point `latest` at it, drop old generations."""
-        ...
-
-    def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-        """Remember that the run is over."""
-        ...
-
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
-        """Keep other masters off `url`. Raises SaveToBusy or StorageFailed."""
-        ...
-
-
-class Folders:
-    """The storage of checkpoints as training sees it."""
-
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
-        """See `Storage`."""
-        from dlrover_hooks.checkpoint import storage
-
-        storage.commit(url, options, manifest, keep)
-
-    def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-        """See `Storage`."""
-        from dlrover_hooks.checkpoint import storage
-
-        storage.finish(url, options, job, run, step)
-
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
-        """See `Storage`."""
-        from dlrover_hooks.checkpoint.claim import Claim
-
-        return Claim.take(url, options, job, owner)
 
 
 class Entry(msgspec.Struct):
@@ -175,7 +129,7 @@ class Runtime:
         for task in self._tasks:
             task.cancel()
         for hold in self._claims.values():
-            await self._loop.run_in_executor(self._storers, _release, hold)
+            await self._loop.run_in_executor(self._storers, release, hold)
         self._claims.clear()
         self._storers.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=True)
@@ -187,7 +141,7 @@ class Runtime:
         """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
         if isinstance(event, Attach) and event.save_to is not None:
             await self._claim_for(event)
-        return await self._enqueue(event, key)
+        return await asyncio.shield(self._enqueue(event, key))
 
     def _enqueue(self, event: Message, key: Key | None) -> asyncio.Future[Message]:
         now = self._now()
@@ -451,7 +405,7 @@ class Runtime:
             else:
                 self._inform(FinishWritten(job=effect.job))
         for key in [key for key in self._claims if key[0] == effect.job]:
-            await self._loop.run_in_executor(self._storers, _release, self._claims.pop(key))
+            await self._loop.run_in_executor(self._storers, release, self._claims.pop(key))
 
     async def _claim_for(self, event: Attach) -> None:
         """Take the URL before the job says that it saves there. Once per job and URL."""
@@ -476,13 +430,6 @@ class Runtime:
     def _owner(self) -> str:
         """Outlives a restart, so that the next life of this master takes its claims over."""
         return f"master {self.journal.owner} on {socket.gethostname()}"
-
-
-def _release(hold: Hold) -> None:
-    try:
-        hold.release()
-    except (HooksError, OSError) as error:
-        log.warning("a claim was not given up: %s", error)
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

@@ -20,7 +20,7 @@ LONGEST_FUNCTION = 50
 READS_ENVIRONMENT = {"dlrover_hooks/config.py"}  # children get theirs from config.worker_environment
 PURE_IMPORTS = {
     *("__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"),
-    *("operator", "re", "statistics", "types", "typing", "msgspec"),
+    *("operator", "re", "statistics", "types", "typing", "zlib", "msgspec"),
     *("dlrover_hooks.protocol", "dlrover_hooks.errors"),
 }
 BINARY = {".png", ".svg", ".ico", ".gz"}

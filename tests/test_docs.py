@@ -110,6 +110,8 @@ def effective(name: str, default: object) -> str:
     """The default as the page shows it: None given means the setting's own default."""
     own = {field.name: field.default for field in msgspec.structs.fields(Config)}
     value = own.get(name) if default is None else default
+    if value is msgspec.NODEFAULT:  # a fresh container each time
+        value = None
     if name in ("save_every", "persist_every") and value == interval("10m", name=name):
         value = "10m"
     return repr(value if isinstance(value, bool | int) or value else None).replace("'", '"')

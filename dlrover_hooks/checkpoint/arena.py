@@ -4,9 +4,9 @@
               seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
     slot k    a safetensors image (`image`)
 
-`seq` is odd while the slot is being written; each store is one aligned 8-byte store. The trainer writes, the keeper owns
-the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket message that
-follows a publication is the barrier. Linux only. No torch.
+`seq` is odd while the slot is being written; each store is one aligned 8-byte store. The trainer writes, the keeper
+owns the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket message
+that follows a publication is the barrier. Linux only. No torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Slot(Message):
+class Slot(Message, frozen=True):
     """One line of the slot table, read at one moment. `generation` None: free (never written, or given back)."""
 
     index: int
@@ -87,7 +87,7 @@ class Arena:
     """
 
     def __init__(self, fd: int, *, writable: bool = True) -> None:
-        self.fd = fd
+        self.fd = -1
         self.nbytes = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self._view = memoryview(self._map)
@@ -96,6 +96,7 @@ class Arena:
             raise Corrupt("this segment is not an arena")
         self._cells = (ctypes.c_uint64 * (PAGE // 8)).from_buffer(self._map) if writable else None
         self.slot_bytes = self._words[2]
+        self.fd = fd  # from here on it is ours to close
 
     @classmethod
     def create(cls, seat: int, slot_bytes: int) -> Arena:
@@ -123,7 +124,11 @@ class Arena:
     @classmethod
     def attach(cls, fd: int, *, writable: bool = True) -> Arena:
         """Map a segment received from the keeper; takes over `fd`. Writable ones get their page tables filled now."""
-        arena = cls(fd, writable=writable)
+        try:
+            arena = cls(fd, writable=writable)
+        except BaseException:
+            os.close(fd)
+            raise
         if writable:
             arena.populate()
         return arena
@@ -159,7 +164,7 @@ class Arena:
     def slot(self, index: int) -> Slot:
         """One line; read again if it changed under the reading."""
         line = _LINE * (1 + index)
-        for _ in range(64):
+        while True:
             seq, attempt, step, length, ranks = self._words[line : line + 5]
             run = bytes(self._view[8 * (line + 5) : 8 * (line + 7)])
             if self._words[line] == seq:

@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 PARTS = ("state", "rank", "data")
 
 
-class Saved(Message):
+class Saved(Message, frozen=True):
     """One save: `copy_s` is how long it held up the caller."""
 
     generation: Generation
     copy_s: float
 
 
-class Restored(Message):
+class Restored(Message, frozen=True):
     """`tree` in fresh memory. `same_world`: its `rank` part is this very rank's of an equally large world."""
 
     tree: dict[str, Any]
@@ -191,9 +191,7 @@ class Checkpointer:
             arena = self._room(layout.total_bytes)
             slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
             if slot is None:
-                raise CheckpointError(
-                    "no slot is free: one is the newest, one the newest complete, one is being persisted"
-                )
+                raise CheckpointError("no slot is free: newest, newest complete and being persisted")
             arena.begin(slot)
             view = arena.view(slot, layout.total_bytes)
             view[: len(header)] = header
@@ -279,21 +277,35 @@ class Checkpointer:
             return self._link
         if self._link is not None:
             self._link.close()
+            self._link = None
             self._newest_complete = None
             self._persisting.clear()
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
-        self._link = KeeperLink.connect(
-            self.job,
-            self.node,
-            notify=self._noticed,
-            start=self._start,
-            linger_s=self._linger_s,
-            deadline_s=self._deadline_s,
-        )
-        self._link.call(self._hello, timeout_s=self._deadline_s)
+        self._link = self._connect()
         return self._link
+
+    def _connect(self) -> KeeperLink:
+        until = time.monotonic() + self._deadline_s
+        while True:
+            left_s = max(until - time.monotonic(), 0.0)
+            link = KeeperLink.connect(
+                self.job,
+                self.node,
+                notify=self._noticed,
+                start=self._start,
+                linger_s=self._linger_s,
+                deadline_s=left_s,
+            )
+            try:
+                link.call(self._hello, timeout_s=max(left_s, 1.0))
+            except KeeperAway:  # it was just ending: there will be another one
+                link.close()
+                if time.monotonic() >= until:
+                    raise
+            else:
+                return link
 
     def _hello(self, ref: int) -> wire.Hello:
         return wire.Hello(

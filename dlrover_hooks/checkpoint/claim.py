@@ -1,7 +1,7 @@
 """One live job per checkpoint URL: the claim on `save_to` (DL-90).
 
-Locally a POSIX record lock: it ends with its process, however that ends, and is not inherited by fork. Elsewhere a lease
-file, refreshed every 20 s by a small thread and void after 60 s. No torch.
+Locally a POSIX record lock: it ends with its process, however that ends, and is not inherited by fork. Elsewhere a
+lease file, refreshed every 20 s by a small thread and void after 60 s. No torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEASE_S, _REFRESH_S = 60.0, 20.0
 _log = logging.getLogger(__name__)
 
 
-class Owner(Message):
+class Owner(Message, frozen=True):
     """Who holds a checkpoint URL. `expires` is Unix time, 0 where a lock does the work."""
 
     job: str

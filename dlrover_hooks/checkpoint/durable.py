@@ -1,4 +1,4 @@
-"""How a keeper makes slots durable: one rank's shard file, or a whole generation at the end of its life. Worker threads.
+"""How a keeper makes slots durable: one rank's shard file, or a whole generation at its end. Worker threads.
 
 Global rank 0 writes its whole image; the others only their private tensors (names that begin with `rank.`), because
 replicated state needs to be stored once. No torch.

@@ -1,4 +1,4 @@
-"""What a keeper holds: the segments of each seat and the hashes of their slots. Loop thread only; no sockets. No torch."""
+"""What a keeper holds: the segments of each seat and the hashes of their slots. Loop thread only. No torch."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     u64 header length | JSON {"__metadata__": {...}, tensors ...} padded with spaces to a multiple of 4096 | payload
 
 Stock `safetensors` and stock `torch.distributed.checkpoint` (HuggingFaceStorageReader) read it. Tensors are sorted by
-element size, descending, then name: the format forbids holes, and so each lies naturally aligned. The header has room to
-spare, because the Python state in its metadata grows and shrinks from save to save.
+element size, descending, then name: the format forbids holes, and so each lies naturally aligned. The header has room
+to spare, because the Python state in its metadata grows and shrinks from save to save.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TensorSpec(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where things lie in an image. `starts[i]`: offset of `specs[i]` in the image. The same specs give the same layout."""
+    """Where things lie in an image. `starts[i]`: offset of `specs[i]` in the image. Same specs, same layout."""
 
     specs: tuple[TensorSpec, ...]
     starts: tuple[int, ...]
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     """The JSON of DCP_SHARDING_INFO, made once."""
 
 
-class Inside(Message):
+class Inside(Message, frozen=True):
     """What the image says of itself, under `dlrover_hooks` in its metadata. `skeletons`: tagged JSON by part."""
 
     generation: Generation

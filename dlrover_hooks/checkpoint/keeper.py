@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.detach and os.fork():  # no thread exists yet; the caller waits for this process: it now may connect
         os._exit(0)
     _settle()
+    keeper = Keeper(listener, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s)
+    signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
     try:
-        Keeper(listener, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s).run()
+        keeper.run()
     finally:
         for path in place:  # the lock is still held: nobody else can have made these
             with contextlib.suppress(FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -110,10 +111,8 @@ class KeeperLink:
     def close(self) -> None:
         """End the line and its thread. Idempotent."""
         self._alive = False
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         if threading.current_thread() is not self._reader:
             self._reader.join(5.0)
         self._socket.close()

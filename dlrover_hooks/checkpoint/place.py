@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from dlrover_hooks.errors import StorageFailed
+from dlrover_hooks.errors import HooksError, StorageFailed
 
 _HINTS = {
     errno.ENOSPC: "free some space there, lower `keep`, or choose another `save_to`",
@@ -40,7 +40,7 @@ def failures(doing: str) -> Iterator[None]:
     """Turn whatever the file system raises into StorageFailed("cannot DOING: REASON")."""
     try:
         yield
-    except StorageFailed:
+    except HooksError:
         raise
     except Exception as error:  # fsspec back ends raise types of their own; all of them mean the same here
         code = error.errno if isinstance(error, OSError) else None

@@ -9,12 +9,11 @@ import contextlib
 import logging
 import os
 import selectors
-import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from dlrover_hooks.checkpoint import address, durable, wire
 from dlrover_hooks.checkpoint.arena import SLOTS, Arena, free_memory_bytes
@@ -25,7 +24,9 @@ from dlrover_hooks.checkpoint.place import reason
 from dlrover_hooks.errors import HooksError, KeeperAway
 from dlrover_hooks.protocol import Generation, ShardFile
 
+FIRST_S = 30.0
 _log = logging.getLogger(__name__)
+FIRST_TRAINER_S = 30.0
 
 
 class Keeper:
@@ -64,7 +65,6 @@ class Keeper:
 
     def run(self) -> None:
         """Serve until the end."""
-        signal.signal(signal.SIGTERM, lambda *_: self._post(self.end))
         while not self._over:
             for key, events in self._selector.select(self._timeout_s()):
                 if isinstance(key.data, Peer):
@@ -72,6 +72,10 @@ class Keeper:
                 else:
                     key.data()
             self._advance()
+
+    def stop(self) -> None:
+        """End as soon as the loop gets to it. Any thread, or a signal handler."""
+        self._post(self.end)
 
     def end(self) -> None:
         """Begin to end: nobody new comes in; the last will is written once all that was published is hashed."""
@@ -106,14 +110,14 @@ class Keeper:
     def _timeout_s(self) -> float | None:
         until = self._deadline
         if until is None and self._life_fd is None and self._alone_since is not None:
-            until = self._alone_since + self._linger_s
+            until = self._alone_since + self._patience_s()
         return None if until is None else max(until - time.monotonic(), 0.0)
 
     def _advance(self) -> None:
         now = time.monotonic()
         if self._deadline is None:
             alone = self._life_fd is None and self._alone_since is not None
-            if alone and (self._finished() or now >= (self._alone_since or 0.0) + self._linger_s):
+            if alone and (self._finished() or now >= (self._alone_since or 0.0) + self._patience_s()):
                 self.end()
         if self._deadline is not None:
             if now >= self._deadline:
@@ -121,6 +125,15 @@ class Keeper:
                 self._over = True
             elif not self._will_begun and not self._hashing.pending and not self._stores.pending:
                 self._write_will()
+
+    def _patience_s(self) -> float:
+        """`linger_s` after the last trainer; the first one gets the time to connect."""
+        return self._linger_s if self._seen_trainer else max(self._linger_s, FIRST_TRAINER_S)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for a trainer: whoever started this keeper gets time to say hello."""
+        return self._linger_s if self._seen_trainer else max(self._linger_s, FIRST_S)
 
     def _finished(self) -> bool:
         return self._seen_trainer and not self._unfinished
@@ -408,7 +421,7 @@ class Keeper:
             _log.error("the last generation was not made durable: %s", manifest)
         self._over = True
 
-    _answers: dict[type, Callable[..., None]] = {
+    _answers: ClassVar[dict[type, Callable[..., None]]] = {
         wire.Hello: _hello,
         wire.Inventory: _inventory,
         wire.Allocate: _allocate,

@@ -1,7 +1,7 @@
 """Torch tensors into a slot and out of it. The only module of this room that imports torch.
 
-Contiguous CPU tensors are copied by plain threads that call `memcpy` without the GIL: torch's own pool costs ten times as
-much when cores are busy (measured), so no torch operation runs for them. What is loaded lies in fresh memory, always.
+Contiguous CPU tensors are copied by plain threads that call `memcpy` without the GIL: torch's own pool costs ten times
+as much when cores are busy (measured), so no torch operation runs for them. What is loaded lies in fresh memory.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     save_to/step-0000000100-0000/MANIFEST.json          this generation exists
     save_to/step-0000000100-0000/shard-00001-model-00001-of-00001.safetensors
 
-A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files, MANIFEST,
-latest, retention; of a removal: MANIFEST, files. No torch. Functions may be called from any thread; the writers of one
-tree are one job (`Claim`), its shard files one process per rank, and `commit` one process at a time.
+A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files,
+MANIFEST, latest, retention; of a removal: MANIFEST, files. No torch. Functions may be called from any thread; the
+writers of one tree are one job (`Claim`), its shard files one process per rank, and `commit` one process at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FOLDER = re.compile(r"step-(\d{10,})-(\d{4,})$")
 _Row = TypeVar("_Row", bound=Message)
 
 
-class Latest(Message):
+class Latest(Message, frozen=True):
     """What `latest.json` holds."""
 
     job: str
@@ -56,7 +56,7 @@ class Latest(Message):
     format: int = 1
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """What `finished.json` holds."""
 
     job: str
@@ -65,7 +65,7 @@ class Finished(Message):
     format: int = 1
 
 
-class Scan(Message):
+class Scan(Message, frozen=True):
     """What lies at a URL for one job: whole generations, newest first."""
 
     manifests: tuple[Manifest, ...] = ()
@@ -131,7 +131,7 @@ def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview
 
 
 def _outdate(place: Place, home: str, generation: Generation) -> None:
-    """A fresh run has come to a step that an older run had saved: that one ceases to exist before it is written over."""
+    """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
     old = _decode(place.read(f"{home}/{MANIFEST}"), Manifest)
     if old is not None and old.generation != generation:
         place.remove(f"{home}/{MANIFEST}")

@@ -29,7 +29,7 @@ class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 # ---- from the trainer
 
 
-class Hello(Wire):
+class Hello(Wire, frozen=True):
     """First on a connection: this process saves for `seat`. Answer: Welcome."""
 
     seat: int
@@ -39,29 +39,29 @@ class Hello(Wire):
     keep: int = 2
 
 
-class Inventory(Wire):
+class Inventory(Wire, frozen=True):
     """Answer: Welcome."""
 
 
-class Allocate(Wire):
+class Allocate(Wire, frozen=True):
     """Slots of at least `slot_bytes` for this connection's seat. Answer: Allocated and a descriptor, or Refused."""
 
     slot_bytes: int
 
 
-class Published(Wire):
+class Published(Wire, frozen=True):
     """Slot `slot` of this seat's newest segment was published: hash it. Later: Hashed."""
 
     slot: int
 
 
-class Complete(Wire):
+class Complete(Wire, frozen=True):
     """`generation` is memory-complete: every rank of the job holds a hashed slot of it."""
 
     generation: Generation
 
 
-class Persist(Wire):
+class Persist(Wire, frozen=True):
     """Make this seat's slot of `generation` durable. Later: Persisted or PersistFailed."""
 
     generation: Generation
@@ -70,61 +70,61 @@ class Persist(Wire):
     options: dict[str, Any] = {}
 
 
-class Open(Wire):
+class Open(Wire, frozen=True):
     """`rank`'s image of `generation`, verified now. Answer: Opened and a descriptor, or Refused."""
 
     generation: Generation
     rank: int
 
 
-class Drop(Wire):
+class Drop(Wire, frozen=True):
     """Forget every generation of this job on this node (`--fresh`). Answer: Done."""
 
 
-class Goodbye(Wire):
+class Goodbye(Wire, frozen=True):
     """This trainer leaves on purpose; `finished`: the job needs no successor. Answer: Done."""
 
     finished: bool = False
 
 
-class Adopt(Wire):
+class Adopt(Wire, frozen=True):
     """A launcher's second keeper gives its life pipe to the first one. Comes with a descriptor. Answer: Done."""
 
 
 # ---- from the keeper
 
 
-class Welcome(Wire):
+class Welcome(Wire, frozen=True):
     """What this node holds, hashed, and who holds it."""
 
     held: tuple[Held, ...] = ()
     pid: int = 0
 
 
-class Allocated(Wire):
+class Allocated(Wire, frozen=True):
     """`persisting`: this seat's generations being made durable right now, begun by an earlier life."""
 
     complete: Generation | None = None
     persisting: tuple[Generation, ...] = ()
 
 
-class Opened(Wire):
+class Opened(Wire, frozen=True):
     slot: int
     seq: int
     image_bytes: int
     seat: int
 
 
-class Refused(Wire):
+class Refused(Wire, frozen=True):
     reason: str
     hint: str = ""
 
 
-class Done(Wire):
+class Done(Wire, frozen=True):
     pass
 
 
-class Hashed(Wire):
+class Hashed(Wire, frozen=True):
     """This seat's slot of `generation` is whole and hashed: it may be voted for."""
 
     generation: Generation
@@ -132,12 +132,12 @@ class Hashed(Wire):
     world_size: int
 
 
-class Persisted(Wire):
+class Persisted(Wire, frozen=True):
     generation: Generation
     file: ShardFile
 
 
-class PersistFailed(Wire):
+class PersistFailed(Wire, frozen=True):
     generation: Generation
     reason: str
 

@@ -5,18 +5,20 @@ micro-batches are dealt out as DL-88 says: rank i runs `m_i = N // W + (i < N % 
 
 The last step of an epoch is short when G does not divide n:
 
-- `ghost` (default): the L samples left are dealt out in proportion to m_i (evenly, where W divides N), so that no rank runs
-  *more* micro-batches than in a full step; a rank left with nothing repeats one sample with weight 0, so that the
-  collectives stay in step;
+- `ghost` (default): the L samples left are dealt out in proportion to m_i (evenly, where W divides N), so that no
+  rank runs *more* micro-batches than in a full step; a rank left with nothing repeats one sample with weight 0, so
+  that the collectives stay in step;
 - `drop`: the epoch ends with its last full step.
 
-Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.integrations.ddp.weigh_gradients`), given a training loop
-that takes the mean loss of each micro-batch and divides it by m_r, as Lightning, Accelerate and Transformers do:
+Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.integrations.ddp.weigh_gradients`), given a
+training loop that takes the mean loss of each micro-batch and divides it by m_r, as Lightning, Accelerate and
+Transformers do:
 
 - full step: `m_r / N`, the exact mean over G samples;
-- short step: `(m_r / j_r) * (c_r / L)`, c_r samples in j_r = ceil(c_r / b) micro-batches. Exact when j_r = 1 or b divides
-  c_r; else this rank's share is a mean of the means of unequal micro-batches (its last, smaller one weighs more), unless
-  the loop also multiplies each loss by `ElasticSampler.loss_scale`. Without accumulation (m_r = 1) it is always exact.
+- short step: `(m_r / j_r) * (c_r / L)`, c_r samples in j_r = ceil(c_r / b) micro-batches. Exact when j_r = 1 or b
+  divides c_r; else this rank's share is a mean of the means of unequal micro-batches (its last, smaller one weighs
+  more), unless the loop also multiplies each loss by `ElasticSampler.loss_scale`. Without accumulation (m_r = 1) it
+  is always exact.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     for epoch in loader.epochs(3):
         for batch in loader: ...
 
-Batches are counted as the loop receives them, so prefetching and worker processes do not matter. The optimizer's step marks,
-the next request of a batch commits: this is the *quiet point*, the moment a step is entirely over (ED-25).
+Batches are counted as the loop receives them, so prefetching and worker processes do not matter. The optimizer's
+step marks, the next request of a batch commits: this is the *quiet point*, the moment a step is entirely over (ED-25).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def elastic_loader(
     """`loader` with an `ElasticSampler` in it; everything else of it is kept, and the one given is left as it was.
 
     tail: None = "drop" where the loader has drop_last, else "ghost". optimizer: its steps mark; without it, call
-    `sampler.mark()`. A loader whose sampler is an ElasticSampler already keeps that one, and an ElasticLoader is returned
-    itself; the sizes, seed and tail given here are then not used. Raises UsageError, see `supports`.
+    `sampler.mark()`. A loader whose sampler is an ElasticSampler already keeps that one, and an ElasticLoader is
+    returned itself; the sizes, seed and tail given here are then not used. Raises UsageError, see `supports`.
     """
     reason = supports(loader)
     if reason is not None:
@@ -76,11 +76,11 @@ def supports(loader: object) -> str | None:
 
 
 class ElasticLoader:
-    """A DataLoader whose position is one integer. Main thread only; attributes it lacks are those of the inner DataLoader.
+    """A DataLoader whose position is one integer. Main thread only. Attributes it lacks are the inner DataLoader's.
 
-    before_batch: called at every quiet point, after the commit and before the next batch is fetched. before_fetch: called
-    once, at the next fetch, after the inner iterator was made, because making it spends global random numbers: put a restored
-    RNG back here.
+    before_batch: called at every quiet point, after the commit and before the next batch is fetched. before_fetch:
+    called once, at the next fetch, after the inner iterator was made, because making it spends global random
+    numbers: put a restored RNG back here.
     """
 
     def __init__(self, inner: DataLoader[Any], sampler: ElasticSampler, *, name: str = "train") -> None:
@@ -141,7 +141,7 @@ class ElasticLoader:
         return batch
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs left of n, the one that was interrupted included: over restarts exactly n (`range(n)` would repeat).
+        """The epochs left of n, an interrupted one included: over restarts exactly n (`range(n)` would repeat).
 
         Iterate the loader once in each. Behind the last one is a quiet point too.
         """
@@ -156,7 +156,7 @@ class ElasticLoader:
             self.finish()
 
     def finish(self) -> None:
-        """Training ended: the last quiet point. `epochs` calls it; other loops should, before they save for the last time.
+        """Training ended: the last quiet point. `epochs` calls it; other loops should, before their last save.
 
         After a loop that was left in mid-epoch (max_steps) the state continues in mid-epoch.
         """

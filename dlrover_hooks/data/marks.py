@@ -14,8 +14,8 @@ from dlrover_hooks.data.sampler import ElasticSampler
 def mark_on_step(optimizer: Optimizer, sampler: ElasticSampler) -> RemovableHandle:
     """Mark `sampler` after each `optimizer.step()`; the handle removes it. Holds the sampler weakly.
 
-    Only a mark: the hook fires before schedulers, scaler, EMA and validation. A step that GradScaler skips does not fire it;
-    the next one marks both.
+    Only a mark: the hook fires before schedulers, scaler, EMA and validation. A step that GradScaler skips does not
+    fire it; the next one marks both.
     """
     held = weakref.ref(sampler)
 

@@ -1,7 +1,8 @@
 """The order of the samples: a keyed permutation of range(n) for every epoch, computed from positions. Pure numpy.
 
-A position q is endless: `epoch, place = divmod(q, n)`, sample = `Order.indices(epoch, place)`. Any place can be asked for
-directly, so a restore costs nothing and memory does not grow with n (issue 2 item 5; DL-64: indices travel, samples do not).
+A position q is endless: `epoch, place = divmod(q, n)`, sample = `Order.indices(epoch, place)`. Any place can be
+asked for directly, so a restore costs nothing and memory does not grow with n (issue 2 item 5; DL-64: indices
+travel, samples do not).
 
 | algo           | used for            | memory        |
 |----------------|---------------------|---------------|
@@ -9,8 +10,8 @@ directly, so a restore costs nothing and memory does not grow with n (issue 2 it
 | `feistel6`     | shuffle, n above    | six keys      |
 | `sequential`   | no shuffle          | nothing       |
 
-The names are part of the saved state: changing what one of them computes is a new name. Only numpy's Philox *raw stream* is
-used, which numpy keeps stable; `Generator.permutation` is not promised to stay.
+The names are part of the saved state: changing what one of them computes is a new name. Only numpy's Philox *raw
+stream* is used, which numpy keeps stable; `Generator.permutation` is not promised to stay.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def table(n: int, key: list[int]) -> Indices:
 
 
 class Feistel:
-    """Alternating Feistel network on the smallest 2**bits >= n; values >= n walk on along their cycle (<= 2 passes expected)."""
+    """Alternating Feistel network on the smallest 2**bits >= n; values >= n walk on along their cycle."""
 
     def __init__(self, n: int, key: list[int]) -> None:
         bits = max(2, (n - 1).bit_length())

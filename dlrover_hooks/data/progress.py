@@ -1,8 +1,8 @@
 """Where one rank is in the endless order of positions: begun, yielded, marked, committed. Pure; one thread.
 
-`issued >= fetched >= yielded >= marked >= committed`. Only what is committed may enter a checkpoint; the rest is replayed
-(ED-25: what of the epoch is unprocessed is known from one integer). All ranks commit together, so what is committed is
-always a prefix of the order and one integer says it all, at any world size.
+`issued >= fetched >= yielded >= marked >= committed`. Only what is committed may enter a checkpoint; the rest is
+replayed (ED-25: what of the epoch is unprocessed is known from one integer). All ranks commit together, so what is
+committed is always a prefix of the order and one integer says it all, at any world size.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dlrover_hooks.data.batch import Plan, Slice
 class Progress:
     """The data position of one rank. `cursor`: first position not in a finished step.
 
-    `on_batch` counts a micro-batch that the training loop received, `mark` remembers the whole steps received so far (the
-    optimizer stepped), `commit` moves the cursor to the mark (a quiet point). `begin` starts an epoch, or what is left.
+    `on_batch` counts a micro-batch that the training loop received, `mark` remembers the whole steps received so far
+    (the optimizer stepped), `commit` moves the cursor to the mark (a quiet point). `begin` starts an epoch, or what
+    is left.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -23,10 +24,9 @@ class Progress:
         self.rewind(0)
 
     def rewind(self, cursor: int) -> None:
-        """Put everything at `cursor` (a restore, or a resize): the next `begin` continues there, in mid-epoch if need be."""
+        """Put everything at `cursor` (a restore, a resize): the next `begin` continues there, in mid-epoch too."""
         self.cursor = self.marked = self.base = cursor
         self.yielded = self.issued = 0
-        self._resumes = True
 
     @property
     def consumed(self) -> bool:
@@ -35,22 +35,24 @@ class Progress:
 
     def following(self) -> int:
         """The position the next `begin` starts at: the cursor after a restore, the next epoch after a consumed one."""
-        if self._resumes or not self.consumed:
+        if not self.consumed:
             return self._at_step(self.base)
         return (self.base // self.plan.n + 1) * self.plan.n
 
     def begin(self) -> int:
-        """Start iterating; returns the position. Leaving an epoch early is a decision: the rest of it counts as done."""
+        """Start iterating; returns the position.
+
+        Leaving an epoch early is a decision: the rest of it counts as done.
+        """
         start = self.following()
         if start > self.base:
             self.marked = start
-        self.base, self.yielded, self.issued, self._resumes = start, 0, 0, False
+        self.base, self.yielded, self.issued = start, 0, 0
         return start
 
     def on_batch(self) -> None:
         """The loop received one micro-batch. Call it in the main process, in order."""
         self.counted = True
-        self._resumes = False
         self.yielded += 1
 
     def mark(self) -> int:
@@ -64,7 +66,7 @@ class Progress:
         return self.cursor
 
     def position(self) -> int:
-        """The position behind the whole steps received since `begin`; the next epoch's start once this one is complete."""
+        """The position behind the whole steps received since `begin`; the next epoch's start after the last one."""
         epoch, q = divmod(self.base, self.plan.n)
         if self.yielded >= self.plan.length(q):
             return (epoch + 1) * self.plan.n

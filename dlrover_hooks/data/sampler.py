@@ -1,8 +1,8 @@
 """`ElasticSampler`: one line for a DataLoader that can stop anywhere and go on at any world size (ED-34, ED-25, DL-64).
 
-It subclasses torch's `DistributedSampler` because Lightning replaces or re-shards every other sampler, and reads the same
-attributes. It yields ints, so any map-style dataset and collate function works; it computes them in chunks, so 10**9 samples
-need no more memory than a thousand. Main process only: DataLoader workers get indices, never the sampler.
+It subclasses torch's `DistributedSampler` because Lightning replaces or re-shards every other sampler, and reads the
+same attributes. It yields ints, so any map-style dataset and collate function works; it computes them in chunks, so
+10**9 samples need no more memory than a thousand. Main process only: DataLoader workers get indices, never the sampler.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ElasticSampler(DistributedSampler[int]):
     """This rank's samples, a step of `global_batch_size` at a time, in an order that no world size changes.
 
     dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank.
-    global_batch_size: samples per optimizer step over all ranks; None = what the first start had (batch_size * world size),
-    or what a loaded state says. tail: the short last step, see `dlrover_hooks.data.batch`. num_replicas, rank: None = torch's
-    process group, else WORLD_SIZE and RANK, else one process.
+    global_batch_size: samples per optimizer step over all ranks; None = what the first start had (batch_size * world
+    size), or what a loaded state says. tail: the short last step, see `dlrover_hooks.data.batch`. num_replicas,
+    rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
 
-    Somebody must count: `on_batch()` for each micro-batch the loop received, `mark()` when the optimizer stepped, `commit()`
-    at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch that was begun starts the
-    next epoch, after a restore or `resize` it goes on at the cursor.
+    Somebody must count: `on_batch()` for each micro-batch the loop received, `mark()` when the optimizer stepped,
+    `commit()` at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch that
+    was begun starts the next epoch, after a restore or `resize` it goes on at the cursor.
 
     Raises UsageError for sizes that cannot work, DataMismatch for a state of other data.
     """
@@ -66,7 +66,7 @@ class ElasticSampler(DistributedSampler[int]):
         self._live: object | None = None
         self._warned = False
 
-    # What others read of a DistributedSampler ---------------------------------------------------------------------------
+    # What others read of a DistributedSampler ---------------------------------------------------------------
 
     @property
     def epoch(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -88,16 +88,22 @@ class ElasticSampler(DistributedSampler[int]):
         return n // G * G if self.drop_last else n
 
     def __len__(self) -> int:
-        """Samples of this rank in a WHOLE epoch, after a resume too: loops restore their own count and compare it with this."""
+        """Samples of this rank in a WHOLE epoch, after a resume too: loops compare their restored count with it."""
         return self.plan.samples()
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the cursor owns the epoch. Accelerate counts from 0 again after a resume and would rewind the data."""
+        """Does nothing: the cursor owns the epoch.
 
-    # Iterating ----------------------------------------------------------------------------------------------------------
+        Accelerate counts from 0 again after a resume and would rewind the data.
+        """
+
+    # Iterating ----------------------------------------------------------------------------------------------
 
     def begin(self) -> int:
-        """Start an epoch, or continue one after a restore. Idempotent until a micro-batch is received. Returns the position."""
+        """Start an epoch, or continue one after a restore. Idempotent until a micro-batch is received.
+
+        Returns the position.
+        """
         self._settled = True
         return self.progress.begin()
 
@@ -122,7 +128,7 @@ class ElasticSampler(DistributedSampler[int]):
         """End a live iterator: whoever still holds it gets a UsageError from it."""
         self._live = None
 
-    # Accounting ---------------------------------------------------------------------------------------------------------
+    # Accounting ---------------------------------------------------------------------------------------------
 
     @property
     def cursor(self) -> int:
@@ -153,9 +159,9 @@ class ElasticSampler(DistributedSampler[int]):
 
     @property
     def loss_scale(self) -> float:
-        """What the last received micro-batch's mean loss must be multiplied by (besides 1 / m_r) for an exact short step.
+        """Factor for the last received micro-batch's mean loss (besides 1 / m_r) that makes a short step exact.
 
-        1.0 except where a rank's part of a short step is cut into micro-batches of unequal size. Mean over the step: 1.0.
+        1.0 except where a rank's part of a short step is cut into micro-batches of unequal size.
         """
         step, number = self.progress.current()
         b, count = self.plan.batch_size, step.hi - step.lo
@@ -167,17 +173,23 @@ class ElasticSampler(DistributedSampler[int]):
         step, number = self.progress.current()
         return number == step.micro_batches
 
-    # State and world ----------------------------------------------------------------------------------------------------
+    # State and world ----------------------------------------------------------------------------------------
 
     def resize(self, world_size: int, rank: int) -> None:
-        """Another world, between iterators. The next iterator continues at the cursor; what was not committed is replayed."""
+        """Another world, between iterators.
+
+        The next iterator continues at the cursor; what was not committed is replayed.
+        """
         self._must_be_idle("resize")
         G = self.plan.global_batch_size if self._settled else self.plan.batch_size * world_size
         plan = Plan(self.plan.n, self.plan.batch_size, G, rank, world_size, self.plan.tail)
         self._begin_at(plan, self.progress.cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed position and what it is a position in. The same on every rank; save it once. ~120 bytes of JSON."""
+        """The committed position and what it is a position in. The same on every rank; save it once.
+
+        ~120 bytes of JSON.
+        """
         if self.progress.issued and not self.progress.counted and not self._warned:
             self._warned = True
             log.warning(

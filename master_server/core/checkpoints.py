@@ -112,9 +112,7 @@ def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) ->
 
 def voted(saves: Saves) -> Voted:
     """The answer to a vote."""
-    return Voted(
-        newest_complete=saves.newest_complete, newest_committed=saves.newest_committed, cadence=saves.cadence
-    )
+    return Voted(newest_complete=saves.newest_complete, newest_committed=saves.newest_committed, cadence=saves.cadence)
 
 
 def committed(saves: Saves, settings: Settings, generation: Generation, now: float) -> bool:
@@ -188,9 +186,7 @@ def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event
     if len(entry.stored) < entry.world_size or settings.save_to is None:
         return None
     files = tuple(entry.stored[rank] for rank in range(entry.world_size))
-    manifest = Manifest(
-        job=job, generation=entry.generation, world_size=entry.world_size, files=files, created_at=now
-    )
+    manifest = Manifest(job=job, generation=entry.generation, world_size=entry.world_size, files=files, created_at=now)
     commit = Commit(url=settings.save_to, options=settings.options, keep=settings.keep, manifest=manifest)
     entry.closed, entry.stored = True, {}
     saves.committing.append(commit)

@@ -7,26 +7,26 @@ from typing import Any
 from dlrover_hooks.protocol import Manifest, Message
 
 
-class Wake(Message):
+class Wake(Message, frozen=True):
     """Whoever waits on `topic` should ask again."""
 
     topic: str
 
 
-class RoundFormed(Message):
+class RoundFormed(Message, frozen=True):
     """Seats were given: their workers must attach in time."""
 
     job: str
 
 
-class Deadline(Message):
+class Deadline(Message, frozen=True):
     """Send `Tick(job)` at `at` (seconds, the clock of `now`). Replaces the job's earlier deadline."""
 
     job: str
     at: float
 
 
-class CommitGeneration(Message):
+class CommitGeneration(Message, frozen=True):
     """Write the MANIFEST, then `latest`, then drop all but the newest `keep`; answer Committed or CommitFailed."""
 
     job: str
@@ -36,7 +36,7 @@ class CommitGeneration(Message):
     keep: int
 
 
-class WriteFinished(Message):
+class WriteFinished(Message, frozen=True):
     """Write down beside the checkpoints that `run` ended at `step`; answer FinishWritten."""
 
     job: str

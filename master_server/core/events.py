@@ -11,7 +11,7 @@ import msgspec
 from dlrover_hooks.protocol import ROUTES, Generation, Message
 
 
-class Lost(Message):
+class Lost(Message, frozen=True):
     """The verdict of `nodes`: a lease ran out or a connection ended and nobody came back."""
 
     job: str
@@ -19,20 +19,20 @@ class Lost(Message):
     reason: str = ""
 
 
-class Tick(Message):
+class Tick(Message, frozen=True):
     """A `Deadline` of this job has come."""
 
     job: str
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """The MANIFEST of `generation` is written."""
 
     job: str
     generation: Generation
 
 
-class CommitFailed(Message):
+class CommitFailed(Message, frozen=True):
     """Storage refused the MANIFEST of `generation`."""
 
     job: str
@@ -40,7 +40,7 @@ class CommitFailed(Message):
     reason: str = ""
 
 
-class FinishWritten(Message):
+class FinishWritten(Message, frozen=True):
     """Storage remembers that the job's run is over."""
 
     job: str
@@ -52,7 +52,7 @@ KINDS: dict[str, type[Message]] = {
 }
 
 
-class Key(Message):
+class Key(Message, frozen=True):
     """Idempotency key: the `seq`-th event that `incarnation` sent on `channel`. `seq` only counts up."""
 
     incarnation: str

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,10 @@ REFUSALS = 64
 
 
 class Remembered(msgspec.Struct, frozen=True):
-    """The last answer on one channel, as JSON."""
+    """The last answer on one channel, as JSON. `event`: checksum of what was asked."""
 
     seq: int
+    event: int
     reply: bytes
 
 
@@ -116,7 +118,7 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Outco
     reply = _TABLE[type(event)](job, event, now, effects)
     if key is not None and (rounds.knows(job.rounds, key.incarnation) or type(event) in _FAREWELLS):
         channels = job.replies.setdefault(key.incarnation, {})
-        channels[key.channel] = Remembered(seq=key.seq, reply=msgspec.json.encode(reply))
+        channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
     return Outcome(reply=reply, effects=tuple(effects))
 
 
@@ -128,12 +130,16 @@ def _repeated(job: Job, event: Message, key: Key) -> Message | None:
     last = job.replies.get(key.incarnation, {}).get(key.channel)
     if last is None or key.seq > last.seq:
         return None
-    if key.seq == last.seq:
+    if key.seq == last.seq and last.event == _checksum(event):
         return msgspec.json.decode(last.reply, type=_REPLY[type(event)])
     raise Stale(
-        f"Request {key.seq} of {key.incarnation!r} on channel {key.channel!r} comes after request {last.seq}.",
-        hint="Sequence numbers of a channel only count up.",
+        f"Request {key.seq} of {key.incarnation!r} on channel {key.channel!r} comes after another request {last.seq}.",
+        hint="Sequence numbers of a channel only count up: use one client per incarnation, or a channel for each.",
     )
+
+
+def _checksum(event: Message) -> int:
+    return zlib.crc32(msgspec.msgpack.encode(event))
 
 
 # ---- membership -----------------------------------------------------------------------------------------------------
@@ -341,8 +347,7 @@ def _loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
     current, member = _seat(job, event.incarnation)
     if event.round != current.number or current.phase in (Phase.ATTACHING, Phase.BROKEN):
         raise Stale(
-            f"Loaded for round {event.round} of job {job.name!r}, but round {current.number} is "
-            f"{current.phase.value}.",
+            f"Loaded for round {event.round} of job {job.name!r}, but round {current.number} is {current.phase.value}.",
             hint="Drop what was loaded and ask for the plan again.",
         )
     if current.phase is Phase.TRAINING:

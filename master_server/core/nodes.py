@@ -26,7 +26,7 @@ SILENT = "it never spoke"
 
 
 class Pulse(msgspec.Struct):
-    """What is known of one incarnation. `until`: dead after this. `suspect_until`: the same, since its connection ended.
+    """What is known of one incarnation. `until`: dead after this; `suspect_until`: too, since its connection ended.
 
     `ears`: its open watch connections. `beats`: it has sent a heartbeat.
     """

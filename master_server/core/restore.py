@@ -93,8 +93,7 @@ def newest(candidates: list[Restore], run: str, refused: list[Refusal]) -> Resto
     able = [
         found
         for found in candidates
-        if found.generation.run == run
-        and Refusal(generation=found.generation, source=found.source) not in refused
+        if found.generation.run == run and Refusal(generation=found.generation, source=found.source) not in refused
     ]
     return max(able, key=_age, default=None)
 

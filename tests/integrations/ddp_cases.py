@@ -1,4 +1,7 @@
-"""Not a test: cases run by W gloo processes, started by `test_ddp.py`. Usage: ddp_cases.py CASE W; prints one JSON line."""
+"""Not a test: cases run by W gloo processes, started by `test_ddp.py`.
+
+Usage: ddp_cases.py CASE W; prints one JSON line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Tensors = list[torch.Tensor]
 
 def weights(world: int) -> Any:
     """Largest relative error of the DDP gradient against one process, per (n, batch, G), over the steps of an epoch."""
-    # N=5 uneven; tails: uneven shares, fewer samples than ranks (ghosts), even m; then unequal micro-batches in one rank
+    # N=5 uneven; tails: uneven shares, fewer samples than ranks (ghosts), even m; then unequal micro-batches
     sizes = ((46, 4, 20), (41, 4, 20), (42, 4, 12))
     found = {f"{n},{b},{G}": _worst_error(n, b, G, scaled=False) for n, b, G in sizes}
     return found | {f"scaled={scaled}": _worst_error(48, 3, 30, scaled=scaled) for scaled in (True, False)}
@@ -81,8 +84,8 @@ class Crossed(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(96)
         self.drop = torch.nn.Dropout(0.1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in (3, 0, 5, 1, 4, 2):
+    def forward(self, x: torch.Tensor, turn: int = 1) -> torch.Tensor:
+        for i in (3, 0, 5, 1, 4, 2)[::turn]:
             x = self.drop(torch.tanh(self.layers[i](x)))
         return self.norm(x)
 
@@ -122,7 +125,7 @@ def _run(k: int, end: int, state: Any, names: Any, rank: int, prepare: Callable[
         x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1000 * step + rank))
         if step == 0:
             with ddp.no_sync():  # accumulation: only the synchronised backward counts
-                ddp(x).square().mean().backward()
+                ddp(x, -1).square().mean().backward()
         ddp(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -39,7 +39,8 @@ def test_weighted_gradient_is_that_of_one_process(world: int) -> None:
 def test_restart_with_replay_is_bit_equal_and_without_is_not() -> None:
     """W = 3, several buckets, parameters used in another order than defined; replay draws no random number."""
     for found in run("buckets", 3):
-        assert found["not_reverse_order"] and found["silent"]
+        assert found["not_reverse_order"]
+        assert found["silent"]
         assert [found[f"replayed{k}"] for k in (1, 2, 3)] == [True] * 3
         assert [found[f"plain{k}"] for k in (1, 2, 3)] == [False] * 3
 
@@ -52,4 +53,5 @@ def test_what_is_not_done_is_said() -> None:
         words["second hook"] = "already has"
         for case, word in (words | {"other": "not those of this model"}).items():
             done, reason = found[case]
-            assert not done and word in reason, (case, reason)
+            assert not done, case
+            assert word in reason

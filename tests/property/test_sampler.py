@@ -108,7 +108,8 @@ def run(
                 q = (epoch + 1) * n
             assert {w.sampler.commit() for w in workers} == {q}  # equal on all ranks, and what is in the model
         state = workers[0].sampler.state_dict()
-        assert state["cursor"] == q and all(w.sampler.state_dict() == state for w in workers)
+        assert state["cursor"] == q
+        assert all(w.sampler.state_dict() == state for w in workers)
         for worker in workers:  # work that a crash loses: received, part of it even marked, none of it committed
             for _ in range(
                 min(

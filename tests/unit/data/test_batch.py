@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.errors import UsageError
-
 
 SHARES = [(b, N, world) for b, N in itertools.product((1, 3, 4), range(1, 8)) for world in range(1, N + 1)]
 
@@ -66,7 +66,7 @@ def test_more_workers_than_micro_batches_names_what_fits() -> None:
         ((3, 4, 4, 0, 1, "drop"), "ghost"),
     ],
 )
-def test_bad_sizes_are_refused(args: tuple[int, ...], word: str) -> None:
+def test_bad_sizes_are_refused(args: tuple[Any, ...], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         Plan(*args)
 

@@ -88,7 +88,8 @@ def test_a_loop_left_early_begins_the_next_epoch() -> None:
         for batch, _ in zip(loader, range(2), strict=False):
             seen.append((epoch, batch.tolist()))
             step.step()
-    assert [e for e, _ in seen] == [0, 0, 1, 1, 2, 2] and states == [0, 2, 4, 10, 12, 14, 20, 22, 24, 30]
+    assert [e for e, _ in seen] == [0, 0, 1, 1, 2, 2]
+    assert states == [0, 2, 4, 10, 12, 14, 20, 22, 24, 30]
     assert seen[0][1] != seen[2][1]
 
 
@@ -136,7 +137,8 @@ def test_restored_rng_survives_the_making_of_the_iterator(workers: int) -> None:
     assert not torch.equal(before, torch.get_rng_state())  # the trap exists
     loader.before_fetch = lambda: torch.set_rng_state(state)
     next(source)
-    assert torch.equal(torch.get_rng_state(), state) and loader.before_fetch is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loader.before_fetch is None
     loader.close()
 
 
@@ -144,7 +146,9 @@ def test_length_is_the_whole_epoch_after_a_resume() -> None:
     """Lightning compares `batch_progress` with it: with what remains, runs ended early without an error."""
     loader = make(11, optimizer=optimizer())
     loader.load_state_dict(loader.state_dict() | {"cursor": 6})
-    assert len(loader) == 6 and len(list(loader)) == 3 and len(loader) == 6
+    assert len(loader) == 6
+    assert len(list(loader)) == 3
+    assert len(loader) == 6
 
 
 def test_state_is_refused_while_iterating_and_old_iterators_end() -> None:
@@ -185,14 +189,17 @@ def test_the_loader_is_kept_as_it_was() -> None:
     loader = elastic_loader(given)
     kept = ["dataset", "batch_size", "pin_memory", "pin_memory_device", "in_order", *options]
     assert all(getattr(loader, name) == getattr(given, name) for name in kept)
-    assert isinstance(loader.sampler, ElasticSampler) and not isinstance(given.sampler, ElasticSampler)
-    assert elastic_loader(loader) is loader and supports(loader) is None
+    assert isinstance(loader.sampler, ElasticSampler)
+    assert not isinstance(given.sampler, ElasticSampler)
+    assert elastic_loader(loader) is loader
+    assert supports(loader) is None
     own = DataLoader(Ids(7), 2, sampler=loader.sampler)
     assert elastic_loader(own).sampler is loader.sampler
 
 
 def test_shuffle_seed_and_tail_are_read_off_the_loader() -> None:
-    assert make().sampler.shuffle and not elastic_loader(DataLoader(Ids(4), 2)).sampler.shuffle
+    assert make().sampler.shuffle
+    assert not elastic_loader(DataLoader(Ids(4), 2)).sampler.shuffle
     assert elastic_loader(DataLoader(Ids(5), 2, drop_last=True)).sampler.plan.tail == "drop"
     torchs = DistributedSampler(Ids(9), num_replicas=3, rank=2, shuffle=False, seed=4)
     plan = (sampler := elastic_loader(DataLoader(Ids(9), 1, sampler=torchs)).sampler).plan
@@ -226,7 +233,8 @@ def test_what_cannot_be_promised_is_refused(loader: Any, word: str) -> None:
     """Each refusal names the promise and a way out."""
     with pytest.raises(UsageError, match=word) as caught:
         elastic_loader(loader)
-    assert caught.value.hint and caught.value.hint in str(supports(loader))
+    assert caught.value.hint
+    assert caught.value.hint in str(supports(loader))
 
 
 def test_detach_stops_marking() -> None:
@@ -247,7 +255,8 @@ def test_resize_goes_on_at_the_commit() -> None:
             break
     loader.finish()
     loader.resize(2, 1)
-    assert torch.cat(list(loader)).tolist() == [10, 11, 14, 15] and loader.weight == 0.5
+    assert torch.cat(list(loader)).tolist() == [10, 11, 14, 15]
+    assert loader.weight == 0.5
 
 
 def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +272,7 @@ def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> 
     ours = DataLoader(Ids(8), 2, sampler=ElasticSampler(8, batch_size=2))
     others = DataLoader(Ids(8), 2, sampler=torch.utils.data.SequentialSampler(Ids(8)))
     elastic = make()
-    assert not connector._requires_distributed_sampler(ours) and connector._requires_distributed_sampler(others)
+    assert not connector._requires_distributed_sampler(ours)
+    assert connector._requires_distributed_sampler(others)
     for loader in (ours, elastic):
         assert connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING) is loader

@@ -14,12 +14,14 @@ NEAR = [1, 2, 3, 4, 5, 127, 128, 129, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, (1 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_order_is_a_bijection(n: int, shuffle: bool) -> None:
     got = Order(n, 7, shuffle).indices(3, np.arange(n))
-    assert got.dtype == np.int64 and np.array_equal(np.sort(got), np.arange(n))
+    assert got.dtype == np.int64
+    assert np.array_equal(np.sort(got), np.arange(n))
 
 
 @pytest.mark.parametrize(("n", "algo"), [(1 << 17, "fisher-yates"), ((1 << 17) + 1, "feistel6")])
 def test_algo_is_named(n: int, algo: str) -> None:
-    assert Order(n, 0, True).algo == algo and Order(n, 0, False).algo == "sequential"
+    assert Order(n, 0, True).algo == algo
+    assert Order(n, 0, False).algo == "sequential"
 
 
 def test_order_is_part_of_the_format() -> None:
@@ -49,7 +51,8 @@ def test_small_orders_are_equally_likely() -> None:
     for epoch in range(6000):
         key = tuple(order.indices(epoch, np.arange(3)).tolist())
         seen[key] = seen.get(key, 0) + 1
-    assert len(seen) == 6 and sum((count - 1000) ** 2 / 1000 for count in seen.values()) < 30.9
+    assert len(seen) == 6
+    assert sum((count - 1000) ** 2 / 1000 for count in seen.values()) < 30.9
 
 
 def test_any_place_can_be_asked_for() -> None:

@@ -1,0 +1,185 @@
+"""The client of the master: one `call(request) -> reply` for every row of `ROUTES`.
+
+Events carry an idempotency key: a call without an answer is sent again, with the same key, until its deadline.
+Threads may share a client; a forked child may go on using it (its connections are made anew there).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import requests
+
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, named
+from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
+from dlrover_hooks.watching import Watcher, Wire
+
+_POLL_MARGIN_S = 10.0
+_AGAIN = (502, 503, 504)
+
+
+class MasterClient:
+    """Talks to the master at `url` as `incarnation`.
+
+    Args:
+        url: such as `http://127.0.0.1:8780`.
+        token: bearer token, if the master wants one.
+        incarnation: this process's life; speaks in every idempotency key.
+        deadline_s: a call is repeated for so long before it gives up.
+        verify: False or a CA file, for https.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        incarnation: str,
+        deadline_s: float = 60.0,
+        verify: bool | str = True,
+    ) -> None:
+        self.url, self.incarnation, self.deadline_s = url.rstrip("/"), incarnation, deadline_s
+        self._verify = verify
+        self._headers = {"X-Dlrover-Hooks-Protocol": str(PROTOCOL), "Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._seqs: collections.Counter[str] = collections.Counter()
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self._closed = threading.Event()
+        self._renew()
+        _CLIENTS.add(self)
+
+    def _renew(self) -> None:
+        """Also in a forked child: locks and sockets of the parent are not ours."""
+        self._guard = threading.Lock()
+        self._channels: dict[str, threading.Lock] = {}
+        self._local = threading.local()
+        self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
+
+    def call(self, request: Message, *, channel: str = "main", timeout_s: float | None = None) -> Any:
+        """Send `request`, return the reply of its route's type. Any thread; events of one channel go out in order.
+
+        Args:
+            request: a request type of `ROUTES`.
+            channel: events of one channel wait for each other.
+            timeout_s: give up after so long instead of after `deadline_s`.
+
+        Raises:
+            MasterAway: no answer in time. The event may or may not have been applied.
+            MasterError: the master's refusal, by its class in `errors`.
+        """
+        row = Routes.by_request[type(request)]
+        until = time.monotonic() + (self.deadline_s if timeout_s is None else timeout_s)
+        if not row.event:
+            return self._send(row, request, until, {})
+        with self._channel(channel):
+            self._seqs[channel] += 1
+            key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"
+            return self._send(row, request, until, {"Idempotency-Key": key})
+
+    def watch(
+        self,
+        job: str,
+        on_notice: Callable[[Notice], None],
+        on_error: Callable[[MasterError], None] | None = None,
+    ) -> Watcher:
+        """Hold the liveness connection open from a daemon thread, through restarts of the master, until closed.
+
+        `on_notice` is called in that thread, once for each broken round and for the end of the job; `on_error` if the
+        master refuses this incarnation (it was declared dead), after which the watch is over.
+        """
+        wire = Wire(url=self.url, headers=dict(self._headers), verify=self._verify)
+        watcher = Watcher(wire, job, self.incarnation, on_notice, on_error)
+        self._watchers.add(watcher)
+        return watcher
+
+    def close(self) -> None:
+        """End watches and connections. Idempotent."""
+        self._closed.set()
+        for watcher in list(self._watchers):
+            watcher.close()
+        with self._guard:
+            for session in list(self._sessions):
+                session.close()
+
+    # ---- one call ----------------------------------------------------------------------------------------------------
+
+    def _channel(self, name: str) -> threading.Lock:
+        with self._guard:
+            return self._channels.setdefault(name, threading.Lock())
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.headers.update(self._headers)
+            session.verify = self._verify
+            session.trust_env = False  # no proxies and no netrc between a worker and its master
+            with self._guard:
+                self._sessions.add(session)
+        return session
+
+    def _send(self, row: Route, request: Message, until: float, headers: dict[str, str]) -> Any:
+        pause_s, why = 0.05, "it was not tried"
+        while (left := until - time.monotonic()) > 0:
+            try:
+                response = self._exchange(row, request, left, headers)
+            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+                why = type(error).__name__
+            else:
+                if response.status_code < 300:
+                    return msgspec.json.decode(response.content, type=row.reply)
+                error = _refusal(response)
+                if response.status_code not in _AGAIN or isinstance(error, JournalFailed):
+                    raise error
+                why = f"it answered {response.status_code}"
+            if self._closed.wait(min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))):
+                break
+            pause_s = min(1.0, 2 * pause_s)
+        raise MasterAway(
+            f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
+            hint="Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address.",
+        )
+
+    def _exchange(self, row: Route, request: Message, left: float, headers: dict[str, str]) -> requests.Response:
+        path, body = row.path, None
+        if row.method == "GET":
+            fields = msgspec.to_builtins(request)
+            path = path.format_map({name: quote(str(value), safe="") for name, value in fields.items()})
+        else:
+            body = msgspec.json.encode(request)
+        wait_s = max(left, getattr(request, "timeout_s", 0.0) + _POLL_MARGIN_S) if row.waits else left
+        return self._session().request(
+            row.method, self.url + path, data=body, headers=headers, timeout=(max(0.05, min(left, 5.0)), wait_s)
+        )
+
+
+def _refusal(response: requests.Response) -> HooksError:
+    """The error that a problem+json body names."""
+    try:
+        problem = msgspec.json.decode(response.content, type=Problem)
+    except msgspec.DecodeError:
+        return MasterError(f"HTTP {response.status_code} from {response.url}, not from a dlrover-hooks master.")
+    error = named(problem.type)(problem.detail, hint=problem.hint)
+    error.status = problem.status
+    return error
+
+
+_CLIENTS: weakref.WeakSet[MasterClient] = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for client in list(_CLIENTS):
+        client._renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

@@ -1,0 +1,213 @@
+"""The liveness connection: one open request per worker, whose end tells the master that the worker ended.
+
+A forked child (a DataLoader worker) inherits the socket, and while it holds it the kernel does not report the parent's
+death. So the child closes its copy at once, without touching any lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import random
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dlrover_hooks.errors import MasterError, named
+from dlrover_hooks.protocol import Notice, Problem, Routes, Watch
+
+_CONNECT_S = 5.0
+_AGAIN = (500, 502, 503, 504)
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """How to reach the master."""
+
+    url: str
+    headers: dict[str, str]
+    verify: bool | str = True
+
+
+class Line:
+    """One connection whose descriptor is known from its birth, so that a fork at any moment can close it."""
+
+    def __init__(self, wire: Wire) -> None:
+        parts = urlsplit(wire.url)
+        self._wire, self._netloc, self._host = wire, parts.netloc, parts.hostname or ""
+        self._context = _context(wire.verify) if parts.scheme == "https" else None
+        self._address = (self._host, parts.port or (443 if self._context else 80))
+        self._sock: socket.socket | None = None
+        self._http: http.client.HTTPConnection | None = None
+
+    def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer, however long it takes. Raises OSError or HTTPException."""
+        if self._http is None:
+            self._http = self._connect()
+        self._http.request(method, path, body, self._wire.headers)
+        response = self._http.getresponse()
+        return response.status, response.read()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        family, kind, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
+        with _FORKING:
+            self._sock = socket.socket(family, kind)
+        self._sock.settimeout(_CONNECT_S)
+        self._sock.connect(address)
+        if self._context is not None:
+            with _FORKING:  # wrapping moves the descriptor to a new object
+                self._sock = self._context.wrap_socket(
+                    self._sock, server_hostname=self._host, do_handshake_on_connect=False
+                )
+            self._sock.do_handshake()
+        self._sock.settimeout(None)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection = http.client.HTTPConnection(self._netloc)
+        connection.sock = self._sock
+        return connection
+
+    def hang_up(self) -> None:
+        """Wake whoever waits in `ask`; any thread."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Only the thread that asks."""
+        if self._http is not None:
+            self._http.close()
+        if self._sock is not None:
+            self._sock.close()
+
+    def let_go_in_child(self) -> None:
+        """After a fork, in the child: close the inherited descriptor, take no lock, say nothing on the wire."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._sock.detach())
+
+
+_KEEPALIVE = tuple(
+    (getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+)
+
+
+def _context(verify: bool | str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    if verify is False:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+class Watcher:
+    """Owns the daemon thread `dlrover-hooks-watch`. Callbacks run in it and must be short."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        job: str,
+        incarnation: str,
+        on_notice: Callable[[Notice], None],
+        on_error: Callable[[MasterError], None] | None = None,
+    ) -> None:
+        self.error: MasterError | None = None
+        self._wire, self._request = wire, Watch(job=job, incarnation=incarnation)
+        self._on_notice, self._on_error = on_notice, on_error
+        self._line: Line | None = None
+        self._closed = threading.Event()
+        _WATCHERS.add(self)
+        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch. Idempotent; any thread."""
+        self._closed.set()
+        line = self._line
+        if line is not None:
+            line.hang_up()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CONNECT_S)
+
+    def _run(self) -> None:
+        pause_s = 0.02
+        while not self._closed.is_set():
+            try:
+                notice = self._ask()
+                pause_s = 0.02
+            except (OSError, http.client.HTTPException, msgspec.DecodeError):
+                notice = None
+            except MasterError as refusal:
+                self._refused(refusal)
+                return
+            if notice is not None:
+                self._request = msgspec.structs.replace(self._request, after=notice.round)
+                self._on_notice(notice)
+                if notice.finished:
+                    break
+            else:
+                self._closed.wait(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(1.0, 2 * pause_s)
+        self._drop()
+
+    def _refused(self, refusal: MasterError) -> None:
+        self._drop()
+        self.error = refusal
+        if self._on_error is not None and not self._closed.is_set():
+            self._on_error(refusal)
+
+    def _ask(self) -> Notice | None:
+        """One request, answered when there is something to tell. None: ask again later."""
+        row = Routes.by_request[Watch]
+        try:
+            if self._line is None:
+                self._line = Line(self._wire)
+            if self._closed.is_set():
+                return None
+            status, body = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
+        except BaseException:
+            self._drop()
+            raise
+        if status < 300:
+            return msgspec.json.decode(body, type=Notice)
+        if status in _AGAIN:
+            self._drop()
+            return None
+        problem = msgspec.json.decode(body, type=Problem)
+        error = named(problem.type)(problem.detail, hint=problem.hint)
+        raise error if isinstance(error, MasterError) else MasterError(problem.detail, hint=problem.hint)
+
+    def _drop(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def let_go_in_child(self) -> None:
+        """After a fork, in the child: the parent's connection is none of ours."""
+        self._closed.set()
+        line, self._line = self._line, None
+        if line is not None:
+            line.let_go_in_child()
+
+
+_WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()
+
+
+_FORKING = threading.Lock()
+"""No fork while a descriptor is nobody's yet."""
+
+
+def _let_go_in_child() -> None:
+    _FORKING.release()
+    for watcher in list(_WATCHERS):
+        watcher.let_go_in_child()
+
+
+os.register_at_fork(before=_FORKING.acquire, after_in_parent=_FORKING.release, after_in_child=_let_go_in_child)

@@ -1,0 +1,225 @@
+"""`python -m dlrover_hooks.master`: one master, one process, one address."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import click
+import msgspec
+import uvicorn
+import uvloop
+
+from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
+from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.metrics import Metrics
+from dlrover_hooks.master.runtime import Runtime
+
+USAGE = 78
+"""Exit code (EX_CONFIG) for what the caller can mend."""
+_KEEP_ALIVE_S = 3600
+log = logging.getLogger("dlrover_hooks.master")
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What the command line says."""
+
+    host: str = "127.0.0.1"
+    port: int = 8780
+    fd: int | None = None
+    journal: str | None = None
+    token: str | None = None
+    lease_s: float = 10.0
+    synchronous: str = "full"
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    body_limit_bytes: int = BODY_LIMIT_BYTES
+    life_fd: int | None = None
+    log_level: str = "warning"
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--host", default="127.0.0.1", help="Address to listen on. Any but loopback needs a token.")
+@click.option("--port", default=8780, type=click.IntRange(0, 65535), help="0 picks a free one and prints it.")
+@click.option("--fd", type=int, help="Listen on this inherited socket: its owner may restart the master unseen.")
+@click.option("--journal", type=click.Path(dir_okay=False), help="SQLite file that outlives this process. "
+              "Without it a restarted master knows nothing.")  # fmt: skip
+@click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
+@click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
+@click.option("--lease-s", default=10.0, type=click.FloatRange(min=0.1), help="A worker silent for so long is dead.")
+@click.option("--synchronous", default="full", type=click.Choice(["full", "normal"]),
+              help="full: answers survive a power cut; normal: a killed process only.")  # fmt: skip
+@click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="Serve HTTPS with this certificate.")
+@click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False), help="Its key.")
+@click.option("--body-limit-bytes", default=BODY_LIMIT_BYTES, type=click.IntRange(min=1024),
+              help="Larger requests get 413.")  # fmt: skip
+@click.option("--life-fd", type=int, help="End when this pipe's other end is closed.")
+@click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
+def command(token_file: str | None, **flags: Any) -> None:
+    """Serve the master: it keeps membership, liveness and checkpoints of training jobs.
+
+    \b
+    One machine:   nothing to do, `dlrover-hooks run` starts one.
+    Sidecar:       python -m dlrover_hooks.master --journal master.db
+    Many machines: DLROVER_HOOKS_TOKEN=... python -m dlrover_hooks.master --host 0.0.0.0 --journal master.db
+    Workers find it by DLROVER_HOOKS_MASTER=http://HOST:8780 (and DLROVER_HOOKS_TOKEN).
+
+    \b
+    GET /healthz /readyz /metrics /openapi.json tell how it is and what it answers.
+    Exit codes: 0 ended by a signal or its owner, 78 something here must be mended first.
+    """
+    if token_file is not None:
+        with open(token_file, encoding="utf-8") as file:
+            flags["token"] = file.read().strip()
+    options = Options(**flags)
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        serve(options)
+    except HooksError as error:
+        click.echo(f"dlrover-hooks master: {error}", err=True)
+        sys.exit(USAGE)
+
+
+def serve(options: Options) -> None:
+    """Serve until a signal or the end of `life_fd`. Raises HooksError for what the caller can mend."""
+    listener = _listener(options)
+    journal = Journal(options.journal, synchronous=options.synchronous)
+    address = listener.getsockname()
+    scheme = "https" if options.ssl_certfile else "http"
+    click.echo(f"dlrover-hooks master: {scheme}://{address[0]}:{address[1]} pid {os.getpid()}", err=True)
+    uvloop.run(_serve(options, listener, journal))
+
+
+async def _serve(options: Options, listener: socket.socket, journal: Journal) -> None:
+    metrics = Metrics()
+    runtime = Runtime(journal, lease_s=options.lease_s, observe_commit=metrics.committed)
+    runtime.start()
+    app = App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
+    server = Server(_config(options, app), runtime)
+    if options.life_fd is not None:
+        _end_with(options.life_fd, server, asyncio.get_running_loop())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await runtime.close()
+
+
+def _config(options: Options, app: App) -> uvicorn.Config:
+    return uvicorn.Config(
+        app.asgi,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+        backlog=4096,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn that sends long-polls home before it waits for its connections to end."""
+
+    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+
+    def end(self) -> None:
+        """Stop soon. Call from the loop."""
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn when it leaves its main loop."""
+        self._runtime.release_waiters()
+        await super().shutdown(sockets=sockets)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal asks to end; uvicorn would raise it again afterwards, but a master that was told to end exits 0."""
+        del frame
+        log.info("ending on %s", signal.Signals(sig).name)
+        self.should_exit = True
+
+
+def _end_with(life_fd: int, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+    """A thread waits for EOF on the owner's pipe; it ends with this process."""
+
+    def wait() -> None:
+        while os.read(life_fd, 1024):
+            pass
+        loop.call_soon_threadsafe(server.end)
+
+    threading.Thread(target=wait, name="dlrover-hooks-life", daemon=True).start()
+
+
+def _listener(options: Options) -> socket.socket:
+    if options.fd is not None:
+        return _inherited(options)
+    _check_token(options, options.host)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}",
+            hint="another master may run there: give --port another number (0 picks a free one)"
+            if error.errno == errno.EADDRINUSE
+            else "give --host an address of this machine and --port one you may use",
+        ) from error
+    return listener
+
+
+def _inherited(options: Options) -> socket.socket:
+    assert options.fd is not None
+    try:
+        listener = socket.socket(fileno=options.fd)
+        address = listener.getsockname()
+    except OSError as error:
+        raise UsageError(
+            f"--fd {options.fd} is no socket: {error.strerror or error}", hint="pass a listening TCP socket on"
+        ) from error
+    _check_token(options, str(address[0]))
+    return listener
+
+
+def _check_token(options: Options, host: str) -> None:
+    if options.token or _is_loopback(host):
+        return
+    raise UsageError(
+        f"refusing to listen on {host} without a token: anybody there could steer your training",
+        hint="set DLROVER_HOOKS_TOKEN (or --token-file) here and for the workers, or listen on 127.0.0.1",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main() -> None:
+    """Entry point of the module."""
+    command.main(prog_name="python -m dlrover_hooks.master")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The master over HTTP: a starlette app generated from `ROUTES`. Every refusal is problem+json (RFC 9457)."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route as HttpRoute
+
+from dlrover_hooks.errors import BadRequest, HooksError, TooLarge, Unauthorized
+from dlrover_hooks.master import openapi
+from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.metrics import Metrics
+from dlrover_hooks.master.runtime import Runtime
+from dlrover_hooks.protocol import PROTOCOL, ROUTES, Message, Problem, Route
+
+log = logging.getLogger("dlrover_hooks.master")
+BODY_LIMIT_BYTES = 16 * 2**20
+PROTOCOL_HEADER = "X-Dlrover-Hooks-Protocol"
+KEY_HEADER = "Idempotency-Key"
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class App:
+    """Holds what the endpoints share. `asgi` is the application."""
+
+    def __init__(
+        self, runtime: Runtime, metrics: Metrics, *, token: str | None = None, body_limit_bytes: int = BODY_LIMIT_BYTES
+    ) -> None:
+        self.runtime, self.metrics = runtime, metrics
+        self._token, self._body_limit_bytes = token, body_limit_bytes
+        self._openapi = msgspec.json.encode(openapi.document())
+        self.asgi = Starlette(
+            routes=[
+                *(HttpRoute(_with_slashes(row.path), self._endpoint(row), methods=[row.method]) for row in ROUTES),
+                HttpRoute("/healthz", self._health),
+                HttpRoute("/readyz", self._ready),
+                HttpRoute("/openapi.json", self._describe),
+                HttpRoute("/metrics", self._measure),
+            ],
+            exception_handlers={HTTPException: _http_problem, HooksError: _problem, Exception: _bug},
+        )
+
+    # ---- routes of the protocol --------------------------------------------------------------------------------------
+
+    def _endpoint(self, row: Route) -> Endpoint:
+        decoder = msgspec.json.Decoder(row.request)
+
+        async def endpoint(request: Request) -> Response:
+            status = 500
+            try:
+                response = await self._respond(row, decoder, request)
+                status = response.status_code
+            except ClientDisconnect:
+                status = 499
+                response = Response(status_code=499)
+            except HooksError as error:
+                response = await _problem(request, error)
+                status = response.status_code
+            finally:
+                self.metrics.requests.labels(row.path, str(status)).inc()
+            return response
+
+        return endpoint
+
+    async def _respond(self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
+        self._authorize(request)
+        _check_protocol(request)
+        message = _from_url(row, request) if row.method == "GET" else _decode(decoder, await self._body(request))
+        if row.waits:
+            return _json(await _unless_gone(request, self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
+        if row.event:
+            return _json(await self.runtime.event(message, _key(request, message)))
+        return _json(await self.runtime.query(message))
+
+    def _authorize(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise Unauthorized(
+                "The bearer token is wrong or missing.", hint="Set DLROVER_HOOKS_TOKEN to the master's token."
+            )
+
+    async def _body(self, request: Request) -> bytes:
+        """The whole body. Of one that is too large a bit more is read, so that the sender hears the answer."""
+        limit = self._body_limit_bytes
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > 4 * limit:
+                break
+        if size > limit:
+            raise TooLarge(
+                f"The body has more than {limit} bytes.", hint="Raise --body-limit-bytes, or send less at once."
+            )
+        return b"".join(chunks)
+
+    # ---- the master's own --------------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Response:
+        del request
+        return _plain({"status": "ok", "pid": os.getpid(), "life": self.runtime.life})
+
+    async def _ready(self, request: Request) -> Response:
+        del request
+        closing = self.runtime.closing
+        return _plain({"status": "closing" if closing else "ready", "life": self.runtime.life}, 503 if closing else 200)
+
+    async def _describe(self, request: Request) -> Response:
+        del request
+        return Response(self._openapi, media_type="application/json")
+
+    async def _measure(self, request: Request) -> Response:
+        self._authorize(request)
+        return Response(self.metrics.text(self.runtime.state), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _with_slashes(path: str) -> str:
+    """A job's name may hold slashes; clients quote them, and the server sees them unquoted."""
+    return path.replace("{job}", "{job:path}")
+
+
+async def _unless_gone(request: Request, work: Any) -> Message:
+    """The long-poll's answer; if the client hangs up first, the wait is cancelled at once (that is how death shows)."""
+    waiting = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        raise ClientDisconnect
+    finally:
+        for task in (waiting, gone):
+            task.cancel()
+        await asyncio.gather(waiting, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _from_url(row: Route, request: Request) -> Message:
+    try:
+        return msgspec.convert({**request.query_params, **request.path_params}, row.request, strict=False)
+    except msgspec.ValidationError as error:
+        raise _malformed(error) from error
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Message:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> BadRequest:
+    return _with_status(BadRequest(f"The body or the query is malformed: {error}.", hint="See /openapi.json."), 400)
+
+
+def _with_status(error: BadRequest, status: int) -> BadRequest:
+    error.status = status
+    return error
+
+
+def _check_protocol(request: Request) -> None:
+    spoken = request.headers.get(PROTOCOL_HEADER)
+    if spoken is None or spoken in (str(PROTOCOL), str(PROTOCOL - 1)):
+        return
+    error = BadRequest(
+        f"This master speaks protocol {PROTOCOL} and {PROTOCOL - 1}, the client {spoken}.",
+        hint="Install the same minor version of dlrover-hooks for the master and the workers.",
+    )
+    raise _with_status(error, 406)
+
+
+def _key(request: Request, message: Message) -> Key | None:
+    text = request.headers.get(KEY_HEADER)
+    if text is None:
+        return None
+    parts = text.split("/")
+    if len(parts) != 3 or not all(parts) or not (parts[2].isascii() and parts[2].isdigit()) or len(parts[2]) > 15:
+        error = BadRequest(f"{KEY_HEADER} {text!r} is malformed.", hint="Expected INCARNATION/CHANNEL/SEQ.")
+        raise _with_status(error, 400)
+    if parts[0] != getattr(message, "incarnation", parts[0]):
+        raise BadRequest(f"{KEY_HEADER} {text!r} is not the sender's.", hint="Start it with the message's incarnation.")
+    return Key(incarnation=parts[0], channel=parts[1], seq=int(parts[2]))
+
+
+def _json(message: Message) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+def _plain(fields: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(fields), status_code=status, media_type="application/json")
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, HooksError)
+    name = type(error).__name__
+    body = Problem(type=name, title=name, status=error.status, detail=error.message, hint=error.hint)
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    if isinstance(error, TooLarge):
+        headers["Connection"] = "close"
+    return Response(
+        msgspec.json.encode(body), status_code=error.status, headers=headers, media_type="application/problem+json"
+    )
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = Problem(
+        type="MasterError",
+        title=error.detail,
+        status=error.status_code,
+        detail=f"{request.method} {request.url.path}: {error.detail}.",
+        hint="See /openapi.json for what this master answers.",
+    )
+    return Response(
+        msgspec.json.encode(body),
+        status_code=error.status_code,
+        headers=error.headers,
+        media_type="application/problem+json",
+    )
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = Problem(
+        type="MasterError",
+        title="Internal error",
+        status=500,
+        detail=f"{type(error).__name__} in the master, see its log.",
+        hint="This is a bug of dlrover-hooks: please report it with the master's log.",
+    )
+    return Response(msgspec.json.encode(body), status_code=500, media_type="application/problem+json")

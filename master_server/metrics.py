@@ -1,0 +1,62 @@
+"""`/metrics`: what the master counts, in Prometheus' text form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dlrover_hooks.master.core.jobs import Master
+
+_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+
+class Metrics:
+    """One registry for one master life."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "dlrover_hooks_requests", "Requests by route and status.", ("route", "status"), registry=self.registry
+        )
+        self._commits = Histogram(
+            "dlrover_hooks_journal_commit_seconds", "Time of one journal commit.", buckets=_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
+        self._events = Counter("dlrover_hooks_journal_events", "Events journaled in this life.", registry=self.registry)
+
+    def committed(self, seconds: float, events: int) -> None:
+        """One batch is durable."""
+        self._commits.observe(seconds)
+        self._events.inc(events)
+
+    def text(self, state: Master) -> bytes:
+        """All metrics; those of the jobs are read from the state."""
+        registry = CollectorRegistry()
+        registry.register(_Jobs(state))
+        return generate_latest(self.registry) + generate_latest(registry)
+
+
+class _Jobs(Collector):
+    def __init__(self, state: Master) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        rounds = CounterMetricFamily("dlrover_hooks_rounds", "Rounds formed.", labels=["job"])
+        alive = GaugeMetricFamily("dlrover_hooks_members_alive", "Live members of the round.", labels=["job"])
+        attempt = GaugeMetricFamily("dlrover_hooks_attempt", "Number of the attempt that runs.", labels=["job"])
+        votes = CounterMetricFamily("dlrover_hooks_votes", "Votes counted for generations.", labels=["job"])
+        commits = CounterMetricFamily("dlrover_hooks_commits", "Generations committed to storage.", labels=["job"])
+        failures = CounterMetricFamily("dlrover_hooks_persist_failures", "Generations given up.", labels=["job"])
+        for name, job in self._state.jobs.items():
+            current = job.rounds.round
+            live = sum(member.live for member in current.members.values()) if current else 0
+            rounds.add_metric([name], job.rounds.number)
+            alive.add_metric([name], live)
+            attempt.add_metric([name], job.attempt)
+            votes.add_metric([name], job.saves.votes)
+            commits.add_metric([name], job.saves.commits)
+            failures.add_metric([name], job.saves.failures)
+        yield from (rounds, alive, attempt, votes, commits, failures)

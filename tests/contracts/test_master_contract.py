@@ -1,0 +1,207 @@
+"""One suite for every master: the core in process (`Alone`, `MasterFake`) and a real process over HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.alone import Alone
+from dlrover_hooks.errors import BadRequest, SaveToBusy, Stale, UnknownJob
+from dlrover_hooks.testing import MasterFake, StorageFake
+from tests.e2e.job_script import attach, held, join, stored, vote
+from tests.e2e.master_process import LiveMaster
+
+CallerOf = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMaster]:
+    master = LiveMaster(tmp_path_factory.mktemp("master"))
+    yield master
+    master.close()
+
+
+@pytest.fixture(params=["alone", "fake", "process"])
+def caller_of(request: pytest.FixtureRequest) -> Iterator[CallerOf]:
+    """Gives a caller for an incarnation. Each test has jobs of its own: the process is shared."""
+    if request.param == "process":
+        yield request.getfixturevalue("process").client
+        return
+    master = Alone(storage=StorageFake()) if request.param == "alone" else MasterFake()
+    yield lambda incarnation: master
+    master.close()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> str:
+    return f"job/{request.node.name}"
+
+
+def started(caller_of: CallerOf, job: str, **more: object) -> p.Plan:
+    """Two workers of one node train."""
+    caller_of("agent").call(join(job=job))
+    for index in range(2):
+        caller_of(f"w{index}").call(attach(f"w{index}", job=job, **more))
+    return caller_of("w0").call(p.AwaitPlan(job=job, incarnation="w0"))
+
+
+def test_ranks_world_and_place_of_rank_zero(caller_of: CallerOf, job: str) -> None:
+    """DL-78, DL-79, DL-80: the master gives ranks, and what is needed to build the world."""
+    joined = caller_of("agent").call(join(job=job))
+    seated = caller_of("agent").call(p.AwaitRound(job=job, incarnation="agent"))
+    assert (joined.run, seated.ranks, seated.world_size, seated.node_count) == ("run0", (0, 1), 2, 1)
+    assert (seated.master_addr, seated.master_port, seated.store_prefix) == ("127.0.0.1", 29500, f"{job}/run0/1")
+
+
+def test_members_change_ranks_again(caller_of: CallerOf, job: str) -> None:
+    """DL-81, DL-84, DL-85: a lost member breaks the round; the survivor is rank 0 of the next, the newcomer behind it."""
+    for agent, life in (("a", "x"), ("b", "y")):
+        caller_of(agent).call(join(agent, 1, lives=life, job=job))
+    assert caller_of("b").call(p.AwaitRound(job=job, incarnation="b")).ranks == (1,)
+    caller_of("a").call(p.Exited(job=job, incarnation="a", worker="x0", exit_code=-9))
+    assert caller_of("y0").call(p.Heartbeat(job=job, incarnation="y0")).broken
+    caller_of("a").call(join("a", 1, lives="new", job=job))
+    caller_of("b").call(join("b", 1, lives="y", job=job))
+    again = caller_of("b").call(p.AwaitRound(job=job, incarnation="b", after=1))
+    assert (again.round, again.ranks, again.world_size) == (2, (0,), 2)
+
+
+def test_waiting_ends_with_the_round(caller_of: CallerOf, job: str) -> None:
+    """DL-78: a long-poll of a waiting agent is answered when the last seat is taken."""
+    caller_of("a").call(join("a", 1, lives="x", job=job))
+    found: list[p.Seated] = []
+    ask = p.AwaitRound(job=job, incarnation="a", timeout_s=5.0)
+
+    def wait() -> None:
+        while not found or found[-1].round is None:
+            found.append(caller_of("a").call(ask))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    caller_of("b").call(join("b", 1, lives="y", job=job))
+    waiter.join(10)
+    assert found[-1].round == 1
+
+
+def test_nothing_yet(caller_of: CallerOf, job: str) -> None:
+    """A long-poll whose time passes says so."""
+    caller_of("a").call(join("a", 1, lives="x", job=job))
+    assert caller_of("a").call(p.AwaitRound(job=job, incarnation="a", timeout_s=0.02)).round is None
+
+
+def test_a_fresh_start_trains_at_once(caller_of: CallerOf, job: str) -> None:
+    plan = started(caller_of, job)
+    assert (plan.phase, plan.attempt, plan.run, plan.restore) == (p.Phase.TRAINING, 1, "run0", None)
+
+
+def test_memory_wins_over_older_storage_and_falls_back_to_it(caller_of: CallerOf, job: str) -> None:
+    """The restore choice is part of the round; what a rank cannot load makes a new round without it."""
+    slots = (held(8, 0), held(8, 1), held(9, 0))
+    caller_of("agent").call(join(job=job))
+    caller_of("w1").call(attach("w1", job=job, save_to=f"memory://{job}"))
+    caller_of("w0").call(attach("w0", job=job, save_to=f"memory://{job}", held=slots, stored=(stored(4),)))
+    plan = caller_of("w0").call(p.AwaitPlan(job=job, incarnation="w0"))
+    assert (plan.phase, plan.restore.generation.step, plan.restore.source) == (p.Phase.RESTORING, 8, p.Source.MEMORY)
+    assert plan.attempt == 2
+    bad = p.Loaded(job=job, incarnation="w1", round=plan.round, ok=False, reason="hash")
+    caller_of("w1").call(bad)
+    again = caller_of("w0").call(p.AwaitPlan(job=job, incarnation="w0", after=plan.number))
+    assert (again.restore.generation.step, again.restore.source, again.round) == (4, p.Source.STORAGE, 2)
+    assert again.attempt == 3 and "rank 1" in again.fallbacks[0] and "hash" in again.fallbacks[0]
+    with pytest.raises(Stale, match="round 1"):
+        caller_of("w0").call(p.Loaded(job=job, incarnation="w0", round=1, ok=True))
+    for worker in ("w0", "w1"):
+        caller_of(worker).call(p.Loaded(job=job, incarnation=worker, round=2, ok=True))
+    last = caller_of("w1").call(p.AwaitPlan(job=job, incarnation="w1", after=again.number))
+    assert last.phase is p.Phase.TRAINING and last.restore == again.restore
+
+
+def test_complete_only_when_all_voted(caller_of: CallerOf, job: str) -> None:
+    started(caller_of, job)
+    first = caller_of("w0").call(vote(0, 4, job=job))
+    both = caller_of("w1").call(vote(1, 4, job=job))
+    assert first.newest_complete is None
+    assert both.newest_complete == p.Generation(attempt=1, step=4, run="run0")
+
+
+def test_strangers_and_stale_attempts_are_refused(caller_of: CallerOf, job: str) -> None:
+    """409 for an old incarnation or attempt, 404 for a job nobody joined."""
+    with pytest.raises(UnknownJob):
+        caller_of("w0").call(p.Heartbeat(job=job, incarnation="w0"))
+    started(caller_of, job)
+    with pytest.raises(Stale, match="zombie") as stale:
+        caller_of("zombie").call(p.Heartbeat(job=job, incarnation="zombie"))
+    assert stale.value.status == 409 and stale.value.hint
+    with pytest.raises(Stale, match="attempt 1"):
+        caller_of("w0").call(vote(0, 4, attempt=2, job=job))
+
+
+def test_bad_joins_are_refused(caller_of: CallerOf, job: str) -> None:
+    for bad in (
+        join(job=job, low=3, high=2),
+        join(job=job, low=0, high=0),
+        join(job=job, count=3),
+        join(job=""),
+        join(job=job, seats=()),
+        join(job=job, seats=(p.Seat("x", 0), p.Seat("x", 1))),
+        join(job=job, seats=(p.Seat("x", 0, 0), p.Seat("y", 1))),
+        join(job=job, seats=(p.Seat("x", 0, 0), p.Seat("y", 1, 2))),
+    ):
+        with pytest.raises(BadRequest):
+            caller_of("agent").call(bad)
+    with pytest.raises(UnknownJob):
+        caller_of("agent").call(p.ShowJob(job=job))
+
+
+def test_done_is_remembered(caller_of: CallerOf, job: str) -> None:
+    """A newcomer after the end is told, and does not train from step 0; `fresh` starts anew."""
+    started(caller_of, job)
+    for worker in ("w0", "w1"):
+        caller_of(worker).call(p.Leave(job=job, incarnation=worker, reason=p.Departure.DONE, step=7))
+    late = caller_of("late").call(join("late", job=job, lives="l"))
+    assert (late.finished, late.finished_step) == (True, 7)
+    anew = caller_of("anew").call(join("anew", job=job, lives="n", fresh=True, proposed_run="run1"))
+    assert (anew.finished, anew.run) == (False, "run1")
+
+
+def test_two_live_jobs_on_one_url(caller_of: CallerOf, job: str) -> None:
+    started(caller_of, job, save_to=f"memory://{job}/tree")
+    caller_of("agent").call(join(job=job + "2"))
+    with pytest.raises(SaveToBusy):
+        caller_of("w0").call(attach("w0", job=job + "2", save_to=f"memory://{job}/tree/"))
+
+
+def test_one_job_as_it_stands(caller_of: CallerOf, job: str) -> None:
+    """DL-79: all workers can be seen."""
+    started(caller_of, job)
+    caller_of("w1").call(p.Heartbeat(job=job, incarnation="w1", step=3, vitals=p.Vitals(cpu_percent=50.0)))
+    view = caller_of("any").call(p.ShowJob(job=job))
+    assert [(member.rank, member.attached, member.alive, member.step) for member in view.members] == [
+        (0, True, True, 0),
+        (1, True, True, 3),
+    ]
+    assert (view.phase, view.round, view.attempt, view.step) == (p.Phase.TRAINING, 1, 1, 3)
+    assert job in caller_of("any").call(p.ListJobs()).jobs
+
+
+def test_a_watch_tells_of_a_break_once(caller_of: CallerOf, job: str) -> None:
+    """DL-77: survivors learn of a death without polling."""
+    started(caller_of, job)
+    told, heard = threading.Event(), []
+
+    def notice(news: p.Notice) -> None:
+        heard.append(news)
+        told.set()
+
+    caller = caller_of("w0")
+    extra = {"incarnation": "w0"} if isinstance(caller, Alone) else {}
+    watch = caller.watch(job, notice, **extra)
+    caller_of("agent").call(p.Exited(job=job, incarnation="agent", worker="w1", exit_code=-9))
+    assert told.wait(10)
+    caller_of("w0").call(p.Heartbeat(job=job, incarnation="w0"))
+    watch.close()
+    assert heard == [p.Notice(round=1, broken=True)]

@@ -1,0 +1,317 @@
+"""A real master process: every route, every refusal, and what happens when it is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openapi_spec_validator
+import pytest
+import requests
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import JournalFailed, MasterAway, Stale, TooLarge, Unauthorized, UnknownJob
+from tests.e2e.job_script import attach, join, vote
+from tests.e2e.master_process import LiveMaster
+
+
+def test_every_route_answers(live_master: LiveMaster) -> None:
+    """DL-78: each row of ROUTES, through the client, against a real process."""
+    exercised: set[type[p.Message]] = set()
+
+    def call(incarnation: str, request: p.Message) -> Any:
+        exercised.add(type(request))
+        reply = live_master.client(incarnation).call(request)
+        assert type(reply) is p.Routes.by_request[type(request)].reply
+        return reply
+
+    call("agent", join())
+    assert call("agent", p.AwaitRound("job", "agent")).ranks == (0, 1)
+    for worker in ("w0", "w1"):
+        call(worker, attach(worker))
+    assert call("w0", p.AwaitPlan("job", "w0")).phase is p.Phase.TRAINING
+    call("w0", p.Loaded("job", "w0", 1, True))
+    call("w0", p.Heartbeat("job", "w0", 2))
+    call("w0", vote(0, 2))
+    assert call("x", p.ListJobs()).jobs == ("job",)
+    assert call("x", p.ShowJob("job")).round == 1
+    call("agent", p.Exited("job", "agent", "w1", -9))
+    assert call("w0", p.Watch("job", "w0")).broken
+    call("w0", p.Leave("job", "w0", p.Departure.STOPPED))
+    assert exercised == {row.request for row in p.ROUTES}
+    metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=10).text
+    assert 'dlrover_hooks_rounds_total{job="job"} 1.0' in metrics
+    assert 'dlrover_hooks_requests_total{route="/v1/vote",status="200"} 1.0' in metrics
+    assert "dlrover_hooks_journal_commit_seconds_count" in metrics
+
+
+def test_it_describes_itself(live_master: LiveMaster) -> None:
+    """OpenAPI 3.1, valid, with each row of ROUTES; health and readiness need no token."""
+    document = requests.get(live_master.url + "/openapi.json", timeout=10).json()
+    openapi_spec_validator.validate(document)
+    found = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert found == {(row.method, row.path) for row in p.ROUTES} and document["openapi"].startswith("3.1")
+    assert requests.get(live_master.url + "/readyz", timeout=10).json()["status"] == "ready"
+    assert requests.get(live_master.url + "/healthz", timeout=10).json()["status"] == "ok"
+
+
+def _token(master: LiveMaster) -> dict[str, str]:
+    return {"Authorization": f"Bearer {master.token}"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status", "words"),
+    [
+        ("POST", "/v1/join", b"{", {}, 400, "malformed"),
+        ("POST", "/v1/join", b'{"job": 3}', {}, 400, "$.job"),
+        ("POST", "/v1/join", b"\xff", {}, 400, "malformed"),
+        ("GET", "/v1/nothing", None, {}, 404, "Not Found"),
+        ("GET", "/v1/jobs/nobody", None, {}, 404, "nobody"),
+        ("PUT", "/v1/join", b"{}", {}, 405, "Method Not Allowed"),
+        ("GET", "/v1/jobs", None, {"Authorization": "Bearer wrong"}, 401, "token"),
+        ("GET", "/metrics", None, {"Authorization": ""}, 401, "token"),
+        ("GET", "/v1/jobs", None, {"X-Dlrover-Hooks-Protocol": "9"}, 406, "protocol"),
+        (
+            "POST",
+            "/v1/loaded",
+            b'{"job":"j","incarnation":"a","round":1,"ok":true}',
+            {"Idempotency-Key": "a/1"},
+            400,
+            "INC",
+        ),
+        (
+            "POST",
+            "/v1/loaded",
+            b'{"job":"j","incarnation":"a","round":1,"ok":true}',
+            {"Idempotency-Key": "b/c/1"},
+            422,
+            "send",
+        ),
+    ],
+)
+def test_every_refusal_is_a_problem(
+    live_master: LiveMaster,
+    method: str,
+    path: str,
+    body: bytes | None,
+    headers: dict[str, str],
+    status: int,
+    words: str,
+) -> None:
+    """Bad input gives problem+json that says what to do, and changes nothing."""
+    answer = requests.request(
+        method, live_master.url + path, data=body, headers=_token(live_master) | headers, timeout=10
+    )
+    problem = answer.json()
+    assert (answer.status_code, problem["status"]) == (status, status)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert words in problem["detail"] + problem["hint"] and problem["hint"]
+
+
+def test_too_large_a_body(live_master: LiveMaster) -> None:
+    """413 for a declared length and for chunks that never declare one."""
+    big = b" " * (17 * 2**20)
+    for body in (big, iter([big[: 2**20]] * 17)):
+        answer = requests.post(live_master.url + "/v1/join", data=body, headers=_token(live_master), timeout=20)
+        assert (answer.status_code, answer.json()["type"]) == (413, "TooLarge")
+    with pytest.raises(TooLarge, match="bytes"):
+        live_master.client("a").call(join(job="x" * (17 * 2**20)))
+
+
+def test_wrong_token_unknown_job_stale_incarnation(live_master: LiveMaster) -> None:
+    """The client raises the classes of `errors`, with the hint."""
+    stranger = MasterClient(live_master.url, "wrong", incarnation="x")
+    with pytest.raises(Unauthorized, match="DLROVER_HOOKS_TOKEN"):
+        stranger.call(p.ListJobs())
+    stranger.close()
+    with pytest.raises(UnknownJob):
+        live_master.client("x").call(p.ShowJob("nobody"))
+    live_master.client("agent").call(join())
+    with pytest.raises(Stale, match="HINT"):
+        live_master.client("zombie").call(attach("zombie"))
+
+
+def test_an_event_sent_twice_is_applied_once(live_master: LiveMaster) -> None:
+    """The same idempotency key is answered as before, also by the next life; an older one is refused."""
+    live_master.client("agent").call(join())
+    for worker in ("w0", "w1"):
+        live_master.client(worker).call(attach(worker))
+    bytes_ = msgspec.json.encode(vote(0, 4))
+
+    def send(key: str) -> requests.Response:
+        headers = _token(live_master) | {"Idempotency-Key": key}
+        return requests.post(live_master.url + "/v1/vote", data=bytes_, headers=headers, timeout=10)
+
+    first = send("w0/votes/5")
+    live_master.client("w1").call(vote(1, 4))
+    live_master.kill()
+    live_master.restart()
+    assert send("w0/votes/5").content == first.content
+    assert send("w0/votes/4").status_code == 409
+    assert b"newest_complete" in send("w0/votes/6").content
+
+
+def test_killed_and_back_is_a_pause(live_master: LiveMaster) -> None:
+    """ED-62: kill -9 under a long-poll, a call and a watch; all go on, and the state is what it was."""
+    agents = [live_master.client(name) for name in ("a", "b")]
+    agents[0].call(join("a", 1, lives="x"))
+    seated: list[p.Seated] = []
+    poll = threading.Thread(target=lambda: seated.append(agents[0].call(p.AwaitRound("job", "a", timeout_s=15.0))))
+    poll.start()
+    watch = agents[0].watch("job", lambda notice: None)
+    before = live_master.client("any").call(p.ShowJob("job"))
+    live_master.kill()
+    calling = threading.Thread(target=lambda: agents[1].call(join("b", 1, lives="y")))
+    calling.start()
+    live_master.restart()
+    calling.join(20)
+    poll.join(20)
+    assert before.run == "run0" and seated and seated[0].round == 1
+    old = live_master.client("any").call(p.ShowJob("job"))
+    live_master.kill()
+    live_master.restart()
+    assert live_master.client("any").call(p.ShowJob("job")) == old
+    assert watch.error is None
+
+
+def test_death_of_a_connection_breaks_the_round(live_master: LiveMaster) -> None:
+    """DL-79: a worker that is killed is noticed by its connection, within a second, without any heartbeat."""
+    live_master.client("agent").call(join())
+    for worker in ("w0", "w1"):
+        live_master.client(worker).call(attach(worker))
+    told = threading.Event()
+    watch = live_master.client("w0").watch("job", lambda notice: told.set())
+    script = (
+        "import sys, time; from dlrover_hooks.client import MasterClient\n"
+        "c = MasterClient(sys.argv[1], 'secret', incarnation='w1'); c.watch('job', print)\n"
+        "import os\n"
+        "if os.fork() == 0: time.sleep(30); os._exit(0)\n"  # a DataLoader worker must not keep the connection
+        "from dlrover_hooks.protocol import Heartbeat\n"
+        "c.call(Heartbeat('job', 'w1')); print('up', flush=True); time.sleep(30)\n"
+    )
+    victim = subprocess.Popen(
+        [sys.executable, "-c", script, live_master.url], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert victim.stdout is not None and victim.stdout.readline() == b"up\n"
+    assert not told.is_set()
+    victim.kill()
+    victim.wait()
+    began = time.monotonic()
+    heard = told.wait(5)
+    seconds = time.monotonic() - began
+    os.killpg(victim.pid, 9)
+    victim.stdout.close()
+    watch.close()
+    assert heard and seconds < 1.5
+
+
+def test_it_ends_quickly_and_with_its_owner(live_master: LiveMaster) -> None:
+    """SIGTERM is not held up by long-polls; EOF on the owner's pipe ends it too."""
+    client = live_master.client("agent", deadline_s=0.5)
+    client.call(join())
+    poll = threading.Thread(target=lambda: _ignore(client, p.AwaitRound("job", "agent", after=1, timeout_s=20.0)))
+    poll.start()
+    watch = client.watch("job", lambda notice: None)
+    code, seconds = live_master.terminate()
+    assert code == 0 and seconds < 1.0
+    poll.join(5)
+    watch.close()
+    live_master.restart()
+    assert live_master.end_life() == 0
+
+
+def _ignore(client: MasterClient, request: p.Message) -> None:
+    try:
+        client.call(request)
+    except MasterAway:
+        return
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    """MasterAway within the deadline, naming the address and what to do."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    client = MasterClient(url, incarnation="x", deadline_s=0.2)
+    with pytest.raises(MasterAway, match="DLROVER_HOOKS_MASTER"):
+        client.call(p.ListJobs())
+    client.close()
+
+
+def _command(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dlrover_hooks.master", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+
+
+def test_refusals_of_the_command_line(tmp_path: Path) -> None:
+    """Exit 78 and words, no traceback: open address without token, port in use, journal in no folder, bad fd."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            ("--host", "0.0.0.0", "--port", "0"): "token",
+            ("--port", port): port,
+            ("--port", "0", "--journal", str(tmp_path / "none" / "x.db")): "journal",
+            ("--fd", "99"): "--fd 99",
+        }
+        for flags, word in cases.items():
+            ended = _command(*flags)
+            assert ended.returncode == 78 and word in ended.stderr and "HINT" in ended.stderr
+            assert "Traceback" not in ended.stderr
+
+
+def test_journal_is_private(live_master: LiveMaster) -> None:
+    """It holds storage options: mode 0600, its side files too."""
+    live_master.client("agent").call(join())
+    files = list(live_master.journal.parent.glob("master.db*"))
+    assert len(files) == 3 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+def test_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """A journal that cannot be written: 503, nothing was changed, and all is well again when there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode != 0:
+        pytest.skip("needs root and mount(2) for a small disk")
+    master = LiveMaster(tmp_path, journal=disk / "master.db")
+    try:
+        agent = master.client("agent")
+        agent.call(join())
+        for worker in ("w0", "w1"):
+            master.client(worker).call(attach(worker))
+        before = agent.call(p.ShowJob("job"))
+        with open(disk / "filler", "wb", buffering=0) as filler:
+            try:
+                while filler.write(b"x" * 4096):
+                    pass
+            except OSError:
+                pass
+        refused = 0
+        for step in range(400):
+            try:
+                master.client("w0").call(vote(0, step, reason="x" * 2000))
+            except JournalFailed as error:
+                assert error.status == 503 and "room" in error.hint
+                refused += 1
+                break
+        assert refused and agent.call(p.ShowJob("job")).members == before.members
+        state = agent.call(p.ShowJob("job"))
+        (disk / "filler").unlink()
+        master.client("w1").call(vote(1, 500))
+        master.kill()
+        master.restart()
+        after = agent.call(p.ShowJob("job"))
+        assert (after.members, after.round, after.attempt) == (state.members, state.round, state.attempt)
+        assert after.step == 500
+    finally:
+        master.close()
+        subprocess.run(["umount", "-l", disk], check=False)
+        shutil.rmtree(disk, ignore_errors=True)

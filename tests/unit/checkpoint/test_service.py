@@ -1,0 +1,145 @@
+"""DL-90: what a keeper's loop promises, on a real socket, in a thread: nobody waits for a slow store."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrover_hooks.checkpoint import durable, wire
+from dlrover_hooks.checkpoint.address import address, lock
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.keeper import _listener
+from dlrover_hooks.checkpoint.service import Keeper
+from dlrover_hooks.errors import StorageFailed
+
+RUN = uuid.uuid4().hex
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def keeper(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("k")))
+    made = Keeper(_listener(address("job", "node").socket), life_fd=None, linger_s=600.0, grace_s=5.0)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.stop()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+class Rank:
+    """A trainer in this process and what it was told."""
+
+    def __init__(self, seat: int, save_to: Path | None = None) -> None:
+        self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.trainer = Checkpointer(
+            "job",
+            "node",
+            seat,
+            save_to=str(save_to) if save_to else None,
+            notify=self.notices.put,
+            start_keeper=False,
+            deadline_s=WAIT_S,
+        )
+        self.trainer.begin(RUN, 0, seat, 2)
+
+    def save(self, step: int) -> Any:
+        saved = self.trainer.save(step, {"state": {"w": np.full(100, step)}})
+        if saved is not None:
+            assert isinstance(self.notices.get(timeout=WAIT_S), wire.Hashed)
+            return saved.generation
+        return None
+
+
+def test_a_slow_store_holds_up_nobody_and_its_slot_is_not_reused(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hello, Allocate and Hash go on; saves alternate between the other two slots and skip rather than overwrite."""
+    released = threading.Event()
+    real = durable.persist
+    monkeypatch.setattr(durable, "persist", lambda *args, **more: released.wait(WAIT_S) and real(*args, **more))
+    first = Rank(0, tmp_path)
+    generations = {seat: first.save(1) for seat in (0,)}
+    first.trainer.complete(generations[0])
+    first.trainer.persist(generations[0])
+    for step in range(2, 8):
+        newest = first.save(step)
+        assert newest is not None
+    second = Rank(1)
+    assert second.save(1) is not None
+    first.trainer.complete(newest)
+    assert first.save(8) is not None
+    assert first.save(9) is None
+    assert first.trainer.skipped == 1
+    assert "no slot is free" in str(first.trainer.error)
+    assert {1, 7, 8} <= {one.generation.step for one in first.trainer.held()}
+    released.set()
+    assert isinstance(first.notices.get(timeout=WAIT_S), wire.Persisted)
+    assert first.save(10) is not None
+    assert first.trainer.error is None
+    for rank in (first, second):
+        rank.trainer.close(finished=True)
+
+
+def test_a_restarted_trainer_knows_what_is_still_being_persisted(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(durable, "persist", lambda *_, **__: (released.wait(WAIT_S), _fail())[1])
+    first = Rank(0, tmp_path)
+    generation = first.save(1)
+    first.trainer.persist(generation)
+    first.trainer.held()  # an answer: the keeper has seen all that was sent before
+    first.trainer.close()
+    again = Rank(0, tmp_path)
+    for step in range(2, 7):
+        again.save(step)
+    assert 1 in {one.generation.step for one in again.trainer.held()}
+    released.set()
+    failed = again.notices.get(timeout=WAIT_S)
+    assert isinstance(failed, wire.PersistFailed)
+    assert "broken" in failed.reason
+    again.trainer.close(finished=True)
+
+
+def _fail() -> None:
+    raise StorageFailed("the store is broken")
+
+
+def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
+    """A hung trainer may still write its mapping: its successor must not share it."""
+    hung, fresh = Rank(0), Rank(0)
+    hung.save(1)
+    assert [one.generation.step for one in fresh.trainer.held()] == [1]
+    fresh.save(2)
+    hung.trainer.save(3, {"state": {"w": np.full(100, 3)}})  # into the old pages, which nobody hashes any more
+    assert {one.generation.step for one in fresh.trainer.held()} == {1, 2}
+    for rank in (hung, fresh):
+        rank.trainer.close(finished=True)
+
+
+def test_storage_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def fail(*_: Any) -> None:
+        raise StorageFailed("down")
+
+    monkeypatch.setattr(durable, "_persist", fail)
+    with pytest.raises(StorageFailed):
+        durable.persist(None, "url", {}, wait=waits.append)  # type: ignore[arg-type]
+    assert waits == list(durable.BACKOFF_S)
+
+
+def test_lock_is_one_keepers(tmp_path: Path) -> None:
+    path = str(tmp_path / "lock")
+    assert lock(path) is not None
+    assert lock(path) is None

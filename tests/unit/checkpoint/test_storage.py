@@ -1,0 +1,233 @@
+"""DL-90, DL-91: a generation exists if and only if its MANIFEST does; damage is found and named; one job per URL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
+from dlrover_hooks.checkpoint.storage import Claim
+from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
+from dlrover_hooks.protocol import Generation, Manifest
+
+RUN, FRESH = "a" * 32, "b" * 32
+DATA = os.urandom(CHUNK_BYTES + 1000)
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "local":
+        yield str(tmp_path / "ck")
+        return
+    yield f"memory://{tmp_path.name}"
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def generation(step: int, run: str = RUN, attempt: int = 0) -> Generation:
+    return Generation(attempt, step, run)
+
+
+def save(url: str, which: Generation, *, world: int = 2, keep: int = 2, data: bytes = DATA) -> Manifest:
+    view = memoryview(data)
+    files = tuple(
+        storage.write_shard(url, None, which, rank, world, [view[:7], view[7:]], len(data)) for rank in range(world)
+    )
+    manifest = Manifest("job", which, world, files, float(which.step))
+    storage.commit(url, None, manifest, keep)
+    return manifest
+
+
+def steps(url: str) -> list[int]:
+    return [manifest.generation.step for manifest in storage.scan(url, None, "job").manifests]
+
+
+def names(url: str) -> set[str]:
+    return set(storage.Place(url).sizes()) - {".owner.lock"}
+
+
+def test_write_commit_scan_read(url: str) -> None:
+    storage.probe(url)
+    assert storage.scan(url, None, "job") == storage.Scan()
+    manifest = save(url, generation(5))
+    assert manifest.files[0].chunks == digests(memoryview(DATA))
+    assert storage.scan(url, None, "job").manifests == (manifest,)
+    assert storage.scan(url, None, "other").manifests == ()
+    assert bytes(storage.read(url, None, manifest, 1)) == DATA
+    assert storage.manifest_of(url, None, generation(5)) == manifest
+    assert names(url) == {"latest.json", "step-0000000005-0000"}
+
+
+def test_without_manifest_it_does_not_exist_and_is_swept_later(url: str) -> None:
+    storage.write_shard(url, None, generation(1), 0, 1, [memoryview(DATA)], len(DATA))
+    storage.write_shard(url, None, generation(9), 0, 1, [memoryview(DATA)], len(DATA))
+    assert steps(url) == []
+    save(url, generation(5))
+    assert names(url) == {"latest.json", "step-0000000005-0000", "step-0000000009-0000"}
+
+
+def test_retention_keeps_the_newest_of_this_run(url: str) -> None:
+    save(url, generation(3, FRESH))
+    for step in (1, 2, 4, 8):
+        save(url, generation(step))
+    assert steps(url) == [8, 4]
+    assert "step-0000000003-0000" in names(url)  # another run's: not ours to remove
+    save(url, generation(6, attempt=1), keep=1)
+    assert steps(url) == [6]
+
+
+def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
+    old, new = save(url, generation(1)), save(url, generation(2))
+    storage.commit(url, None, old, 2)
+    storage.commit(url, None, new, 2)
+    assert steps(url) == [2, 1]
+    assert b'"step":2' in (storage.Place(url).read("latest.json") or b"")
+
+
+def test_commit_refuses_what_is_not_whole(url: str) -> None:
+    file = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA))
+    with pytest.raises(StorageFailed, match="all 2 ranks"):
+        storage.commit(url, None, Manifest("job", generation(1), 2, (file,), 1.0), 2)
+    storage.Place(url).put(f"{storage.folder(generation(1))}/{file.name}", DATA[:-1])
+    with pytest.raises(StorageFailed, match=r"expected \d+ bytes, found \d+"):
+        storage.commit(url, None, Manifest("job", generation(1), 1, (file,), 1.0), 2)
+    assert steps(url) == []
+
+
+def test_a_fresh_run_hides_the_old_one_and_may_write_over_its_steps(url: str) -> None:
+    save(url, generation(1))
+    save(url, generation(2), world=3)
+    save(url, generation(2, FRESH), data=DATA[::-1])
+    scan = storage.scan(url, None, "job")
+    assert [manifest.generation for manifest in scan.manifests] == [generation(2, FRESH)]
+    assert scan.damaged == ()
+    home = storage.folder(generation(2))
+    assert len(storage.Place(url).sizes(home)) == 3  # two ranks and the MANIFEST; the third rank's old file is gone
+
+
+def test_finished_belongs_to_its_run(url: str) -> None:
+    save(url, generation(1))
+    storage.finish(url, None, "job", RUN, 1)
+    assert storage.scan(url, None, "job").finished_step == 1
+    assert storage.scan(url, None, "other").finished_step is None
+    save(url, generation(1, FRESH))
+    assert storage.scan(url, None, "job").finished_step is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"job": 1}', b"\xff\xfe"])
+def test_damaged_manifest_is_passed_over_and_named(url: str, damage: bytes) -> None:
+    save(url, generation(1))
+    save(url, generation(2))
+    storage.Place(url).put("step-0000000002-0000/MANIFEST.json", damage)
+    scan = storage.scan(url, None, "job")
+    assert [manifest.generation.step for manifest in scan.manifests] == [1]
+    assert "step-0000000002-0000" in scan.damaged[0]
+
+
+def test_damaged_latest_is_named_and_the_last_run_taken(url: str) -> None:
+    save(url, generation(1))
+    storage.Place(url).put("latest.json", b"{")
+    scan = storage.scan(url, None, "job")
+    assert len(scan.manifests) == 1
+    assert "latest.json" in scan.damaged[0]
+
+
+def test_truncated_file_is_passed_over(url: str) -> None:
+    save(url, generation(1))
+    manifest = save(url, generation(2))
+    name = f"step-0000000002-0000/{manifest.files[1].name}"
+    storage.Place(url).put(name, DATA[:-5])
+    assert steps(url) == [1]
+    with pytest.raises(Corrupt, match=rf"{manifest.files[1].name} of step 2 .*expected {len(DATA)} bytes"):
+        storage.read(url, None, manifest, 1)
+
+
+@pytest.mark.parametrize(("at", "chunk"), [(0, 0), (CHUNK_BYTES - 1, 0), (CHUNK_BYTES, 1), (len(DATA) - 1, 1)])
+def test_bit_flip_is_named_by_file_chunk_and_generation(url: str, at: int, chunk: int) -> None:
+    manifest = save(url, generation(2), world=1)
+    flipped = bytearray(DATA)
+    flipped[at] ^= 1
+    storage.Place(url).put(f"step-0000000002-0000/{manifest.files[0].name}", bytes(flipped))
+    with pytest.raises(Corrupt, match=rf"{manifest.files[0].name} of step 2 .*chunk {chunk} "):
+        storage.read(url, None, manifest, 0)
+
+
+def test_missing_file_is_storage_failed(url: str) -> None:
+    manifest = save(url, generation(2), world=1)
+    storage.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
+    with pytest.raises(StorageFailed, match="cannot read"):
+        storage.read(url, None, manifest, 0)
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed, match="wrote 3, found 3"):
+        storage.write_shard(str(tmp_path), None, generation(1), 0, 1, [memoryview(b"abc")], 4)
+
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(b"abc")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageFailed, match="No space left") as caught:
+        storage.write_shard(str(tmp_path), None, generation(2), 0, 1, broken(), 4)
+    assert "free some space" in caught.value.hint
+    assert os.listdir(tmp_path / "step-0000000002-0000") == []
+
+
+def test_probe_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageFailed, match="Not a directory|File exists") as caught:
+        storage.probe(str(tmp_path / "file" / "ck"))
+    assert "folder" in caught.value.hint
+    with pytest.raises(StorageFailed, match="nosuch"):
+        storage.probe("nosuch://bucket/ck")
+
+
+def test_probe_of_an_unwritable_folder() -> None:
+    with pytest.raises(StorageFailed, match="cannot") as caught:
+        storage.probe("/proc/self/ck")  # refuses root too
+    assert caught.value.hint
+
+
+def test_claim_is_one_jobs_and_may_be_taken_twice_by_it(url: str) -> None:
+    first, second = (Claim.take(url, None, "job", "pid 1") for _ in range(2))
+    with pytest.raises(SaveToBusy, match=r"'job' \(pid 1\)"):
+        Claim.take(url, None, "other", "pid 2")
+    first.release()
+    with pytest.raises(SaveToBusy):
+        Claim.take(url, None, "other", "pid 2")
+    second.release()
+    Claim.take(url, None, "other", "pid 2").release()
+
+
+HOLD = "from dlrover_hooks.checkpoint.storage import Claim; import sys; c = Claim.take({!r}, None, {!r}, 'other process'); \
+print('held', flush=True); sys.stdin.read()"
+
+
+def test_claim_ends_with_its_process(tmp_path: Path) -> None:
+    """Two live jobs on one URL are refused; a killed one does not stand in the way. Not even the same job's twice."""
+    url = str(tmp_path)
+    code = HOLD.format(url, "theirs")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SaveToBusy, match=r"'theirs' \(other process\)"):
+            Claim.take(url, None, "ours", "us")
+        holder = storage.holder(url)
+        assert holder is not None
+        assert holder.job == "theirs"
+        other.kill()
+        other.wait()
+    Claim.take(url, None, "ours", "us").release()
+
+
+def test_storage_is_torch_free() -> None:
+    code = "import sys, dlrover_hooks.checkpoint.storage, dlrover_hooks.checkpoint.service; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
