@@ -23,7 +23,6 @@ from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterEr
 from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
 from dlrover_hooks.watching import Watcher, Wire
 
-_POLL_MARGIN_S = 10.0
 _AGAIN = (502, 503, 504)
 
 
@@ -156,11 +155,16 @@ class MasterClient:
             fields = msgspec.to_builtins(request)
             path = path.format_map({name: quote(str(value), safe="") for name, value in fields.items()})
         else:
-            body = msgspec.json.encode(request)
-        wait_s = max(left, getattr(request, "timeout_s", 0.0) + _POLL_MARGIN_S) if row.waits else left
+            body = msgspec.json.encode(_within(request, left) if row.waits else request)
         return self._session().request(
-            row.method, self.url + path, data=body, headers=headers, timeout=(max(0.05, min(left, 5.0)), wait_s)
+            row.method, self.url + path, data=body, headers=headers, timeout=(max(0.05, min(left, 5.0)), left)
         )
+
+
+def _within(request: Message, left: float) -> Message:
+    """A long-poll that is answered before the caller gives up."""
+    timeout_s = getattr(request, "timeout_s", None)
+    return request if timeout_s is None else msgspec.structs.replace(request, timeout_s=min(timeout_s, 0.8 * left))
 
 
 def _refusal(response: requests.Response) -> HooksError:

@@ -26,7 +26,6 @@ from dlrover_hooks.protocol import Generation, ShardFile
 
 FIRST_S = 30.0
 _log = logging.getLogger(__name__)
-FIRST_TRAINER_S = 30.0
 
 
 class Keeper:
@@ -110,14 +109,14 @@ class Keeper:
     def _timeout_s(self) -> float | None:
         until = self._deadline
         if until is None and self._life_fd is None and self._alone_since is not None:
-            until = self._alone_since + self._patience_s()
+            until = self._alone_since + self._patience_s
         return None if until is None else max(until - time.monotonic(), 0.0)
 
     def _advance(self) -> None:
         now = time.monotonic()
         if self._deadline is None:
             alone = self._life_fd is None and self._alone_since is not None
-            if alone and (self._finished() or now >= (self._alone_since or 0.0) + self._patience_s()):
+            if alone and (self._finished() or now >= (self._alone_since or 0.0) + self._patience_s):
                 self.end()
         if self._deadline is not None:
             if now >= self._deadline:
@@ -125,10 +124,6 @@ class Keeper:
                 self._over = True
             elif not self._will_begun and not self._hashing.pending and not self._stores.pending:
                 self._write_will()
-
-    def _patience_s(self) -> float:
-        """`linger_s` after the last trainer; the first one gets the time to connect."""
-        return self._linger_s if self._seen_trainer else max(self._linger_s, FIRST_TRAINER_S)
 
     @property
     def _patience_s(self) -> float:

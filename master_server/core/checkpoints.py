@@ -39,8 +39,12 @@ class Open(msgspec.Struct):
 
     generation: Generation
     world_size: int
-    memory: set[int] = set()
-    stored: dict[int, ShardFile] = {}
+    memory: list[bool] = []
+    """By rank: it holds its image; `in_memory` counts them."""
+    stored: list[ShardFile | None] = []
+    """By rank; `in_storage` counts them. Empty again once closed."""
+    in_memory: int = 0
+    in_storage: int = 0
     complete: bool = False
     closed: bool = False
 
@@ -65,7 +69,8 @@ class Kept(msgspec.Struct, frozen=True):
 class Saves(msgspec.Struct):
     """All checkpoint state of one job. `_step`s are optimizer steps of the current attempt."""
 
-    open: dict[int, Open] = {}
+    open: list[Open] = []
+    """By step."""
     newest_complete: Generation | None = None
     committing: list[Commit] = []
     committed: list[Kept] = []
@@ -83,7 +88,7 @@ class Saves(msgspec.Struct):
 
 def begin(saves: Saves, settings: Settings, step: int, complete: Generation | None, now: float) -> None:
     """A new attempt starts after `step`; `complete` is what still lies whole in memory."""
-    saves.open = {}
+    saves.open = []
     saves.newest_complete = complete
     saves.newest_step = saves.persisted_step = step
     saves.persisted_at = now
@@ -150,31 +155,41 @@ def _entry(saves: Saves, settings: Settings, generation: Generation, world_size:
     """The open generation of that step, None if it is older than all that may be open."""
     step = generation.step
     saves.newest_step = max(saves.newest_step, step)
-    if step in saves.open:
-        return saves.open[step]
-    if len(saves.open) >= OPEN and step < min(saves.open):
+    for entry in saves.open:
+        if entry.generation.step == step:
+            return entry
+    if len(saves.open) >= OPEN and step < saves.open[0].generation.step:
         return None
-    saves.open[step] = Open(generation=generation, world_size=world_size)
+    nothing: list[ShardFile | None] = [None] * world_size
+    entry = Open(generation=generation, world_size=world_size, memory=[False] * world_size, stored=nothing)
+    saves.open.append(entry)
+    saves.open.sort(key=lambda one: one.generation.step)
     if len(saves.open) > OPEN:
-        oldest = saves.open.pop(min(saves.open))
-        if oldest.stored and not oldest.closed:
+        oldest = saves.open.pop(0)
+        if oldest.in_storage and not oldest.closed:
             _give_up(saves, settings)
-    return saves.open[step]
+    return entry
+
+
+def _close(entry: Open) -> None:
+    """No more files are counted, and those counted are forgotten."""
+    entry.closed, entry.stored, entry.in_storage = True, [], 0
 
 
 def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
     del job, now
-    entry.memory.add(event.rank)
-    if entry.complete or len(entry.memory) < entry.world_size:
+    entry.in_memory += not entry.memory[event.rank]
+    entry.memory[event.rank] = True
+    if entry.complete or entry.in_memory < entry.world_size:
         return None
     entry.complete = True
     if saves.newest_complete is None or saves.newest_complete < entry.generation:
         saves.newest_complete = entry.generation
     start = saves.cadence.persist_from
-    for _, older in sorted(saves.open.items()):
+    for older in saves.open:
         skipped = not older.complete and not older.closed and older.generation.step < entry.generation.step
-        if skipped and start is not None and older.generation.step >= start and older.stored:
-            older.closed, older.stored = True, {}  # some rank left it out and waits with a newer one
+        if skipped and start is not None and older.generation.step >= start and older.in_storage:
+            _close(older)  # some rank left it out and waits with a newer one
             _give_up(saves, settings)
             break
     return None
@@ -182,20 +197,21 @@ def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event
 
 def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
     assert event.file is not None
+    entry.in_storage += entry.stored[event.rank] is None
     entry.stored[event.rank] = event.file
-    if len(entry.stored) < entry.world_size or settings.save_to is None:
+    if entry.in_storage < entry.world_size or settings.save_to is None:
         return None
-    files = tuple(entry.stored[rank] for rank in range(entry.world_size))
+    files = tuple(file for file in entry.stored if file is not None)
     manifest = Manifest(job=job, generation=entry.generation, world_size=entry.world_size, files=files, created_at=now)
     commit = Commit(url=settings.save_to, options=settings.options, keep=settings.keep, manifest=manifest)
-    entry.closed, entry.stored = True, {}
+    _close(entry)
     saves.committing.append(commit)
     return commit
 
 
 def _count_failed(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> None:
     del job, event, now
-    entry.stored, entry.closed = {}, True
+    _close(entry)
     _give_up(saves, settings)
 
 

@@ -299,6 +299,7 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     job.plan.refused = _refusal(job) if chosen is None and virgin and job.settings.resume == "require" else None
     job.restored_from = chosen.source if chosen else None
     job.attempt = max(job.attempt, chosen.generation.attempt if chosen else 0, _heard(job, fresh=fresh)) + 1
+    current.attempt = job.attempt
     step = chosen.generation.step if chosen else 0
     complete = chosen.generation if chosen is not None and chosen.source is Source.MEMORY else None
     checkpoints.begin(job.saves, job.settings, step, complete, now)
@@ -381,8 +382,8 @@ def _reject(job: Job, current: Round, member: Member, reason: str, now: float, e
 def _vote(job: Job, event: Vote, now: float, effects: Effects) -> Voted:
     current, member = _seat(job, event.incarnation)
     generation = event.generation
-    stale = generation.run != job.run or generation.attempt != job.attempt
-    if stale or current.phase is Phase.ATTACHING or job.finished:
+    stale = generation.run != job.run or generation.attempt != current.attempt
+    if stale or current.attempt == 0 or job.finished:
         raise Stale(
             f"Vote of rank {event.rank} for {generation}, but job {job.name!r} is at attempt {job.attempt} of run "
             f"{job.run[:8]}, round {current.number} ({current.phase.value}).",

@@ -57,6 +57,8 @@ class Round(msgspec.Struct):
     store_prefix: str
     missing: int
     """Live members that have not joined again."""
+    attempt: int = 0
+    """What its members work on; 0 until all have attached."""
     attached: int = 0
     loaded: int = 0
     done: int = 0
@@ -81,7 +83,7 @@ class Rounds(msgspec.Struct):
     waiting: dict[str, Waiting] = {}
     seats: dict[str, str] = {}
     """Agent by the incarnation of a waiting seat."""
-    fixed: dict[int, str] = {}
+    fixed: dict[str, str] = {}
     """Agent by the fixed rank of a waiting seat."""
     min_workers: int = 1
     max_workers: int = 1
@@ -177,7 +179,7 @@ def add(rounds: Rounds, join: Join, now: float) -> bool:
     for seat in join.seats:
         rounds.seats[seat.incarnation] = join.incarnation
         if seat.rank is not None:
-            rounds.fixed[seat.rank] = join.incarnation
+            rounds.fixed[str(seat.rank)] = join.incarnation
         if (place := _place(join.node, seat)) not in rounds.places:
             rounds.places[place] = rounds.places_seen
             rounds.places_seen += 1
@@ -202,7 +204,7 @@ def _unlist(rounds: Rounds, join: Join) -> None:
     for seat in join.seats:
         del rounds.seats[seat.incarnation]
         if seat.rank is not None:
-            del rounds.fixed[seat.rank]
+            del rounds.fixed[str(seat.rank)]
 
 
 def _displaced(rounds: Rounds, join: Join) -> list[str]:
@@ -210,7 +212,7 @@ def _displaced(rounds: Rounds, join: Join) -> list[str]:
 
     Raises BadRequest if another node claims one of the ranks.
     """
-    agents = {rounds.fixed[seat.rank] for seat in join.seats if seat.rank is not None and seat.rank in rounds.fixed}
+    agents = {rounds.fixed[str(seat.rank)] for seat in join.seats if str(seat.rank) in rounds.fixed}
     agents.discard(join.incarnation)
     for agent in agents:
         if (node := rounds.waiting[agent].join.node) != join.node:

@@ -58,7 +58,7 @@ def test_ranks_world_and_place_of_rank_zero(caller_of: CallerOf, job: str) -> No
 
 
 def test_members_change_ranks_again(caller_of: CallerOf, job: str) -> None:
-    """DL-81, DL-84, DL-85: a lost member breaks the round; the survivor is rank 0 of the next, the newcomer behind it."""
+    """DL-81, DL-84, DL-85: a lost member breaks the round; the survivor is rank 0 of the next."""
     for agent, life in (("a", "x"), ("b", "y")):
         caller_of(agent).call(join(agent, 1, lives=life, job=job))
     assert caller_of("b").call(p.AwaitRound(job=job, incarnation="b")).ranks == (1,)
@@ -111,13 +111,16 @@ def test_memory_wins_over_older_storage_and_falls_back_to_it(caller_of: CallerOf
     caller_of("w1").call(bad)
     again = caller_of("w0").call(p.AwaitPlan(job=job, incarnation="w0", after=plan.number))
     assert (again.restore.generation.step, again.restore.source, again.round) == (4, p.Source.STORAGE, 2)
-    assert again.attempt == 3 and "rank 1" in again.fallbacks[0] and "hash" in again.fallbacks[0]
+    assert again.attempt == 3
+    assert "rank 1" in again.fallbacks[0]
+    assert "hash" in again.fallbacks[0]
     with pytest.raises(Stale, match="round 1"):
         caller_of("w0").call(p.Loaded(job=job, incarnation="w0", round=1, ok=True))
     for worker in ("w0", "w1"):
         caller_of(worker).call(p.Loaded(job=job, incarnation=worker, round=2, ok=True))
     last = caller_of("w1").call(p.AwaitPlan(job=job, incarnation="w1", after=again.number))
-    assert last.phase is p.Phase.TRAINING and last.restore == again.restore
+    assert last.phase is p.Phase.TRAINING
+    assert last.restore == again.restore
 
 
 def test_complete_only_when_all_voted(caller_of: CallerOf, job: str) -> None:
@@ -135,7 +138,8 @@ def test_strangers_and_stale_attempts_are_refused(caller_of: CallerOf, job: str)
     started(caller_of, job)
     with pytest.raises(Stale, match="zombie") as stale:
         caller_of("zombie").call(p.Heartbeat(job=job, incarnation="zombie"))
-    assert stale.value.status == 409 and stale.value.hint
+    assert stale.value.status == 409
+    assert stale.value.hint
     with pytest.raises(Stale, match="attempt 1"):
         caller_of("w0").call(vote(0, 4, attempt=2, job=job))
 

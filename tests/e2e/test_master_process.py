@@ -59,7 +59,8 @@ def test_it_describes_itself(live_master: LiveMaster) -> None:
     document = requests.get(live_master.url + "/openapi.json", timeout=10).json()
     openapi_spec_validator.validate(document)
     found = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert found == {(row.method, row.path) for row in p.ROUTES} and document["openapi"].startswith("3.1")
+    assert found == {(row.method, row.path) for row in p.ROUTES}
+    assert document["openapi"].startswith("3.1")
     assert requests.get(live_master.url + "/readyz", timeout=10).json()["status"] == "ready"
     assert requests.get(live_master.url + "/healthz", timeout=10).json()["status"] == "ok"
 
@@ -114,7 +115,8 @@ def test_every_refusal_is_a_problem(
     problem = answer.json()
     assert (answer.status_code, problem["status"]) == (status, status)
     assert answer.headers["content-type"] == "application/problem+json"
-    assert words in problem["detail"] + problem["hint"] and problem["hint"]
+    assert words in problem["detail"] + problem["hint"]
+    assert problem["hint"]
 
 
 def test_too_large_a_body(live_master: LiveMaster) -> None:
@@ -175,7 +177,9 @@ def test_killed_and_back_is_a_pause(live_master: LiveMaster) -> None:
     live_master.restart()
     calling.join(20)
     poll.join(20)
-    assert before.run == "run0" and seated and seated[0].round == 1
+    assert before.run == "run0"
+    assert seated
+    assert seated[0].round == 1
     old = live_master.client("any").call(p.ShowJob("job"))
     live_master.kill()
     live_master.restart()
@@ -201,7 +205,8 @@ def test_death_of_a_connection_breaks_the_round(live_master: LiveMaster) -> None
     victim = subprocess.Popen(
         [sys.executable, "-c", script, live_master.url], stdout=subprocess.PIPE, start_new_session=True
     )
-    assert victim.stdout is not None and victim.stdout.readline() == b"up\n"
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == b"up\n"
     assert not told.is_set()
     victim.kill()
     victim.wait()
@@ -211,7 +216,8 @@ def test_death_of_a_connection_breaks_the_round(live_master: LiveMaster) -> None
     os.killpg(victim.pid, 9)
     victim.stdout.close()
     watch.close()
-    assert heard and seconds < 1.5
+    assert heard
+    assert seconds < 1.5
 
 
 def test_it_ends_quickly_and_with_its_owner(live_master: LiveMaster) -> None:
@@ -222,7 +228,8 @@ def test_it_ends_quickly_and_with_its_owner(live_master: LiveMaster) -> None:
     poll.start()
     watch = client.watch("job", lambda notice: None)
     code, seconds = live_master.terminate()
-    assert code == 0 and seconds < 1.0
+    assert code == 0
+    assert seconds < 1.0
     poll.join(5)
     watch.close()
     live_master.restart()
@@ -264,7 +271,9 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
         }
         for flags, word in cases.items():
             ended = _command(*flags)
-            assert ended.returncode == 78 and word in ended.stderr and "HINT" in ended.stderr
+            assert ended.returncode == 78
+            assert word in ended.stderr
+            assert "HINT" in ended.stderr
             assert "Traceback" not in ended.stderr
 
 
@@ -272,7 +281,8 @@ def test_journal_is_private(live_master: LiveMaster) -> None:
     """It holds storage options: mode 0600, its side files too."""
     live_master.client("agent").call(join())
     files = list(live_master.journal.parent.glob("master.db*"))
-    assert len(files) == 3 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert len(files) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_full_disk_loses_nothing(tmp_path: Path) -> None:
@@ -299,10 +309,10 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
             try:
                 master.client("w0").call(vote(0, step, reason="x" * 2000))
             except JournalFailed as error:
-                assert error.status == 503 and "room" in error.hint
-                refused += 1
+                refused += error.status == 503 and "room" in error.hint
                 break
-        assert refused and agent.call(p.ShowJob("job")).members == before.members
+        assert refused
+        assert agent.call(p.ShowJob("job")).members == before.members
         state = agent.call(p.ShowJob("job"))
         (disk / "filler").unlink()
         master.client("w1").call(vote(1, 500))

@@ -96,7 +96,7 @@ class Recorder(Callback):
         self.note("validation_start", trainer)
 
     def on_validation_end(self, trainer, module):
-        self.note("validation_end", trainer, module.validated[-1])
+        self.note("validation_end", trainer, *module.validated[-1:])
 
     def on_train_epoch_end(self, trainer, module):
         self.note("train_epoch_end", trainer, round(float(trainer.optimizers[0].param_groups[0]["lr"]), 12))

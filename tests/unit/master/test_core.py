@@ -1,0 +1,205 @@
+"""Rules of the core that a random walk meets too seldom."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.master.core import nodes
+from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.testing import MasterFake
+from tests.e2e.job_script import attach, held, join, stored, vote
+
+
+def training(**more: object) -> MasterFake:
+    """Two workers of one node train."""
+    master = MasterFake()
+    master.call(join())
+    for worker in ("w1", "w0"):
+        master.call(attach(worker, **more))
+    return master
+
+
+def ask(master: MasterFake, after: int = 0) -> p.Plan:
+    return master.call(p.AwaitPlan("job", "w0", after))
+
+
+def test_full_restart_keeps_ranks() -> None:
+    """DL-79: new incarnations on the old places get the old ranks, whatever the order in which they come."""
+    master = MasterFake()
+    for node in ("a", "b"):
+        master.call(join(node, 1, lives=node))
+    for node in ("a", "b"):
+        master.call(p.Exited("job", node, f"{node}0", 1))
+    for node in ("b", "a"):
+        master.call(join(node, 1, lives=f"new-{node}"))
+    assert master.call(p.AwaitRound("job", "a", 1)).ranks == (0,)
+
+
+def test_fixed_ranks_are_used() -> None:
+    """torchrun has fixed the ranks: they are what the world gets; a restarted worker displaces its dead self."""
+    master = MasterFake()
+    master.call(join("a", seats=(p.Seat("a0", 0, 1),)))
+    master.call(join("a-again", seats=(p.Seat("a1", 0, 1),), node="node-a"))
+    master.call(join("b", seats=(p.Seat("b0", 0, 0),)))
+    assert master.call(p.AwaitRound("job", "a-again")).ranks == (1,)
+    with pytest.raises(Stale):
+        master.call(p.AwaitRound("job", "a"))
+    with pytest.raises(BadRequest, match="torchrun"):
+        master.call(join("c", seats=(p.Seat("c0", 0, 0), p.Seat("c1", 0))))
+
+
+def test_last_call_lets_latecomers_in() -> None:
+    """ED-55: between min and max the round waits for `last_call_s` after the last join."""
+    master = MasterFake()
+    for index in range(3):
+        master.call(join(str(index), 1, lives=f"{index}-", low=1, high=4, last_call_s=1.0))
+        master.advance(0.6)
+    assert master.state.jobs["job"].rounds.round is None
+    master.advance(0.5)
+    assert master.call(p.AwaitRound("job", "2")).world_size == 3
+
+
+def test_surplus_waits_for_a_place() -> None:
+    """DL-85: whoever is too many gets the seat of the next one that dies."""
+    master = MasterFake()
+    for node in ("a", "b", "c"):
+        master.call(join(node, 1, lives=node))
+    assert master.call(p.AwaitRound("job", "c", timeout_s=0.0)).round is None
+    master.call(p.Leave("job", "a0", p.Departure.PREEMPTED))
+    master.call(join("b", 1, lives="b"))
+    assert master.call(p.AwaitRound("job", "c", timeout_s=0.0)).ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("slots", "found", "step", "source"),
+    [
+        ((held(8, 0), held(8, 1)), (stored(8),), 8, p.Source.MEMORY),
+        ((held(8, 0), held(8, 1)), (stored(9),), 9, p.Source.STORAGE),
+        ((held(8, 0), held(8, 1)), (stored(1, attempt=2),), 1, p.Source.STORAGE),
+        ((held(9, 0), held(8, 0), held(8, 1)), (), 8, p.Source.MEMORY),
+        (tuple(held(8, rank, 3) for rank in range(3)), (), 8, p.Source.MEMORY),
+        ((held(8, 0, 3), held(8, 1, 3)), (stored(2),), 2, p.Source.STORAGE),
+    ],
+)
+def test_restore_choice(slots: tuple[p.Held, ...], found: tuple[p.Manifest, ...], step: int, source: p.Source) -> None:
+    """Newest whole generation; memory before storage at equal age; other world sizes too."""
+    restore = ask(training(held=slots, stored=found, save_to="/tree")).restore
+    assert restore is not None
+    assert (restore.generation.step, restore.source) == (step, source)
+
+
+def test_require_and_never_and_url() -> None:
+    assert "require" in (ask(training(resume="require")).refused or "")
+    never = ask(training(resume="never", held=(held(8, 0), held(8, 1))))
+    assert (never.restore, never.attempt) == (None, 1)
+    other = ask(training(resume="/other", held=(held(8, 0), held(8, 1)), stored=(stored(3),), save_to="/tree"))
+    assert other.restore is not None
+    assert (other.restore.generation.step, other.restore.url) == (3, "/other")
+
+
+def test_storage_knows_the_end() -> None:
+    assert ask(training(finished_step=7, save_to="/tree")).finished_step == 7
+
+
+def test_durable_when_all_have_stored() -> None:
+    """A MANIFEST only of all ranks; then the next persist is due at the next multiple."""
+    master = training(save_to="/tree", persist_every=4, save_every=2)
+    assert ask(master).cadence == p.Cadence(every=2, persist_from=4)
+    master.call(vote(0, 4, p.VoteKind.STORED))
+    assert not master.store.manifests
+    master.call(vote(1, 4, p.VoteKind.STORED))
+    assert [file.rank for file in master.store.manifests[0].files] == [0, 1]
+    beat = master.call(p.Heartbeat("job", "w0"))
+    assert beat.cadence == p.Cadence(every=2, persist_from=8)
+    assert master.call(vote(0, 6)).newest_committed == p.Generation(1, 4, "run0")
+
+
+def test_failed_persist_is_due_again() -> None:
+    master = training(save_to="/tree", persist_every=4, save_every=1)
+    master.call(vote(0, 4, p.VoteKind.STORED))
+    assert master.call(vote(1, 4, p.VoteKind.FAILED)).cadence.persist_from == 5
+    master.store.failure = "no room"
+    for rank in range(2):
+        reply = master.call(vote(rank, 5, p.VoteKind.STORED))
+    assert master.call(p.Heartbeat("job", "w0")).cadence.persist_from == 6
+    assert reply.newest_committed is None
+    assert master.state.jobs["job"].saves.failures == 2
+
+
+def test_cadence_of_time() -> None:
+    """`auto` stalls at most 3.5 %; durations become steps; persisting follows the clock."""
+    master = training(save_to="/tree", persist_every="60s")
+    assert ask(master).cadence == p.Cadence()
+    assert master.call(vote(0, 1, step_s=0.1, copy_s=0.07)).cadence == p.Cadence(every=20)
+    assert master.call(vote(1, 1, step_s=0.1, copy_s=0.08)).cadence == p.Cadence(every=20)
+    master.advance(9.0)
+    for _ in range(6):
+        for worker in ("w0", "w1"):
+            master.call(p.Heartbeat("job", worker))
+        master.advance(9.0)
+    assert master.call(vote(0, 20)).cadence == p.Cadence(every=20, persist_from=21)
+    timed = training(save_every="5s")
+    assert timed.call(vote(0, 1, step_s=0.1)).cadence.every == 50
+    with pytest.raises(BadRequest, match="90s"):
+        training(save_every="soon")
+
+
+def test_two_ways_to_die() -> None:
+    """DL-79: a lost connection kills after 0.5 s, silence after the lease; a sign of life clears suspicion."""
+    every = Nodes(lease_s=10.0, suspicion_s=0.5)
+    for name in ("x", "y"):
+        nodes.beat(every, ("job", name), 0.0)
+        nodes.opened(every, ("job", name), 0.0)
+        nodes.closed(every, ("job", name), 1.0)
+    nodes.opened(every, ("job", "y"), 1.2)
+    assert [lost.incarnation for lost in nodes.verdicts(every, 1.5)] == ["x"]
+    assert nodes.verdicts(every, 9.9) == []
+    assert "heartbeat" in nodes.verdicts(every, 11.3)[0].reason
+
+
+def test_silence_breaks_the_round() -> None:
+    master = training()
+    master.call(p.Heartbeat("job", "w1"))
+    master.advance(9.0)
+    assert not master.call(p.Heartbeat("job", "w0")).broken
+    master.advance(1.5)
+    assert master.call(p.Heartbeat("job", "w0")).broken
+    with pytest.raises(Stale, match="lost"):
+        master.call(vote(1, 3))
+
+
+def test_a_round_waits_for_every_survivor() -> None:
+    """DL-81: nobody is left behind: the next round forms only when each live member has joined again."""
+    master = MasterFake()
+    for node in ("a", "b", "c"):
+        master.call(join(node, 1, lives=node, low=1, high=3, last_call_s=1.0))
+    master.call(p.Exited("job", "a", "a0", -9))
+    master.call(join("a", 1, lives="new", low=1, high=3, last_call_s=0.0))
+    master.call(join("b", 1, lives="b", low=1, high=3, last_call_s=0.0))
+    assert master.call(p.AwaitRound("job", "b", 1, timeout_s=0.0)).round is None
+    master.call(p.Exited("job", "c", "c0", -9))
+    seated = master.call(p.AwaitRound("job", "b", 1, timeout_s=0.0))
+    assert (seated.ranks, seated.world_size) == ((0,), 2)
+
+
+def test_newest_complete_never_goes_back() -> None:
+    """A generation that is completed late does not replace a newer one."""
+    master = training()
+    for rank, step in ((0, 4), (0, 6), (1, 6), (1, 4)):
+        reply = master.call(vote(rank, step))
+    assert reply.newest_complete == p.Generation(1, 6, "run0")
+
+
+def test_a_repeated_event_is_answered_as_before() -> None:
+    """Same key: the first answer. Same key for another event, or an older key: refused."""
+    master = training()
+    key = Key(incarnation="w0", channel="votes", seq=3)
+    first = master.call(vote(0, 4), key=key)
+    master.call(vote(1, 4))
+    assert master.call(vote(0, 4), key=key) == first
+    assert first.newest_complete is None
+    with pytest.raises(Stale, match="count up"):
+        master.call(vote(0, 5), key=key)
