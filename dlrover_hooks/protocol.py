@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Anything that crosses a room: immutable and typed."""
 
 
-class Generation(Message, order=True):
+class Generation(Message, frozen=True, order=True):
     """One checkpoint. Newest means greatest (attempt, step); `run` must agree before two may be compared."""
 
     attempt: int
@@ -41,7 +41,7 @@ class Source(enum.Enum):
     STORAGE = "storage"
 
 
-class Held(Message):
+class Held(Message, frozen=True):
     """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena."""
 
     generation: Generation
@@ -51,7 +51,7 @@ class Held(Message):
     slot: int
 
 
-class Cadence(Message):
+class Cadence(Message, frozen=True):
     """When to save. Save at steps divisible by `every` (0: at powers of two until the master knows the step time).
 
     The first saved step >= `persist_from` is also made durable (None: nothing is due).
@@ -61,7 +61,7 @@ class Cadence(Message):
     persist_from: int | None = None
 
 
-class ShardFile(Message):
+class ShardFile(Message, frozen=True):
     """One rank's durable file of a generation; `chunks` are xxh3-64 hex digests of `chunk_bytes` pieces."""
 
     name: str
@@ -71,7 +71,7 @@ class ShardFile(Message):
     chunks: tuple[str, ...]
 
 
-class Manifest(Message):
+class Manifest(Message, frozen=True):
     """A generation exists in storage if and only if this lies beside its files and their sizes match."""
 
     job: str
@@ -82,7 +82,7 @@ class Manifest(Message):
     format: int = 1
 
 
-class Restore(Message):
+class Restore(Message, frozen=True):
     """What every rank of a round loads."""
 
     generation: Generation
@@ -101,7 +101,7 @@ class Phase(enum.Enum):
     BROKEN = "broken"
 
 
-class Seat(Message):
+class Seat(Message, frozen=True):
     """One worker to be. `rank` is set only when a foreign launcher (torchrun) has already fixed it."""
 
     incarnation: str
@@ -128,7 +128,7 @@ class VoteKind(enum.Enum):
 # ---- requests and replies ---------------------------------------------------------------------------------------------
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """Ask for `seats` in the next round of `job`, created here if unknown. Reply at once; `AwaitRound` waits for ranks.
 
     `incarnation` speaks for the seats: an agent, or the one worker itself.
@@ -149,14 +149,14 @@ class Join(Message):
     """Start a new run even if older generations of this job are found."""
 
 
-class Joined(Message):
+class Joined(Message, frozen=True):
     job: str
     run: str
     finished: bool = False
     finished_step: int | None = None
 
 
-class AwaitRound(Message):
+class AwaitRound(Message, frozen=True):
     """Long-poll until a round newer than `after` seats `incarnation`'s seats, or `timeout_s` passes."""
 
     job: str
@@ -165,7 +165,7 @@ class AwaitRound(Message):
     timeout_s: float = 20.0
 
 
-class Seated(Message):
+class Seated(Message, frozen=True):
     """`round` None: nothing yet, ask again."""
 
     round: int | None = None
@@ -179,7 +179,7 @@ class Seated(Message):
     store_prefix: str = ""
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """A worker process is up and takes its seat. The first one names where checkpoints go."""
 
     job: str
@@ -201,14 +201,14 @@ class Attach(Message):
     """Storage says that this run already ended at this step; sent by global rank 0 only."""
 
 
-class Attached(Message):
+class Attached(Message, frozen=True):
     run: str
     round: int
     rank: int
     world_size: int
 
 
-class AwaitPlan(Message):
+class AwaitPlan(Message, frozen=True):
     """Long-poll for the restore choice of the current round, newer than plan `after`."""
 
     job: str
@@ -217,7 +217,7 @@ class AwaitPlan(Message):
     timeout_s: float = 20.0
 
 
-class Plan(Message):
+class Plan(Message, frozen=True):
     """What this rank does next. `number` None: nothing yet, ask again. Numbers only count up."""
 
     number: int | None = None
@@ -236,7 +236,7 @@ class Plan(Message):
     """Generations given up on the way to this plan, with the reason each."""
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True):
     """This rank holds the restore choice (`ok`) or cannot (`reason`): then a new round is formed without it."""
 
     job: str
@@ -246,14 +246,14 @@ class Loaded(Message):
     reason: str = ""
 
 
-class Vitals(Message):
+class Vitals(Message, frozen=True):
     cpu_percent: float = 0.0
     memory_bytes: int = 0
     gpu_percent: float | None = None
     gpu_memory_bytes: int | None = None
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Refreshes the lease; never journaled."""
 
     job: str
@@ -262,7 +262,7 @@ class Heartbeat(Message):
     vitals: Vitals | None = None
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     round: int = 0
     broken: bool = False
     """The round lost a member: stop at the next step, the agent or launcher re-forms it."""
@@ -270,7 +270,7 @@ class Beat(Message):
     cadence: Cadence = Cadence()
 
 
-class Watch(Message):
+class Watch(Message, frozen=True):
     """One open connection per worker: its end is the worker's. Answered only when the round breaks or the job ends.
 
     `after`: the round of the last notice, so that one break is told once and the connection stays open.
@@ -281,13 +281,13 @@ class Watch(Message):
     after: int = 0
 
 
-class Notice(Message):
+class Notice(Message, frozen=True):
     round: int
     broken: bool = False
     finished: bool = False
 
 
-class Exited(Message):
+class Exited(Message, frozen=True):
     """An agent's waitpid: `worker` is dead, no need to wait for the suspicion to pass. `exit_code` < 0: a signal."""
 
     job: str
@@ -296,14 +296,14 @@ class Exited(Message):
     exit_code: int
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     job: str
     incarnation: str
     reason: Departure
     step: int = 0
 
 
-class Vote(Message):
+class Vote(Message, frozen=True):
     job: str
     incarnation: str
     generation: Generation
@@ -318,29 +318,29 @@ class Vote(Message):
     """Seconds the save held up the step."""
 
 
-class Voted(Message):
+class Voted(Message, frozen=True):
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
     cadence: Cadence = Cadence()
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """An empty success."""
 
 
-class ListJobs(Message):
+class ListJobs(Message, frozen=True):
     pass
 
 
-class Jobs(Message):
+class Jobs(Message, frozen=True):
     jobs: tuple[str, ...]
 
 
-class ShowJob(Message):
+class ShowJob(Message, frozen=True):
     job: str
 
 
-class MemberView(Message):
+class MemberView(Message, frozen=True):
     incarnation: str
     node: str
     rank: int
@@ -351,7 +351,7 @@ class MemberView(Message):
     vitals: Vitals | None = None
 
 
-class JobView(Message):
+class JobView(Message, frozen=True):
     job: str
     run: str
     attempt: int
@@ -366,7 +366,7 @@ class JobView(Message):
     finished_step: int | None = None
 
 
-class Problem(Message):
+class Problem(Message, frozen=True):
     """RFC 9457 body of every error. `type` is the error's name in `dlrover_hooks.errors`."""
 
     type: str
@@ -379,7 +379,7 @@ class Problem(Message):
 # ---- routes -----------------------------------------------------------------------------------------------------------
 
 
-class Route(Message):
+class Route(Message, frozen=True):
     """One row: how `request` travels. GET fills path and query from the fields; POST sends the struct as JSON.
 
     `event`: changes state, so it is journaled and carries an idempotency key. `waits`: a long-poll.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.pytorch import Callback, Trainer
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -70,6 +71,25 @@ def unwrap(trainer: Trainer) -> None:
 def dump(trainer: Trainer) -> dict[str, Any]:
     """The whole training state as Lightning itself would save it, hooks included."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def replace_loader_states(trainer: Trainer, checkpoint: dict[str, Any], state_of: Callable[[Any], Any]) -> None:
+    """Put `state_of(loader)` (None: as it is) for each stateful training loader into a dumped `checkpoint`."""
+    combined, loop = trainer.fit_loop._combined_loader, checkpoint.get("loops", {}).get("fit_loop", {})
+    if combined is None or not (states := loop.get("state_dict", {}).get("combined_loader")):
+        return
+    stateful = [loader for loader in combined.flattened if isinstance(loader, _Stateful)]
+    loop["state_dict"]["combined_loader"] = [state_of(one) or old for one, old in zip(stateful, states, strict=True)]
+
+
+def load_pending_loader_states(trainer: Trainer) -> None:
+    """Lightning forgets the loaders' states of a `ckpt_path` if the loaders were needed before it was read
+    (`estimated_stepping_batches` in `configure_optimizers`): the data would silently start over.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader_states_to_load and loop._combined_loader is not None and loop._data_fetcher is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
 
 
 def batches_that_stepped(checkpoint: dict[str, Any]) -> int:

@@ -209,6 +209,8 @@ class ElasticCallback(Callback):
             lightning = self._restored.state["lightning"]
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
+        else:
+            private.load_pending_loader_states(trainer)
         if self._checkpoint:
             tree.flatten(self._state(trainer))
 
@@ -243,6 +245,10 @@ class ElasticCallback(Callback):
                 checkpoint[key] = _plain(checkpoint[key])
         return {"lightning": checkpoint, "bucket_order": self._buckets.names if self._buckets is not None else []}
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
+        private.replace_loader_states(trainer, checkpoint, _marked)
+
     # ---- the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -265,6 +271,13 @@ class ElasticCallback(Callback):
         self._loaders.clear()
         if session is not None:
             session.leave(reason, trainer.global_step)
+
+
+def _marked(loader: Any) -> dict[str, Any] | None:
+    """The data state that includes the step just taken; None for a loader that is not ours."""
+    if not isinstance(loader, ElasticLoader):
+        return None
+    return loader.state_dict() | {"cursor": loader.sampler.progress.marked}
 
 
 def _plain(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def header_bytes(layout: Layout, metadata: Mapping[str, str]) -> bytes:
     return _header(layout.table, metadata, layout.header_bytes)
 
 
-def parse(view: memoryview | bytes) -> Header:
+def parse(view: memoryview | bytes | bytearray) -> Header:
     """Read the header of the image that begins `view`.
 
     Raises:

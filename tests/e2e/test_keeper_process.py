@@ -128,7 +128,7 @@ def train_for_ever(attempt: int, size: int) -> NoReturn:
 
 
 def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
-    """20 SIGKILLs, each while a slot is being written: another slot is restored, bit for bit, and is the newest whole."""
+    """20 SIGKILLs, each while a slot is being written: another slot is restored, bit-exact."""
     keeper, size, inside, seed = kept.keeper(), 4 << 20, 0, random.randrange(1 << 30)
     reader = kept.trainer(1)
     chance = random.Random(seed)
@@ -218,14 +218,31 @@ def test_killed_keeper_does_not_stop_training(kept: Kept, runtime: Path) -> None
         kept.kill_at_end(pid)
         assert trainer.save(step, state(step)) is not None
         kept.notice(wire.Hashed)
-        assert [one.generation.step for one in trainer.held()] == [step]
+        assert step in {one.generation.step for one in trainer.held()}
         os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: not Path(f"/proc/{pid}/fd/0").exists(), "the keeper's end")
-        until(lambda step=step: trainer.save(100 + step, state(step)), "a save in a new keeper")
+        until(lambda pid=pid: ended(pid), "the keeper's end")
+        until(lambda step=step: saved_anew(trainer, 100 + step), "a save in a new keeper")
+        kept.notice(wire.Hashed)
     assert trainer.save(3, state(3)) is not None
     kept.kill_at_end(hello_pid())
     assert trainer.error is None
     assert 3 in {one.generation.step for one in trainer.held()}
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def saved_anew(trainer: Checkpointer, step: int) -> bool:
+    """A save may still go into the pages of a keeper whose death was not noticed yet; it must not raise then."""
+    saved = trainer.save(step, state(step))
+    try:
+        return saved is not None and step in {one.generation.step for one in trainer.held()}
+    except KeeperAway:
+        return False
 
 
 def hello_pid() -> int:
@@ -237,9 +254,7 @@ def hello_pid() -> int:
 
 
 @pytest.mark.parametrize("how", ["pipe", "SIGTERM"])
-def test_launched_keeper_makes_the_last_generation_durable(
-    kept: Kept, runtime: Path, tmp_path: Path, how: str
-) -> None:
+def test_launched_keeper_makes_the_last_generation_durable(kept: Kept, runtime: Path, tmp_path: Path, how: str) -> None:
     life, ours = os.pipe()
     keeper = kept.keeper("--life-fd", str(life), pass_fds=(life,))
     os.close(life)

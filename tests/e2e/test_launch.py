@@ -41,7 +41,7 @@ class Launched:
         while not condition(lives := self.read()):
             assert time.monotonic() < deadline, (lives, self.process.poll())
             assert self.process.poll() is None, self.process.communicate()
-            self.process.wait(0.05) if self.process.poll() is not None else _pause()
+            _pause()
         return lives
 
     def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
@@ -63,6 +63,24 @@ def _pause() -> None:
     import select
 
     select.select([], [], [], 0.02)
+
+
+def all_gone(pids: list[int], timeout_s: float = 5.0) -> bool:
+    """True once none of them runs any more (a zombie waiting for init to reap it does not run)."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        running = [pid for pid in pids if psutil.pid_exists(pid) and not _is_zombie(pid)]
+        if not running:
+            return True
+        _pause()
+    return False
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 ALIVE = """
@@ -129,7 +147,7 @@ def test_a_killed_worker_restarts_all_and_its_forked_children_end(launch: Callab
     assert code == 0, errors
     assert sorted(life["life"] for life in lives) == [0, 0, 1, 1]
     assert {life["port"] for life in lives if life["life"] == 1} != {first[0]["port"]}
-    assert not any(psutil.pid_exists(life[key]) for life in lives for key in ("pid", "child"))
+    assert all_gone([life[key] for life in lives for key in ("pid", "child")])
     assert f"worker {first[0]['rank']} died (SIGKILL)" in errors
 
 

@@ -44,7 +44,9 @@ def some(rank: int = 0) -> dict[str, torch.Tensor]:
 
 
 SPECS = st.lists(
-    st.tuples(st.text(min_size=1, max_size=8), st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)),
+    st.tuples(
+        st.text(min_size=1, max_size=8), st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)
+    ),
     max_size=12,
     unique_by=lambda row: row[0],
 )
@@ -135,5 +137,9 @@ def test_stock_dcp_reads_all_ranks_files(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # torch's own, about running without a process group
         dcp.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    info = json.loads(image.parse((tmp_path / "shard-00002-model-00001-of-00001.safetensors").read_bytes()).metadata["DCP_SHARDING_INFO"])
+    info = json.loads(
+        image.parse((tmp_path / "shard-00002-model-00001-of-00001.safetensors").read_bytes()).metadata[
+            "DCP_SHARDING_INFO"
+        ]
+    )
     assert info == {"rank.1.rng": {"saved_offsets": [0]}}

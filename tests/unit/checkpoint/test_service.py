@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import uuid
@@ -71,11 +72,13 @@ def test_a_slow_store_holds_up_nobody_and_its_slot_is_not_reused(
     generations = {seat: first.save(1) for seat in (0,)}
     first.trainer.complete(generations[0])
     first.trainer.persist(generations[0])
+    newest = None
     for step in range(2, 8):
         newest = first.save(step)
         assert newest is not None
     second = Rank(1)
     assert second.save(1) is not None
+    assert newest is not None
     first.trainer.complete(newest)
     assert first.save(8) is not None
     assert first.save(9) is None
@@ -121,6 +124,8 @@ def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
     hung.save(1)
     assert [one.generation.step for one in fresh.trainer.held()] == [1]
     fresh.save(2)
+    pages = [os.fstat(rank.trainer._arena.fd).st_ino for rank in (hung, fresh) if rank.trainer._arena]
+    assert len(set(pages)) == 2
     hung.trainer.save(3, {"state": {"w": np.full(100, 3)}})  # into the old pages, which nobody hashes any more
     assert {one.generation.step for one in fresh.trainer.held()} == {1, 2}
     for rank in (hung, fresh):

@@ -58,7 +58,12 @@ def test_no_torch_operation_runs_for_contiguous_cpu_tensors() -> None:
 
 def test_views_and_conjugates_are_saved_as_they_read() -> None:
     base = torch.randn(6, 4)
-    tensors = {"t": base.t(), "part": base[::2, 1], "conj": torch.tensor([1 + 2j]).conj(), "wide": base[:1].expand(5, 4)}
+    tensors = {
+        "t": base.t(),
+        "part": base[::2, 1],
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "wide": base[:1].expand(5, 4),
+    }
     data, header = put(tensors)
     for name, tensor in snapshot.load(memoryview(data), header, tensors).items():
         assert torch.equal(tensor, tensors[name])
@@ -74,7 +79,9 @@ def test_numpy_arrays_too() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_bytes_are_shared_out_exactly(threads: int) -> None:
-    tensors = {f"t{i}": torch.randint(0, 255, (size,), dtype=torch.uint8) for i, size in enumerate((9 << 20, 1, 4 << 20, 77))}
+    tensors = {
+        f"t{i}": torch.randint(0, 255, (size,), dtype=torch.uint8) for i, size in enumerate((9 << 20, 1, 4 << 20, 77))
+    }
     data, header = put(tensors, threads)
     loaded = snapshot.load(memoryview(data), header, tensors, Copier(threads))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

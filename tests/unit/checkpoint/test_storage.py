@@ -86,8 +86,8 @@ def test_retention_keeps_the_newest_of_this_run(url: str) -> None:
 
 def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
     old, new = save(url, generation(1)), save(url, generation(2))
-    storage.commit(url, None, old, 2)
     storage.commit(url, None, new, 2)
+    storage.commit(url, None, old, 2)
     assert steps(url) == [2, 1]
     assert b'"step":2' in (storage.Place(url).read("latest.json") or b"")
 
@@ -183,7 +183,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_probe_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageFailed, match="Not a directory|File exists") as caught:
+    with pytest.raises(StorageFailed, match=r"Not a directory|File exists") as caught:
         storage.probe(str(tmp_path / "file" / "ck"))
     assert "folder" in caught.value.hint
     with pytest.raises(StorageFailed, match="nosuch"):
@@ -207,15 +207,19 @@ def test_claim_is_one_jobs_and_may_be_taken_twice_by_it(url: str) -> None:
     Claim.take(url, None, "other", "pid 2").release()
 
 
-HOLD = "from dlrover_hooks.checkpoint.storage import Claim; import sys; c = Claim.take({!r}, None, {!r}, 'other process'); \
-print('held', flush=True); sys.stdin.read()"
+HOLD = (
+    "from dlrover_hooks.checkpoint.storage import Claim; import sys; "
+    "c = Claim.take({!r}, None, {!r}, 'other process'); print('held', flush=True); sys.stdin.read()"
+)
 
 
 def test_claim_ends_with_its_process(tmp_path: Path) -> None:
     """Two live jobs on one URL are refused; a killed one does not stand in the way. Not even the same job's twice."""
     url = str(tmp_path)
     code = HOLD.format(url, "theirs")
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(SaveToBusy, match=r"'theirs' \(other process\)"):
@@ -229,5 +233,7 @@ def test_claim_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_storage_is_torch_free() -> None:
-    code = "import sys, dlrover_hooks.checkpoint.storage, dlrover_hooks.checkpoint.service; print('torch' in sys.modules)"
+    code = (
+        "import sys, dlrover_hooks.checkpoint.storage, dlrover_hooks.checkpoint.service; print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

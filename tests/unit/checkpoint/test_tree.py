@@ -28,7 +28,9 @@ LEAVES = (
     | st.timedeltas()
     | st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), pathlib.Path("/a/b")])
 )
-KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.sampled_from(["$tuple", "$", "$$x", "a.b", "__metadata__"])
+KEYS = (
+    st.text(max_size=4) | st.integers() | st.booleans() | st.sampled_from(["$tuple", "$", "$$x", "a.b", "__metadata__"])
+)
 TREES = st.recursive(
     LEAVES,
     lambda inner: (

@@ -1,0 +1,379 @@
+"""`ElasticCallback` in a real Trainer, one process: resume, refusals, and what it must leave alone (DL-56, DL-57, DL-90)."""
+
+import json
+import logging
+import uuid
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.errors import DataMismatch, NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
+from dlrover_hooks.integrations.lightning import ElasticCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Crash(Exception):
+    pass
+
+
+class Numbers(Dataset):
+    def __init__(self, n: int = 20) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), index / 10), index
+
+
+class Net(LightningModule):
+    """Keeps the ids of every step; `crash_at` breaks off in that step."""
+
+    def __init__(self, crash_at: int | None = None, **hyper: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(hyper)
+        self.layer, self.crash_at = nn.Linear(3, 1), crash_at
+        self.seen: list[tuple[int, int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.crash_at == self.global_step:
+            raise Crash
+        self.seen += [(self.current_epoch, self.global_step, index) for index in batch[1].tolist()]
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = f"lightning-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+def fit(model: Net, elastic: ElasticCallback | None, n: int = 20, seed: int = 1, ckpt_path: str | None = None,
+        callbacks: tuple[Callback, ...] = (), loader: Any = None, **options: Any) -> Trainer:  # fmt: skip
+    seed_everything(seed, verbose=False)
+    given = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+             "enable_progress_bar": False, "enable_model_summary": False} | options  # fmt: skip
+    trainer = Trainer(callbacks=[*([elastic] if elastic is not None else []), *callbacks], **given)
+    trainer.fit(model, loader or DataLoader(Numbers(n), batch_size=4, shuffle=True), ckpt_path=ckpt_path)
+    return trainer
+
+
+def crash(job: str, at: int, **options: Any) -> Net:
+    model = Net(crash_at=at)
+    with pytest.raises(Crash):
+        fit(model, ElasticCallback(job=job, save_every=1, **options))
+    return model
+
+
+def surviving(before: Net, after: Net) -> list[tuple[int, int, int]]:
+    first = after.seen[0][1]
+    return [seen for seen in before.seen if seen[1] < first] + after.seen
+
+
+def exactly_once(seen: list[tuple[int, int, int]], n: int = 20, epochs: int = 2) -> bool:
+    return Counter((epoch, index) for epoch, _, index in seen) == Counter((e, i) for e in range(epochs) for i in range(n))
+
+
+def test_resumes_from_memory_without_a_path(job: str) -> None:
+    """A new Trainer and model of the same job go on where the last whole generation stood (DL-57, ED-35)."""
+    before, after, elastic = crash(job, 7), Net(), ElasticCallback(job=job, save_every=1)
+    fit(after, elastic)
+    assert after.seen[0][1] == 7
+    assert exactly_once(surviving(before, after))
+
+
+def test_re_entering_fit_continues_in_the_epoch(job: str) -> None:
+    """The same Trainer again: Lightning alone repeats the epoch and visited 24 of 40 samples."""
+    elastic, model = ElasticCallback(job=job, save_every=1), Net(crash_at=3)
+    trainer = Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False, callbacks=[elastic])  # fmt: skip
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    with pytest.raises(Crash):
+        trainer.fit(model, loader)
+    model.crash_at = None
+    trainer.fit(model, loader)
+    assert [step for _, step, _ in model.seen] == sorted(step for _, step, _ in model.seen)
+    assert exactly_once(model.seen)
+
+
+def test_a_finished_job_has_nothing_left_to_do(job: str, tmp_path: Path) -> None:
+    """Launched again it restores the last weights, trains nothing and returns; a higher limit goes on from there."""
+    save_to = str(tmp_path / "ckpt")
+    first, again, more, anew = Net(), Net(), Net(), Net()
+    fit(first, ElasticCallback(save_to, job=job))
+    fit(again, ElasticCallback(save_to, job=job), seed=1)
+    assert again.seen == []
+    assert torch.equal(first.layer.weight, again.layer.weight)
+    fit(more, ElasticCallback(save_to, job=job), max_epochs=3)
+    assert {epoch for epoch, _, _ in more.seen} == {2}
+    assert len(more.seen) == 20
+    fit(anew, ElasticCallback(save_to, job=job, resume="never"))
+    assert exactly_once(anew.seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"n": 19}, "n"), ({"seed": 2}, "seed")],
+)
+def test_other_data_on_resume_is_refused_and_nothing_is_lost(job: str, tmp_path: Path, change: dict[str, int], named: str) -> None:
+    """A changed length or seed would train on the wrong samples silently; the checkpoint stays (ED-25)."""
+    save_to = str(tmp_path / "ckpt")
+    before = crash(job, 6, save_to=save_to, persist_every=1)
+    with pytest.raises(DataMismatch, match=named):
+        fit(Net(), ElasticCallback(save_to, job=job, save_every=1), **change)
+    after = Net()
+    fit(after, ElasticCallback(save_to, job=job, save_every=1))
+    assert exactly_once(surviving(before, after))
+
+
+def test_require_says_that_nothing_was_found(job: str, tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint, match=job):
+        fit(Net(), ElasticCallback(str(tmp_path), job=job, resume="require"))
+
+
+def test_a_damaged_file_falls_back_to_the_generation_before(job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One flipped bit in the newest durable file: named in the log, and the run goes on one generation earlier."""
+    save_to = tmp_path / "ckpt"
+    before, during = Net(), []
+
+    class Stop(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            raise Crash
+
+    with pytest.raises(Crash):
+        fit(before, ElasticCallback(str(save_to), job=job, save_every=1, persist_every=1, keep=3), callbacks=(Stop(),))
+    for process in psutil.process_iter(["cmdline"]):
+        if any(job in part for part in process.info["cmdline"] or ()):
+            process.kill()  # the memory is gone, only storage is left
+            process.wait(5)
+    newest = json.loads((save_to / "latest.json").read_text())
+    folder = max(save_to.glob("step-*"))
+    assert str(folder.name).split("-")[1].lstrip("0") in json.dumps(newest)
+    (file,) = folder.glob("shard-*")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+    after = Net()
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        fit(after, ElasticCallback(str(save_to), job=job, save_every=1))
+    assert file.name in caplog.text
+    assert exactly_once(surviving(before, after))
+    assert not during
+
+
+def test_two_live_jobs_on_one_url_are_refused(job: str, tmp_path: Path) -> None:
+    seen: list[BaseException] = []
+
+    class Second(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if not seen:
+                import subprocess
+                import sys
+
+                code = (
+                    "import sys; sys.path.insert(0, sys.argv[1])\n"
+                    "from dlrover_hooks.config import load, place\nfrom dlrover_hooks.session import Session\n"
+                    "from dlrover_hooks.errors import SaveToBusy\nfrom dlrover_hooks.protocol import Departure\n"
+                    "session = Session(load(save_to=sys.argv[2], job=sys.argv[3]), place())\n"
+                    "try:\n    session.join()\nexcept SaveToBusy as error:\n    print('refused', error)\n"
+                    "session.leave(Departure.DONE)\n"
+                )
+                root = str(Path(__file__).parents[2])
+                found = subprocess.run([sys.executable, "-c", code, root, str(tmp_path), f"{job}-other"],
+                                       capture_output=True, text=True, timeout=50)  # fmt: skip
+                seen.append(SaveToBusy(found.stdout + found.stderr))
+
+    fit(Net(), ElasticCallback(str(tmp_path), job=job), callbacks=(Second(),))
+    assert str(seen[0]).startswith("refused")
+    assert job in str(seen[0])
+
+
+def test_a_checkpoint_of_lightnings_own_resumes_exactly_once(job: str, tmp_path: Path) -> None:
+    """ModelCheckpoint saves inside a step, where the loader's commit is still one step behind the model."""
+    kept = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    before, after = Net(crash_at=7), Net()
+    with pytest.raises(Crash):
+        fit(before, ElasticCallback(checkpoint=False), callbacks=(kept,), enable_checkpointing=True)
+    path = str(tmp_path / "step=6.ckpt")
+    fit(after, ElasticCallback(checkpoint=False), ckpt_path=path)
+    assert after.seen[0][1] == 6
+    assert exactly_once(surviving(before, after))
+
+
+def test_an_explicit_path_wins_unless_ours_is_newer_in_the_same_run(job: str, tmp_path: Path) -> None:
+    kept = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    before = Net(crash_at=7)
+    with pytest.raises(Crash):
+        fit(before, ElasticCallback(job=job, save_every=1), callbacks=(kept,), enable_checkpointing=True)
+    newer = Net(crash_at=8)
+    with pytest.raises(Crash):
+        fit(newer, ElasticCallback(job=job, save_every=1), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert newer.seen[0][1] == 7, "ours is of the same run and newer"
+    other = Net()
+    fit(other, ElasticCallback(job=f"{job}-b", save_every=1), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert other.seen[0][1] == 3, "another run has nothing newer: the path wins"
+    assert exactly_once(surviving(before, other))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"fast_dev_run": True}, "fast_dev_run"), ({"overfit_batches": 2}, "overfit_batches")],
+)
+def test_stands_aside_and_says_so(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("dlrover_hooks.integrations.lightning.rank_zero_info", said.append)
+    elastic = ElasticCallback()
+    fit(Net(), elastic, **options)
+    assert elastic.session is None
+    assert [why in text for text in said] == [True]
+
+
+def test_validate_and_test_are_left_alone(job: str) -> None:
+    class Checked(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert batch[1].tolist() == list(range(batch_idx * 4, min(20, batch_idx * 4 + 4)))
+
+    elastic, model = ElasticCallback(job=job), Checked()
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                      callbacks=[elastic])  # fmt: skip
+    assert trainer.validate(model, DataLoader(Numbers(), batch_size=4), verbose=False) == [{}]
+    assert elastic.session is None
+
+
+def test_a_callback_state_that_cannot_be_saved_is_named_before_training(job: str) -> None:
+    class Awkward(Callback):
+        state_key = "Awkward"
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"handle": object()}
+
+    model = Net()
+    with pytest.raises(UnsupportedState, match="Awkward"):
+        fit(model, ElasticCallback(job=job), callbacks=(Awkward(),))
+    assert model.seen == []
+
+
+def test_a_hyper_parameter_that_cannot_be_saved_becomes_its_repr(job: str) -> None:
+    before = Net(crash_at=3, activation=nn.ReLU(), width=3)
+    with pytest.raises(Crash):
+        fit(before, ElasticCallback(job=job, save_every=1))
+    elastic, after = ElasticCallback(job=job), Net()
+    restored: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            assert elastic.restored is not None
+            restored.update(elastic.restored.state["lightning"]["hyper_parameters"])
+
+    fit(after, elastic, callbacks=(Look(),))
+    assert restored == {"activation": "ReLU()", "width": 3}
+
+
+@pytest.mark.parametrize("kind", ["loader", "module", "datamodule", "dict"])
+def test_the_sampler_goes_in_however_the_loader_comes(job: str, kind: str) -> None:
+    """Through the trainer's data source: a loader, a collection, a module's or a DataModule's method."""
+    from lightning.pytorch import LightningDataModule
+
+    def make() -> DataLoader:
+        return DataLoader(Numbers(), batch_size=4, shuffle=True)
+
+    class WithLoader(Net):
+        def train_dataloader(self) -> DataLoader:
+            return make()
+
+    class Module(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return make()
+
+    class Named(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch["text"], batch_idx)
+
+    kinds: dict[str, Callable[[], tuple[Net, dict[str, Any]]]] = {
+        "loader": lambda: (Net(), {"train_dataloaders": make()}),
+        "module": lambda: (WithLoader(), {}),
+        "datamodule": lambda: (Net(), {"datamodule": Module()}),
+        "dict": lambda: (Named(), {"train_dataloaders": {"text": make()}}),
+    }
+    model, given = kinds[kind]()
+    found: list[Any] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            found.extend(trainer.fit_loop._combined_loader.flattened)  # pyright: ignore[reportOptionalMemberAccess]
+
+    trainer = Trainer(max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False, callbacks=[ElasticCallback(job=job), Look()])  # fmt: skip
+    trainer.fit(model, **given)
+    assert [type(loader) for loader in found] == [ElasticLoader]
+    assert exactly_once(model.seen, epochs=1)
+
+
+def test_an_epoch_cut_short_is_not_gone_back_to(job: str) -> None:
+    """limit_train_batches=3 of 5: the next epoch begins anew, over a restart too, and no step is trained twice."""
+    before, after = Net(crash_at=4), Net()
+    with pytest.raises(Crash):
+        fit(before, ElasticCallback(job=job, save_every=1), limit_train_batches=3)
+    fit(after, ElasticCallback(job=job, save_every=1), limit_train_batches=3)
+    calm = Net()
+    fit(calm, None, limit_train_batches=3)
+    seen = surviving(before, after)
+    assert [seen.count(one) for one in seen] == [1] * len(seen)
+    assert Counter(epoch for epoch, _, _ in seen) == Counter(epoch for epoch, _, _ in calm.seen) == {0: 12, 1: 12}
+
+
+def test_mid_window_requests_are_no_quiet_points(job: str) -> None:
+    """With accumulation the loop counts batches ahead of commits: a crash in mid-window replays the window."""
+
+    class MidWindow(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.crash_at is not None and batch_idx == 3:
+                raise Crash
+            return super().training_step(batch, batch_idx)
+
+    before, after = MidWindow(crash_at=99), Net()
+    with pytest.raises(Crash):
+        fit(before, ElasticCallback(job=job, save_every=1), accumulate_grad_batches=2)
+    fit(after, ElasticCallback(job=job, save_every=1), accumulate_grad_batches=2)
+    assert after.seen[0][1] == 1
+    assert exactly_once(surviving(before, after))
+
+
+def test_several_workers_without_a_master_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that do not know of each other would each train on everything (DL-80)."""
+    from dlrover_hooks.config import load, place
+    from dlrover_hooks.session import Session
+
+    with pytest.raises(UsageError, match="2 workers need a master"):
+        Session(load({}), place({}, rank=0, world_size=2))
+
+
+def test_disable_turns_every_hook_into_a_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLROVER_HOOKS_DISABLE", "1")
+    elastic, model = ElasticCallback(), Net()
+    fit(model, elastic)
+    assert elastic.session is None
+    assert exactly_once(model.seen)
+
+
+warnings.filterwarnings("ignore", module="lightning")
