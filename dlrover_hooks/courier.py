@@ -42,6 +42,8 @@ class Courier:
         self.error: HooksError | None = None
         self.newest_complete: p.Generation | None = None
         self.newest_committed: p.Generation | None = None
+        self.failed: set[p.Generation] = set()
+        """Generations that this rank could not make durable; `Session.finish` saves the last one again."""
         self.cadence = p.Cadence()
         self.step = 0
         self.step_s = 0.0
@@ -97,7 +99,7 @@ class Courier:
         if isinstance(notice, _Saved):
             self._durable.saved(notice.generation)
             if notice.durable:
-                self._to_persist.append(notice.generation)
+                self._plan_persist(notice.generation)
             self._persist_if_due()
         elif isinstance(notice, Hashed):
             copy_s = self._copy_s.pop(notice.generation, 0.0)
@@ -107,14 +109,21 @@ class Courier:
         elif isinstance(notice, Persisted):
             self._unsent.append(self._vote(notice.generation, p.VoteKind.STORED, file=notice.file))
         else:
-            self._failed(notice.generation, notice.reason)
+            self._failed(notice.generation, notice.reason, gone=notice.gone)
 
-    def _failed(self, generation: p.Generation, reason: str) -> None:
+    def _failed(self, generation: p.Generation, reason: str, *, gone: bool) -> None:
+        self.failed.add(generation)
         self._unsent.append(self._vote(generation, p.VoteKind.FAILED, reason=reason))
-        self.error = self.error or StorageFailed(
-            f"rank {self._rank} could not make {generation} durable: {reason}",
-            hint='make room or mend the checkpoint URL; memory checkpoints go on; on_error="warn" trains on regardless',
-        )
+        if not gone:
+            self.error = self.error or StorageFailed(
+                f"rank {self._rank} could not make {generation} durable: {reason}",
+                hint='make room or mend the checkpoint URL; memory checkpoints go on; on_error="warn" trains on regardless',
+            )
+
+    def _plan_persist(self, generation: p.Generation) -> None:
+        if self._engine is not None and generation not in self._to_persist:
+            self._engine.hold(generation)
+            self._to_persist.append(generation)
 
     def _vote(self, generation: p.Generation, kind: p.VoteKind, *, file: p.ShardFile | None = None, reason: str = "",
               copy_s: float = 0.0) -> p.Vote:  # fmt: skip
@@ -147,17 +156,16 @@ class Courier:
 
     def _persist_if_due(self) -> None:
         """Order what is due once the keeper has hashed it; give it up if a later one was hashed and it never was."""
-        if (generation := self._durable.due(self.cadence)) is not None and generation not in self._to_persist:
-            self._to_persist.append(generation)
+        if (generation := self._durable.due(self.cadence)) is not None:
+            self._plan_persist(generation)
         for generation in list(self._to_persist):
-            if generation in self._hashed:
+            if self._engine is not None and generation in self._hashed:
                 self._to_persist.remove(generation)
-                if self._engine is not None:
-                    self._engine.persist(generation)
-            elif self._hashed and self._hashed[-1] > generation:
+                self._engine.persist(generation)
+            elif self._engine is not None and self._hashed and self._hashed[-1] > generation:
                 self._to_persist.remove(generation)
-                overwritten = "its slot was used again before it was hashed"
-                self._unsent.append(self._vote(generation, p.VoteKind.FAILED, reason=overwritten))
+                self._engine.release(generation)
+                self._failed(generation, "its slot was used again before it was hashed", gone=True)
 
     def _call(self, request: p.Message, channel: str) -> p.Message | None:
         """The reply; None if the master is away (try again later). A refused vote is dropped and remembered."""

@@ -178,11 +178,18 @@ class Session:
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
         deadline = time.monotonic() + FINISH_S
         tree = self._tree(state)
-        while (saved := self._engine.save(step, tree)) is None:
+        self._save_last(generation, tree, deadline)
+        while not self._committed(generation):
+            if generation in self._courier.failed:  # its keeper died: the next save goes to a new one
+                self._courier.failed.discard(generation)
+                self._save_last(generation, tree, deadline)
+            self._wait_a_little(deadline, f"{generation} to become durable")
+
+    def _save_last(self, generation: p.Generation, tree: dict[str, Any], deadline: float) -> None:
+        assert self._engine is not None
+        while (saved := self._engine.save(generation.step, tree)) is None:
             self._wait_a_little(deadline, f"a free slot for {generation}")
         self._courier.saved(saved.generation, saved.copy_s, durable=True)
-        while not self._committed(generation):
-            self._wait_a_little(deadline, f"{generation} to become durable")
 
     def leave(self, reason: p.Departure, step: int = 0) -> None:
         """Give up the seat and end every thread and socket of this session. Safe to call twice."""

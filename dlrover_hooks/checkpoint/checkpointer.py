@@ -246,6 +246,14 @@ class Checkpointer:
         self._newest_complete = generation
         self._tell(wire.Complete(generation=generation))
 
+    def hold(self, generation: Generation) -> None:
+        """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice."""
+        self._persisting.add(generation)
+
+    def release(self, generation: Generation) -> None:
+        """It is not going to be persisted after all. Any thread."""
+        self._persisting.discard(generation)
+
     def persist(self, generation: Generation) -> None:
         """Have the keeper write this rank's file of `generation`; a notice tells how it went. Any thread."""
         if self.save_to is None:
@@ -253,7 +261,7 @@ class Checkpointer:
         self._persisting.add(generation)
         message = wire.Persist(generation=generation, rank=self._rank, url=self.save_to, options=self.storage_options)
         if not self._tell(message):
-            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone"))
+            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""

@@ -138,8 +138,11 @@ class Persisted(Wire, frozen=True):
 
 
 class PersistFailed(Wire, frozen=True):
+    """`gone`: the slot was used again or its keeper died; nothing is wrong with the storage."""
+
     generation: Generation
     reason: str
+    gone: bool = False
 
 
 Notice = Hashed | Persisted | PersistFailed
