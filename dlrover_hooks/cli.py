@@ -29,8 +29,14 @@ def main() -> None:
               help="Give up (exit 77) after this many restarts.")  # fmt: skip
 @click.option("--job", default="", help="Name of the job: started again under it, an unfinished run resumes.")
 @click.option("--fresh", is_flag=True, help="Start anew even if this job has checkpoints.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the embedded master; 0 picks a free one.")
-@click.option("--journal", type=click.Path(dir_okay=False), help="Keep the master's journal here instead of in a temporary folder.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the embedded master; 0 picks a free one."
+)
+@click.option(
+    "--journal",
+    type=click.Path(dir_okay=False),
+    help="Keep the master's journal here instead of in a temporary folder.",
+)
 @click.option("--grace", "grace_s", type=click.FloatRange(min=0), default=10.0, show_default=True,
               help="Seconds the workers get after SIGTERM on Ctrl-C.")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")

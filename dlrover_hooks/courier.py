@@ -128,7 +128,16 @@ class Courier:
     def _vote(self, generation: p.Generation, kind: p.VoteKind, *, file: p.ShardFile | None = None, reason: str = "",
               copy_s: float = 0.0) -> p.Vote:  # fmt: skip
         return p.Vote(
-            self._job, self._incarnation, generation, self._rank, self._world_size, kind, file, reason, self.step_s, copy_s
+            self._job,
+            self._incarnation,
+            generation,
+            self._rank,
+            self._world_size,
+            kind,
+            file,
+            reason,
+            self.step_s,
+            copy_s,
         )
 
     def _deliver(self) -> None:
@@ -186,4 +195,3 @@ class Courier:
             log.warning("rank %d of job %s hears its master again", self._rank, self._job)
         self._away = False
         return reply
-

@@ -400,7 +400,9 @@ ROUTES: tuple[Route, ...] = (
     Route(method="POST", path="/v1/join", request=Join, reply=Joined, event=True, summary="Ask for seats in a round."),
     Route(method="POST", path="/v1/round", request=AwaitRound, reply=Seated, waits=True, summary="Wait for ranks."),
     Route(method="POST", path="/v1/attach", request=Attach, reply=Attached, event=True, summary="Take a seat."),
-    Route(method="POST", path="/v1/plan", request=AwaitPlan, reply=Plan, waits=True, summary="Wait for what to restore."),
+    Route(
+        method="POST", path="/v1/plan", request=AwaitPlan, reply=Plan, waits=True, summary="Wait for what to restore."
+    ),
     Route(method="POST", path="/v1/loaded", request=Loaded, reply=Done, event=True, summary="Report the restore."),
     Route(method="POST", path="/v1/heartbeat", request=Heartbeat, reply=Beat, summary="Refresh the lease."),
     Route(method="POST", path="/v1/watch", request=Watch, reply=Notice, waits=True, summary="The liveness connection."),

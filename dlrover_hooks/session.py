@@ -386,4 +386,3 @@ class Session:
     def _wait_a_little(self, deadline: float, what: str) -> None:
         self._in_time(deadline, what)
         time.sleep(0.02)
-

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-from lightning.pytorch import Callback, Trainer
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 

@@ -162,7 +162,9 @@ class ElasticCallback(Callback):
     def _elastic_one(self, trainer: Trainer, name: str, loader: Any) -> Any:
         assert self.session is not None
         if (reason := supports(loader)) is not None:
-            log.warning("training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason)
+            log.warning(
+                "training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason
+            )
             return loader
         state = self.session.data_state(name)
         schedule = any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))

@@ -1,10 +1,10 @@
 """Plain PyTorch: one object beside the loop that restores on construction and saves at quiet points.
 
-    loader = elastic_loader(DataLoader(...), optimizer=optimizer)
-    with AsyncCheckpointer("checkpoints", model=model, optimizer=optimizer, loader=loader):
-        for epoch in loader.epochs(3):
-            for batch in loader:
-                ...
+loader = elastic_loader(DataLoader(...), optimizer=optimizer)
+with AsyncCheckpointer("checkpoints", model=model, optimizer=optimizer, loader=loader):
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            ...
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class AsyncCheckpointer:
     def __enter__(self) -> AsyncCheckpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(p.Departure.DONE if kind is None else p.Departure.FAILED)
 
     def close(self, reason: p.Departure = p.Departure.DONE) -> None:

@@ -33,6 +33,8 @@ from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
 
 _log = logging.getLogger(__name__)
 PARTS = ("state", "rank", "data")
+RECONNECT_S = 1.0
+"""A save waits no longer than this for the successor of a dead keeper; then it is skipped and counted."""
 
 
 class Saved(Message, frozen=True):
@@ -286,13 +288,19 @@ class Checkpointer:
         if self._link is not None:
             self._link.close()
             self._link = None
-            self._newest_complete = None
-            self._persisting.clear()
-            if self._arena is not None:
-                self._arena.close()
-                self._arena = None
+            self._forget()
         self._link = self._connect()
+        self._deadline_s = min(self._deadline_s, RECONNECT_S)
         return self._link
+
+    def _forget(self) -> None:
+        """The keeper died, and with it what it held; what it was persisting is reported as gone."""
+        self._newest_complete = None
+        for generation in sorted(self._persisting):
+            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def _connect(self) -> KeeperLink:
         until = time.monotonic() + self._deadline_s

@@ -330,7 +330,8 @@ class Keeper:
         found = self.holdings.find(generation, message.rank)
         if found is None:
             self._tell(
-                seat, wire.PersistFailed(generation=generation, reason=f"{generation} is not held here any more", gone=True)
+                seat,
+                wire.PersistFailed(generation=generation, reason=f"{generation} is not held here any more", gone=True),
             )
             return
         self._persisting.add((seat, generation))

@@ -293,7 +293,9 @@ def _listen(port: int) -> socket.socket:
         listener.bind(("127.0.0.1", port))
     except OSError as error:
         listener.close()
-        raise LaunchError(f"port {port} cannot be used: {error.strerror}", hint="leave --port out for a free one") from error
+        raise LaunchError(
+            f"port {port} cannot be used: {error.strerror}", hint="leave --port out for a free one"
+        ) from error
     listener.listen(1024)
     return listener
 

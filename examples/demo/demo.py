@@ -50,7 +50,9 @@ class Trial:
         records.mkdir(parents=True)
         bar = progress.add_task(self.name, total=self.options.steps)
         with (self.folder / self.name / "log.txt").open("w") as log:
-            launcher = subprocess.Popen(self.command(), cwd=records.parent, stdout=log, stderr=log, env=self.env(records))
+            launcher = subprocess.Popen(
+                self.command(), cwd=records.parent, stdout=log, stderr=log, env=self.env(records)
+            )
             try:
                 self.watch(launcher, Run(records), progress, bar)
             except BaseException:
@@ -62,7 +64,13 @@ class Trial:
         return Run(records).read()
 
     def command(self) -> list[str]:
-        script = [str(HERE / "recorded.py"), "--epochs", str(self.options.epochs), "--windows", str(self.options.windows)]
+        script = [
+            str(HERE / "recorded.py"),
+            "--epochs",
+            str(self.options.epochs),
+            "--windows",
+            str(self.options.windows),
+        ]
         return [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(self.options.workers), "--job",
                 f"demo-{self.name}-{os.getpid()}", *script]  # fmt: skip
 
@@ -82,7 +90,7 @@ class Trial:
                 self.shoot(run, hit, progress)
             time.sleep(0.01)
         progress.update(bar, completed=run.read().step)
-        if hit is not None and (back := self.recovered(run, hit)):
+        if hit is not None and hit.rank is not None and (back := self.recovered(run, hit)):
             hit.recovery_s = back - hit.at
 
     def shoot(self, run: Run, shot: Shot, progress: Progress) -> None:
@@ -92,11 +100,11 @@ class Trial:
         progress.console.print(f"  kill -9 {shot.target} (pid {victim}) at step {run.step}")
 
     def recovered(self, run: Run, shot: Shot) -> float | None:
-        """When training was whole again: a worker's successor has stepped, or a new master answers and a step is done."""
+        """When all was whole again: a worker's successor has stepped, or a new master answers (training never stopped)."""
         if shot.rank is not None:
-            return run.first_step_after(shot.at, newer_life=True)
+            return run.first_step_after(shot.at)
         try:
-            return run.first_step_after(shot.at, newer_life=False) if _master_pid(run.master) else None
+            return time.time() if _master_pid(run.master) else None
         except requests.RequestException:
             return None
 
@@ -131,7 +139,8 @@ def main() -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10_000)
     folder = options.out / time.strftime("%Y%m%d-%H%M%S")
     shots = _shots(options, random.Random(seed))
-    console.print(f"[bold]A training run is shot three times[/] ({options.workers} workers, seed {seed}, logs in {folder})")
+    console.print(f"[bold]A training run is shot three times[/] ({options.workers} workers, seed {seed})")
+    console.print(f"logs: {folder}", soft_wrap=True)
     columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         calm = Trial("undisturbed", folder, options).run(progress)

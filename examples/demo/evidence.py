@@ -53,13 +53,13 @@ class Run:
     def _heads(self) -> list[dict[str, Any]]:
         return [ranks[min(ranks)][0] for _, ranks in sorted(self.lives.items())]
 
-    def first_step_after(self, at: float, *, newer_life: bool) -> float | None:
-        """When the first step after time `at` was recorded; `newer_life`: by a worker that started after `at`."""
+    def first_step_after(self, at: float) -> float | None:
+        """When a worker that started after time `at` recorded its first step."""
         found = [
             line["at"]
             for ranks in self.lives.values()
             for lines in ranks.values()
-            if not newer_life or lines[0]["at"] > at
+            if lines and lines[0]["at"] > at
             for line in lines
             if "step" in line and line["at"] > at
         ]
@@ -106,7 +106,9 @@ def visited_exactly_once(run: Run, epochs: int, windows: int, workers: int) -> b
 def compare(calm: Run, shot: Run, shots: list[Any], options: Any) -> dict[str, Any]:
     ours, theirs = shot.weights(), calm.weights()
     state = [name for name in theirs if name.startswith("state.")]
-    difference = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in state if theirs[name].numel())
+    difference = max(
+        float((ours[name].double() - theirs[name].double()).abs().max()) for name in state if theirs[name].numel()
+    )
     lineage = shot.lineage()
     report = {
         "kills": len([shot for shot in shots if shot.at]),
@@ -149,11 +151,15 @@ def plot(calm: Run, shot: Run, shots: list[Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _back(kill: dict[str, Any]) -> str:
+    return "training never stopped, answers again" if kill["target"] == "master" else "trains again"
+
+
 def table(console: Console, report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n")
     rows = Table(show_header=False, box=None, padding=(0, 2))
     for kill in report["killed"]:
-        rows.add_row(f"kill -9 {kill['target']}", f"at step {kill['step']}, training again after {kill['recovery_s']:.1f} s")
+        rows.add_row(f"kill -9 {kill['target']}", f"at step {kill['step']}, {_back(kill)} after {kill['recovery_s']:.1f} s")
     rows.add_row("resumed from", ", ".join(report["restored_from"]))
     rows.add_row("steps, samples", f"{report['steps']}, {report['samples']}")
     rows.add_row("every sample exactly once", str(report["visited_exactly_once"]))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, SaveToBusy, UnknownJob
-from dlrover_hooks.master.core import job as one
+from dlrover_hooks.master.core import answers
+from dlrover_hooks.master.core.answers import Outcome
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Key
-from dlrover_hooks.master.core.job import Job, Outcome
+from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.protocol import Attach, Join, Message
 
 
@@ -50,9 +51,9 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
         return _join(state, event, now, key)
     job = job_named(state, event.job)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(event, Attach):
-        return one.apply(job, event, now, key)
+        return answers.apply(job, event, now, key)
     _check_owner(state, event)
-    outcome = one.apply(job, event, now, key)
+    outcome = answers.apply(job, event, now, key)
     if job.settings.save_to is not None:
         state.owners[job.settings.save_to] = job.name
     return outcome
@@ -62,7 +63,7 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
     if not event.job or not event.proposed_run:
         raise BadRequest("A join needs a job name and a proposed run.", hint="Set --job or DLROVER_HOOKS_JOB.")
     job = state.jobs.get(event.job) or Job(name=event.job, run=event.proposed_run, fresh=event.fresh)
-    outcome = one.apply(job, event, now, key)
+    outcome = answers.apply(job, event, now, key)
     state.jobs[event.job] = job
     return outcome
 

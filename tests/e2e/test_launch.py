@@ -29,7 +29,17 @@ class Launched:
         self.lives.touch()
         path = folder / "script.py"
         path.write_text("import json, os, signal, sys, time, threading\n" + textwrap.dedent(script))
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "--job", self.job, *options, str(path), str(self.lives)]
+        command = [
+            sys.executable,
+            "-m",
+            "dlrover_hooks",
+            "run",
+            "--job",
+            self.job,
+            *options,
+            str(path),
+            str(self.lives),
+        ]
         env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
 

@@ -90,7 +90,14 @@ class Recorder(Callback):
         self.note("batch_start", trainer, batch_idx)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.note("batch_end", trainer, batch_idx, len(batch[0]), module.losses[-1], trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self.note(
+            "batch_end",
+            trainer,
+            batch_idx,
+            len(batch[0]),
+            module.losses[-1],
+            trainer.fit_loop.epoch_loop._batches_that_stepped,
+        )
 
     def on_validation_start(self, trainer, module):
         self.note("validation_start", trainer)

@@ -91,7 +91,9 @@ def surviving(before: Net, after: Net) -> list[tuple[int, int, int]]:
 
 
 def exactly_once(seen: list[tuple[int, int, int]], n: int = 20, epochs: int = 2) -> bool:
-    return Counter((epoch, index) for epoch, _, index in seen) == Counter((e, i) for e in range(epochs) for i in range(n))
+    return Counter((epoch, index) for epoch, _, index in seen) == Counter(
+        (e, i) for e in range(epochs) for i in range(n)
+    )
 
 
 def test_resumes_from_memory_without_a_path(job: str) -> None:
@@ -135,7 +137,9 @@ def test_a_finished_job_has_nothing_left_to_do(job: str, tmp_path: Path) -> None
     ("change", "named"),
     [({"n": 19}, "n"), ({"seed": 2}, "seed")],
 )
-def test_other_data_on_resume_is_refused_and_nothing_is_lost(job: str, tmp_path: Path, change: dict[str, int], named: str) -> None:
+def test_other_data_on_resume_is_refused_and_nothing_is_lost(
+    job: str, tmp_path: Path, change: dict[str, int], named: str
+) -> None:
     """A changed length or seed would train on the wrong samples silently; the checkpoint stays (ED-25)."""
     save_to = str(tmp_path / "ckpt")
     before = crash(job, 6, save_to=save_to, persist_every=1)
@@ -151,7 +155,9 @@ def test_require_says_that_nothing_was_found(job: str, tmp_path: Path) -> None:
         fit(Net(), ElasticCallback(str(tmp_path), job=job, resume="require"))
 
 
-def test_a_damaged_file_falls_back_to_the_generation_before(job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_falls_back_to_the_generation_before(
+    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One flipped bit in the newest durable file: named in the log, and the run goes on one generation earlier."""
     save_to = tmp_path / "ckpt"
     before, during = Net(), []

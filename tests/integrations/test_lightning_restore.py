@@ -73,7 +73,9 @@ def test_restore_from_every_step_is_bit_equal(world: int, prefix: str, request: 
     crashes = {(trial["accumulate"], *trial["crash"]) for trial in found}
     assert len(crashes) >= {1: 40, 2: 20, 3: 15}[world]
     assert {trial["rank"] for trial in found} == set(range(world))
-    broken = [trial for trial in found if not all(trial[part] for part in ("weights", "optimizer", "schedule", "events"))]
+    broken = [
+        trial for trial in found if not all(trial[part] for part in ("weights", "optimizer", "schedule", "events"))
+    ]
     assert not broken, broken[:3]
     for trial in found:
         hook, step = trial["crash"]

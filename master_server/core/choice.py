@@ -1,0 +1,132 @@
+"""The restore choice: workers attach with what they hold, the newest whole generation is picked, all load it."""
+
+from __future__ import annotations
+
+from dlrover_hooks.errors import Stale
+from dlrover_hooks.master.core import checkpoints, restore
+from dlrover_hooks.master.core.checkpoints import Settings
+from dlrover_hooks.master.core.effects import Wake, watch_topic
+from dlrover_hooks.master.core.job import Effects, Job, enter, seat
+from dlrover_hooks.master.core.restore import Refusal
+from dlrover_hooks.master.core.rounds import Member, Round
+from dlrover_hooks.protocol import Attach, Attached, Done, Loaded, Phase, Restore, Source
+
+REFUSALS = 64
+"""So many given-up generations are remembered."""
+
+
+def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
+    current, member = seat(job, event.incarnation)
+    settings = Settings(
+        save_to=event.save_to.rstrip("/") if event.save_to else None,
+        options=event.storage_options,
+        keep=event.keep,
+        save_every=event.save_every,
+        persist_every=event.persist_every,
+        resume=event.resume,
+    )
+    checkpoints.check(settings)
+    if current.phase is Phase.BROKEN:
+        raise Stale(f"Round {current.number} of job {job.name!r} broke before all attached.", hint="Join again.")
+    if current.phase is Phase.ATTACHING:
+        _offer(job, member, event, settings, first=current.attached == 0)
+        if not member.attached:
+            member.attached, member.pid = True, event.pid
+            current.attached += 1
+        if current.attached == current.world_size:
+            _choose(job, current, now, effects)
+    return Attached(run=job.run, round=current.number, rank=member.rank, world_size=current.world_size)
+
+
+def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first: bool) -> None:
+    """Rank 0 speaks for the settings and for storage; any local rank 0 for its node's memory."""
+    if first or member.rank == 0:
+        job.settings = settings
+    if event.held or member.local_rank == 0:
+        job.offers.held[member.node] = event.held
+    if member.rank == 0:
+        job.offers.stored, job.offers.finished_step = event.stored, event.finished_step
+        job.offers.stored_url = settings.resume if restore.is_url(settings.resume) else settings.save_to
+
+
+def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
+    """All seats are taken: pick what to load, start the next attempt."""
+    virgin = job.attempt == 0
+    fresh = virgin and (job.fresh or job.settings.resume == "never")
+    if virgin and not fresh and job.offers.finished_step is not None:
+        _found_finished(job, current, effects)
+        return
+    chosen = None if fresh else _candidate(job, current, virgin=virgin)
+    job.plan.restore = chosen
+    job.plan.refused = _refusal(job) if chosen is None and virgin and job.settings.resume == "require" else None
+    job.restored_from = chosen.source if chosen else None
+    job.attempt = max(job.attempt, chosen.generation.attempt if chosen else 0, _heard(job, fresh=fresh)) + 1
+    current.attempt = job.attempt
+    step = chosen.generation.step if chosen else 0
+    complete = chosen.generation if chosen is not None and chosen.source is Source.MEMORY else None
+    checkpoints.begin(job.saves, job.settings, step, complete, now)
+    waits = chosen is not None or job.plan.refused is not None
+    enter(job, current, Phase.RESTORING if waits else Phase.TRAINING, effects)
+
+
+def _heard(job: Job, *, fresh: bool) -> int:
+    return 0 if fresh else restore.newest_attempt(job.offers, job.run)
+
+
+def _candidate(job: Job, current: Round, *, virgin: bool) -> Restore | None:
+    ranks: dict[str, list[int]] = {}
+    for member in current.members.values():
+        ranks.setdefault(member.node, []).append(member.rank)
+    elsewhere = virgin and restore.is_url(job.settings.resume)
+    memory = [] if elsewhere else restore.in_memory(job.offers, ranks)
+    candidates = memory + restore.in_storage(job.offers, job.saves.committed, only_offered=elsewhere)
+    if virgin:
+        job.run = restore.adopted_run(job.offers, candidates, job.run)
+    return restore.newest(candidates, job.run, job.refusals)
+
+
+def _refusal(job: Job) -> str:
+    where = job.settings.save_to or "memory (no save_to is set)"
+    return f'resume="require": no whole generation of job {job.name!r} was found in memory or in {where}.'
+
+
+def _found_finished(job: Job, current: Round, effects: Effects) -> None:
+    """Storage remembers what this master did not know: the run is over."""
+    job.finished, job.finish_written = True, True
+    job.finished_step = job.offers.finished_step
+    if job.offers.stored:
+        job.run = restore.adopted_run(job.offers, restore.in_storage(job.offers, [], only_offered=True), job.run)
+    effects.append(Wake(topic=watch_topic(job.name)))
+    enter(job, current, Phase.TRAINING, effects)
+
+
+def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
+    current, member = seat(job, event.incarnation)
+    if event.round != current.number or current.phase in (Phase.ATTACHING, Phase.BROKEN):
+        raise Stale(
+            f"Loaded for round {event.round} of job {job.name!r}, but round {current.number} is {current.phase.value}.",
+            hint="Drop what was loaded and ask for the plan again.",
+        )
+    if current.phase is Phase.TRAINING:
+        return Done()
+    if not event.ok:
+        _reject(job, current, member, event.reason, now, effects)
+        return Done()
+    current.loaded += not member.loaded
+    member.loaded = True
+    if current.loaded == current.world_size:
+        enter(job, current, Phase.TRAINING, effects)
+    return Done()
+
+
+def _reject(job: Job, current: Round, member: Member, reason: str, now: float, effects: Effects) -> None:
+    """The choice cannot be loaded: the same members form a new round without it."""
+    bad = job.plan.restore
+    if bad is not None:
+        job.refusals.append(Refusal(generation=bad.generation, source=bad.source))
+        del job.refusals[:-REFUSALS]
+        text = f"{bad.generation} from {bad.source.value}: rank {member.rank} could not load it: {reason or '?'}"
+        job.plan.fallbacks += (text,)
+    job.rounds.number += 1
+    current.renumber(job.rounds.number, f"{job.name}/{job.run}/{job.rounds.number}")
+    _choose(job, current, now, effects)

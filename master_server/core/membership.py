@@ -1,0 +1,112 @@
+"""Who comes and goes: what a job does with a join, a leave, a loss, and the time."""
+
+from __future__ import annotations
+
+from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.master.core import rounds, seating
+from dlrover_hooks.master.core.checkpoints import Saves, Settings
+from dlrover_hooks.master.core.effects import Deadline, RoundFormed, Wake, plan_topic, round_topic, watch_topic
+from dlrover_hooks.master.core.events import Lost, Tick
+from dlrover_hooks.master.core.job import Choice, Effects, Job, finishing
+from dlrover_hooks.master.core.restore import Offers
+from dlrover_hooks.master.core.rounds import Rounds
+from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave
+
+
+def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
+    if _starts_anew(job, event):
+        rounds.check(Rounds(), event)
+        _reset(job, event.proposed_run)
+    if job.finished:
+        return Joined(job=job.name, run=job.run, finished=True, finished_step=job.finished_step)
+    rounds.check(job.rounds, event)
+    broken = rounds.add(job.rounds, event, now)
+    _after_membership(job, now, effects, broken=broken)
+    return Joined(job=job.name, run=job.run)
+
+
+def _starts_anew(job: Job, event: Join) -> bool:
+    """`fresh` counts once per launch: on a finished job, or on one that only dead strangers have worked on."""
+    if not event.fresh:
+        return False
+    current = job.rounds.round
+    known = current is not None and event.incarnation in current.agents
+    return job.finished or (current is not None and not known and not job.live)
+
+
+def _reset(job: Job, run: str) -> None:
+    """A new run under the old name. Round, plan and place counters go on: they only count up."""
+    number, places, seen = job.rounds.number, job.rounds.places, job.rounds.places_seen
+    job.rounds = Rounds(number=number, places=places, places_seen=seen)
+    job.plan = Choice(number=job.plan.number)
+    job.run, job.fresh, job.attempt = run, True, 0
+    job.settings, job.saves, job.offers = Settings(), Saves(), Offers()
+    job.refusals, job.replies, job.restored_from = [], {}, None
+    job.finished, job.finished_step, job.finish_written = False, None, False
+
+
+def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
+    return _part(job, event.incarnation, rounds.LOST, now, effects)
+
+
+def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
+    if not rounds.knows(job.rounds, event.incarnation):
+        raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
+    current = job.rounds.round
+    member = current.members.get(event.worker) if current else None
+    holder = member.agent if member is not None else job.rounds.seats.get(event.worker, event.incarnation)
+    if holder != event.incarnation:
+        raise BadRequest(f"Worker {event.worker!r} of job {job.name!r} belongs to another agent.")
+    return _part(job, event.worker, rounds.LOST, now, effects)
+
+
+def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
+    if not rounds.knows(job.rounds, event.incarnation):
+        rounds.member_of(job.rounds, job.name, event.incarnation)
+    if event.reason is Departure.DONE:
+        job.finished_step = max(event.step, job.finished_step or 0)
+    return _part(job, event.incarnation, event.reason.value, now, effects)
+
+
+def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
+    if how == rounds.LOST:
+        job.replies.pop(incarnation, None)
+    broken = rounds.part(job.rounds, incarnation, how)
+    current = job.rounds.round
+    if current is not None and not job.finished and current.done == current.world_size:
+        _finish(job, effects)
+    _after_membership(job, now, effects, broken=broken)
+    return Done()
+
+
+def _finish(job: Job, effects: Effects) -> None:
+    job.finished = True
+    job.finished_step = job.finished_step or 0
+    effects.append(Wake(topic=watch_topic(job.name)))
+    effects += finishing(job)
+
+
+def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
+    del event
+    _after_membership(job, now, effects, broken=False)
+    return Done()
+
+
+def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -> None:
+    """Tell of a break; form the next round if it is time, else say when it will be."""
+    if broken:
+        job.plan.number += 1
+        effects += [Wake(topic=watch_topic(job.name)), Wake(topic=plan_topic(job.name))]
+    if seating.form(job.rounds, f"{job.name}/{job.run}", now):
+        job.offers = Offers()
+        job.plan = Choice(number=job.plan.number)
+        _forget_replies(job)
+        effects.append(RoundFormed(job=job.name))
+        effects += [Wake(topic=topic(job.name)) for topic in (round_topic, plan_topic, watch_topic)]
+    elif (at := seating.due(job.rounds)) is not None and at > now:
+        effects.append(Deadline(job=job.name, at=at))
+
+
+def _forget_replies(job: Job) -> None:
+    """Idempotency memory is O(workers): whoever is in no round any more is forgotten."""
+    job.replies = {who: last for who, last in job.replies.items() if rounds.knows(job.rounds, who)}

@@ -1,0 +1,67 @@
+"""The demo on a small scale, and its judgement: it must notice a broken promise (DL-57, DL-90, ED-71)."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+@pytest.fixture(scope="module")
+def evidence() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("evidence", DEMO / "evidence.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_shot_three_times_and_bit_identical(tmp_path: Path) -> None:
+    """Two workers, a kill -9 of each and of the master: exactly once, difference exactly 0.0, restored from memory."""
+    command = [sys.executable, str(DEMO / "demo.py"), "--epochs", "2", "--windows", "1200", "--out", str(tmp_path), "--seed", "7"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=160)
+    assert found.returncode == 0, found.stdout + found.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["kills"] >= 3
+    assert report["visited_exactly_once"] is True
+    assert report["max_param_diff"] == 0.0
+    assert "memory" in report["restored_from"]
+    assert report["steps"] == 76
+    assert report["samples"] == 2400
+    assert report["final_loss"] == report["undisturbed_final_loss"]
+    assert len(report["recovery_s"]) == 3
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def written(folder: Path, lives: dict[str, list[tuple[int, list[int]]]]) -> Path:
+    """Records of one worker: per life the (step, ids) it trained, epoch 0."""
+    folder.mkdir()
+    for number, (name, steps) in enumerate(lives.items()):
+        head = {"pid": number, "master": "", "restored_from": None if number == 0 else "memory", "at": number}
+        lines = [head] + [{"step": step, "epoch": 0, "ids": ids, "loss": 1.0, "at": number} for step, ids in steps]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lives", "kept"),
+    [
+        ({"0-0": [(1, [0, 1]), (2, [2, 3])], "1-0": [(2, [2, 3]), (3, [4, 5])]}, True),
+        ({"0-0": [(1, [0, 1]), (2, [2, 3])], "1-0": [(3, [2, 3]), (4, [4, 5])]}, False),  # trained twice
+        ({"0-0": [(1, [0, 1])], "1-0": [(2, [4, 5])]}, False),  # lost
+        ({"0-0": [(1, [0, 1])], "1-0": [(3, [2, 3]), (4, [4, 5])]}, False),  # a step is missing
+    ],
+)
+def test_the_evidence_sees_what_was_lost_or_repeated(
+    evidence: ModuleType, tmp_path: Path, lives: dict[str, list[tuple[int, list[int]]]], kept: bool
+) -> None:
+    run = evidence.Run(written(tmp_path / "records", lives)).read()
+    assert evidence.visited_exactly_once(run, epochs=1, windows=6, workers=1) is kept
