@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
@@ -30,7 +31,7 @@ class Child:
         pass_fds: Sequence[int] = (),
         die_with_parent: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.started_at = name, time.monotonic()
         self._process = subprocess.Popen(
             command,
             env=dict(env),

@@ -34,6 +34,8 @@ from dlrover_hooks.runtime.child import Child, described
 log = logging.getLogger("dlrover_hooks.run")
 
 DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
+_EARLY_S, _EARLY_ENDS = 5.0, 3
+"""A master or keeper that ends with an error so soon after its start, so often in a row, will not come up."""
 _KEEPER_END_S = 35.0
 """The keeper may take 30 s to persist the newest generation before it goes."""
 
@@ -65,6 +67,7 @@ class Launcher:
         self._workers: dict[str, Child] = {}
         self._round = 0
         self._started_at_step = 0
+        self._early_ends = 0
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -253,9 +256,12 @@ class Launcher:
             self._keeper = self._start_keeper()
 
     def _gone(self, child: Child, code: int) -> None:
+        """Reap a dead service. One that fails again and again right after its start ends the run."""
         self._selector.unregister(child)
         child.reap()
-        if code > 0:
+        early = code > 0 and time.monotonic() - child.started_at < _EARLY_S
+        self._early_ends = self._early_ends + 1 if early else 0
+        if self._early_ends >= _EARLY_ENDS:
             raise LaunchError(f"the {child.name} ended with {described(code)}", hint="its own message stands above")
         log.warning("the %s died (%s); restarting it", child.name, described(code))
 

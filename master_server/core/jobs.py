@@ -6,6 +6,7 @@ import msgspec
 
 from dlrover_hooks.errors import BadRequest, SaveToBusy, UnknownJob
 from dlrover_hooks.master.core import answers
+from dlrover_hooks.master.core import job as one
 from dlrover_hooks.master.core.answers import Outcome
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Key
