@@ -23,8 +23,8 @@ def main() -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Workers on this machine.")  # fmt: skip
+@click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=1,
+              show_default=True, help="Workers on this machine.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
               help="Give up (exit 77) after this many restarts.")  # fmt: skip
 @click.option("--job", default="", help="Name of the job: started again under it, an unfinished run resumes.")

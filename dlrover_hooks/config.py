@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
+import tempfile
 import uuid
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
@@ -16,10 +18,11 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import UsageError
+from dlrover_hooks.errors import KeeperAway, UsageError
 
 PREFIX = "DLROVER_HOOKS_"
 Duration = timedelta | str | int
+_LONGEST = 90  # a unix socket's path has 108 bytes
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -82,7 +85,8 @@ def _seconds(seconds: float, name: str, value: object) -> str:
 def _bad_interval(name: str, value: object) -> UsageError:
     return UsageError(
         f"{name}={value!r} is neither a number of optimizer steps nor a duration",
-        hint=f'use an int >= 1 for steps ({name}=50), "auto", or a duration such as "90s", "10m" or timedelta(minutes=10)',
+        hint=f'use an int >= 1 for steps ({name}=50), "auto", or a duration such as "90s", "10m" or '
+        "timedelta(minutes=10)",
     )
 
 
@@ -154,14 +158,22 @@ def worker_environment(**values: str) -> dict[str, str]:
 
 
 def runtime_dir() -> str:
-    """A folder of this user alone (mode 0700) for sockets and locks."""
-    import tempfile
+    """A folder of this user alone (mode 0700) for sockets and locks, made if need be.
 
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = os.path.join(base, "dlrover-hooks") if base else f"{tempfile.gettempdir()}/dlrover-hooks-{os.getuid()}"
+    Raises:
+        KeeperAway: somebody else owns that name.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if base and os.path.isdir(base) and len(base) < _LONGEST - 40 and os.stat(base).st_uid == os.getuid():
+        path = os.path.join(base, "dlrover-hooks")
+    else:
+        path = os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")
     os.makedirs(path, mode=0o700, exist_ok=True)
-    if os.stat(path).st_uid != os.getuid():
-        raise UsageError(f"{path} belongs to another user", hint="set XDG_RUNTIME_DIR to a folder of your own")
+    found = os.lstat(path)
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise KeeperAway(
+            f"{path} is not this user's own folder with mode 0700", hint="remove it, or set XDG_RUNTIME_DIR"
+        )
     return path
 
 

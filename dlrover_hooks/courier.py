@@ -77,7 +77,7 @@ class Courier:
         self._copy_s[generation] = copy_s
         self._notices.put(_Saved(generation, durable))
 
-    # ---- the thread ---------------------------------------------------------------------------------------------------
+    # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         next_beat = 0.0
@@ -113,11 +113,14 @@ class Courier:
 
     def _failed(self, generation: p.Generation, reason: str, *, gone: bool) -> None:
         self.failed.add(generation)
+        if generation in self._to_persist:
+            self._to_persist.remove(generation)
         self._unsent.append(self._vote(generation, p.VoteKind.FAILED, reason=reason))
         if not gone:
             self.error = self.error or StorageFailed(
                 f"rank {self._rank} could not make {generation} durable: {reason}",
-                hint='make room or mend the checkpoint URL; memory checkpoints go on; on_error="warn" trains on regardless',
+                hint="make room or mend the checkpoint URL; memory checkpoints go on; "
+                'on_error="warn" trains on regardless',
             )
 
     def _plan_persist(self, generation: p.Generation) -> None:

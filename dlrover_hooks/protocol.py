@@ -1,9 +1,9 @@
 """Every message between a worker, an agent and the master, and the one table of routes.
 
-Client and server are both generated from `ROUTES`: a message is a frozen struct plus a row here, nothing else. Bodies are
-JSON; decoding is typed (msgspec), unknown fields are ignored so that protocol N reads N+1's additions. Requests that
-change state are *events*: the core applies them, the journal keeps them, and `Idempotency-Key: INCARNATION/CHANNEL/SEQ`
-makes a repeated one answer what it answered before.
+Client and server are both generated from `ROUTES`: a message is a frozen struct plus a row here, nothing else. Bodies
+are JSON; decoding is typed (msgspec), unknown fields are ignored so that protocol N reads N+1's additions. Requests
+that change state are *events*: the core applies them, the journal keeps them, and a repeated one answers what it
+answered before (`Idempotency-Key: INCARNATION/CHANNEL/SEQ`).
 
 Units: `_s` seconds, `_bytes` bytes. `now` is never in a request: the master's clock is the only one.
 """
@@ -125,7 +125,7 @@ class VoteKind(enum.Enum):
     """This rank cannot make the generation durable; `reason` says why. The master gives the generation up."""
 
 
-# ---- requests and replies ---------------------------------------------------------------------------------------------
+# ---- requests and replies -------------------------------------------------------------------------------------------
 
 
 class Join(Message, frozen=True):
@@ -376,7 +376,7 @@ class Problem(Message, frozen=True):
     hint: str = ""
 
 
-# ---- routes -----------------------------------------------------------------------------------------------------------
+# ---- routes ---------------------------------------------------------------------------------------------------------
 
 
 class Route(Message, frozen=True):

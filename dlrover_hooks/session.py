@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -24,7 +24,11 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
-from dlrover_hooks.errors import CheckpointError, MasterAway, MasterError, NoCheckpoint, UsageError
+from dlrover_hooks.errors import CheckpointError, MasterAway, MasterError, NoCheckpoint, Stale, UsageError
+
+if TYPE_CHECKING:
+    from dlrover_hooks.alone import Alone, Ear
+    from dlrover_hooks.watching import Watcher
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -70,8 +74,8 @@ class Session:
         if place.world_size > 1 and config.master is None:
             raise UsageError(
                 f"{place.world_size} workers need a master to agree through, and none is known",
-                hint="start with `dlrover-hooks run --nproc-per-node N train.py`, or run `python -m dlrover_hooks.master` "
-                "and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
+                hint="start with `dlrover-hooks run --nproc-per-node N train.py`, or run `python -m "
+                "dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
             )
         self.config, self.place = config, place
         self.run, self.attempt, self.finished_step = "", 0, None
@@ -88,9 +92,9 @@ class Session:
         self._courier = Courier(
             self._caller, config.job, (self._incarnation, place.rank, place.world_size), self._engine
         )
-        self._watcher: Any = None
+        self._watcher: Watcher | Ear | None = None
 
-    # ---- coming up ----------------------------------------------------------------------------------------------------
+    # ---- coming up --------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Take a seat: ask for one unless the launcher did, attach, and hold the liveness connection open."""
@@ -120,24 +124,22 @@ class Session:
             self._begin(plan)
         return self._restored
 
-    def watch(self, name: str, source: Source) -> None:
-        """Make `source` part of every cut under `name`, at the state `data_state(name)` tells."""
-        state = self.data_state(name)
+    def watch(self, name: str, source: Source, state: dict[str, Any] | None = None) -> None:
+        """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any)."""
         self._sources[name] = source
+        state = state if state is not None else self.restored_data(name)
         if state is not None:
             source.load_state_dict(state)
 
-    def data_state(self, name: str) -> dict[str, Any] | None:
-        """Where dataset `name` stands: the source watched so far (a reloaded loader takes over), else the restored one."""
-        if name in self._sources:
-            return self._sources[name].state_dict()
+    def restored_data(self, name: str) -> dict[str, Any] | None:
+        """Where dataset `name` stood in the restored generation; None if nothing was restored."""
         return self._restored.data.get(name) if self._restored is not None else None
 
     def forget_restored(self) -> None:
         """The adapter loads something else: neither data nor random state of the restore is put back."""
         self._restored = None
 
-    # ---- the loop -----------------------------------------------------------------------------------------------------
+    # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
         """The optimizer stepped. Only a mark: schedulers, scaler, EMA and validation are still to come."""
@@ -146,7 +148,7 @@ class Session:
             source.mark()
 
     def before_fetch(self, step: int) -> None:
-        """The next batch is about to be fetched: remember the random state if a cut follows, put back a restored one."""
+        """The next batch is about to be fetched: remember the random state if a cut follows, restore a restored one."""
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
@@ -212,9 +214,9 @@ class Session:
         """Saves that found no free slot since the start."""
         return self._engine.skipped if self._engine is not None else 0
 
-    # ---- within -------------------------------------------------------------------------------------------------------
+    # ---- within -----------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> Any:
+    def _connect(self) -> MasterClient | Alone:
         if self.config.master is not None:
             return MasterClient(self.config.master, self.config.token, incarnation=self._incarnation)
         from dlrover_hooks.alone import Alone
@@ -366,9 +368,12 @@ class Session:
             log.info("rank %d: round %d lost a member", self.place.rank, notice.round)
 
     def _surface(self) -> None:
-        """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once."""
+        """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once.
+
+        `Stale` is always raised: another life has this seat, and two would train apart.
+        """
         error, self._courier.error = self._courier.error, None
-        if error is not None and self.config.on_error == "raise":
+        if error is not None and (self.config.on_error == "raise" or isinstance(error, Stale)):
             raise error
         skipped = self._engine.error if self._engine is not None else None
         for each in (error, skipped):

@@ -98,7 +98,7 @@ class ElasticCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"run": self.session.run, "attempt": self.session.attempt} if self.session is not None else {}
 
-    # ---- coming up ----------------------------------------------------------------------------------------------------
+    # ---- coming up --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         reason = self._stand_aside(trainer, stage)
@@ -137,14 +137,15 @@ class ElasticCallback(Callback):
         devices = private.fixed_devices(trainer)
         if devices is not None and trainer.world_size > 1:
             rank_zero_info(
-                f"dlrover-hooks: Trainer(devices={devices!r}) must equal the workers started on each node, or Lightning "
-                "refuses to start (ValueError about the number of processes). With GPUs devices='auto' follows the "
-                "launcher; on CPU use devices=int(os.environ.get('WORLD_SIZE', 1))."
+                f"dlrover-hooks: Trainer(devices={devices!r}) must equal the workers started on each node, or "
+                "Lightning refuses to start (ValueError about the number of processes). With GPUs devices='auto' "
+                "follows the launcher; on CPU use devices=int(os.environ.get('WORLD_SIZE', 1))."
             )
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
         """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
-        assert self.session is not None and self._restored is not None
+        assert self.session is not None
+        assert self._restored is not None
         generation, mark = self._restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
         newer = mark.get("run") == generation.run and generation.step > explicit.get("global_step", 0)
         why = f"it is newer than {path} in the same run" if newer else "ckpt_path= was given"
@@ -166,7 +167,8 @@ class ElasticCallback(Callback):
                 "training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason
             )
             return loader
-        state = self.session.data_state(name)
+        before = self._loaders.get(name)
+        state = before.sampler.handover() if before is not None else self.session.restored_data(name)
         schedule = any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
         accumulate = 1 if schedule else trainer.accumulate_grad_batches
         fresh = (loader.batch_size or 1) * trainer.world_size * accumulate
@@ -180,7 +182,7 @@ class ElasticCallback(Callback):
         )
         if not schedule:
             self._accumulate(trainer, wrapped)
-        self.session.watch(name, wrapped.sampler)
+        self.session.watch(name, wrapped.sampler, state)
         wrapped.before_batch.append(lambda: self._before_fetch(trainer))
         self._loaders[name] = wrapped
         return wrapped
@@ -193,13 +195,14 @@ class ElasticCallback(Callback):
             raise UsageError(
                 f"a global batch of {plan.global_batch_size} in micro-batches of {plan.batch_size} cannot be shared "
                 f"evenly by {plan.world_size} workers, and Lightning counts batches alike on every rank",
-                hint=f"set global_batch_size= to a multiple of {plan.batch_size * plan.world_size}, or change batch_size",
+                hint=f"set global_batch_size= to a multiple of {plan.batch_size * plan.world_size}, or change "
+                "batch_size",
             )
         if micro_batches != trainer.accumulate_grad_batches:
             rank_zero_info(f"accumulate_grad_batches={micro_batches} keeps the global batch {plan.global_batch_size}")
             trainer.accumulate_grad_batches = micro_batches
 
-    # ---- the loop -----------------------------------------------------------------------------------------------------
+    # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.session is None:
@@ -251,7 +254,7 @@ class ElasticCallback(Callback):
         """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
         private.replace_loader_states(trainer, checkpoint, _marked)
 
-    # ---- the end ------------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.session is not None:

@@ -32,7 +32,7 @@ class Stateful(Protocol):
     """What `extra` may hold: schedulers, scalers, EMA, metrics."""
 
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 class AsyncCheckpointer:
@@ -160,7 +160,7 @@ def prepare_ddp(ddp: DistributedDataParallel, weight: Callable[[], float] | None
 
 
 def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
-    """Put back tensors that `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
+    """Put back what `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
     for optimizer, state in zip(optimizers, saved, strict=True):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, entries in state["state"].items():

@@ -1,6 +1,6 @@
 """Around the pure core: an event comes in, is applied, journaled, and only then answered and its effects done.
 
-Everything here runs in one asyncio loop but two things: the journal's commit (one thread) and storage (a few threads).
+Everything here runs in one asyncio loop but two things: the journal's commit (one thread) and storage (`deposits`).
 While a batch commits the next one queues: that is the whole of group commit. Queries see applied state and are answered
 once all of it is durable.
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 import time
 import uuid
-from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,10 +21,11 @@ import msgspec
 
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
 from dlrover_hooks.master.core import events, jobs, nodes, rounds, views
-from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake, WriteFinished
-from dlrover_hooks.master.core.events import CommitFailed, Committed, Envelope, FinishWritten, Key, Lost, Tick
+from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake
+from dlrover_hooks.master.core.events import Envelope, Key, Lost, Tick
 from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
-from dlrover_hooks.master.folders import Folders, Hold, Storage, release
+from dlrover_hooks.master.deposits import Deposits
+from dlrover_hooks.master.folders import Folders, Storage
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.protocol import (
     Attach,
@@ -70,7 +70,7 @@ class Runtime:
         self.state = journal.load()
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s)
-        self._storage = storage or Folders()
+        self._deposits = Deposits(storage or Folders(), owner=journal.owner, inform=self._inform)
         self._snapshot_every = snapshot_every
         self._observe_commit = observe_commit
         self._clock = 0.0
@@ -82,11 +82,7 @@ class Runtime:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._liveness: asyncio.TimerHandle | None = None
         self._liveness_at = math.inf
-        self._claims: dict[tuple[str, str], Hold] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
-        self._storers = ThreadPoolExecutor(4, thread_name_prefix="dlrover-hooks-storage")
         self.closing = False
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -105,7 +101,7 @@ class Runtime:
             for agent in job.rounds.waiting:
                 nodes.expect(self.nodes, (name, agent), now, self.nodes.lease_s)
             if job.live and not job.finished and job.settings.save_to is not None:
-                self._spawn(self._claim_again(name, job.settings.save_to, job.settings.options))
+                self._deposits.claim_again(name, job.settings.save_to, job.settings.options)
         for effect in jobs.unfinished_effects(self.state):
             self._do(effect)
         self._watch_leases()
@@ -122,16 +118,10 @@ class Runtime:
         for timer in (*self._deadlines.values(), self._liveness):
             if timer is not None:
                 timer.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=patience_s)
+        await self._deposits.drain(patience_s)
         if self._committing is not None:
             await asyncio.wait([self._committing], timeout=patience_s)
-        for task in self._tasks:
-            task.cancel()
-        for hold in self._claims.values():
-            await self._loop.run_in_executor(self._storers, release, hold)
-        self._claims.clear()
-        self._storers.shutdown(wait=False, cancel_futures=True)
+        await self._deposits.close()
         self._writer.shutdown(wait=True)
         self.journal.close()
 
@@ -139,8 +129,8 @@ class Runtime:
 
     async def event(self, event: Message, key: Key | None = None) -> Message:
         """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
-        if isinstance(event, Attach) and event.save_to is not None:
-            await self._claim_for(event)
+        if isinstance(event, Attach) and event.save_to is not None and event.job in self.state.jobs:
+            await self._deposits.claim(event.job, event.save_to.rstrip("/"), event.storage_options)
         return await asyncio.shield(self._enqueue(event, key))
 
     def _enqueue(self, event: Message, key: Key | None) -> asyncio.Future[Message]:
@@ -364,72 +354,17 @@ class Runtime:
         elif isinstance(effect, Deadline):
             self._set_deadline(effect)
         elif isinstance(effect, CommitGeneration):
-            self._spawn(self._commit_generation(effect))
+            self._deposits.commit(effect)
         elif isinstance(effect, RoundFormed):
             self._expect_members(effect.job)
         else:
-            self._spawn(self._write_finished(effect))
+            self._deposits.finish(effect)
 
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:
             timer.cancel()
         delay_s = max(0.0, effect.at - time.time())
         self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _commit_generation(self, effect: CommitGeneration) -> None:
-        generation = effect.manifest.generation
-        async with self._locks[effect.job]:
-            try:
-                await self._loop.run_in_executor(
-                    self._storers, self._storage.commit, effect.url, effect.options, effect.manifest, effect.keep
-                )
-            except Exception as error:  # whatever storage raised, the job must hear of it
-                log.warning("job %s: %s is not committed: %s", effect.job, generation, error)
-                self._inform(CommitFailed(job=effect.job, generation=generation, reason=str(error)))
-            else:
-                self._inform(Committed(job=effect.job, generation=generation))
-
-    async def _write_finished(self, effect: WriteFinished) -> None:
-        async with self._locks[effect.job]:
-            try:
-                await self._loop.run_in_executor(
-                    self._storers, self._storage.finish, effect.url, effect.options, effect.job, effect.run, effect.step
-                )
-            except Exception as error:  # the job is over all the same; a next life tries again
-                log.warning("job %s: its end is not written down: %s", effect.job, error)
-            else:
-                self._inform(FinishWritten(job=effect.job))
-        for key in [key for key in self._claims if key[0] == effect.job]:
-            await self._loop.run_in_executor(self._storers, release, self._claims.pop(key))
-
-    async def _claim_for(self, event: Attach) -> None:
-        """Take the URL before the job says that it saves there. Once per job and URL."""
-        url = (event.save_to or "").rstrip("/")
-        if (event.job, url) in self._claims or event.job not in self.state.jobs:
-            return
-        async with self._locks[event.job]:
-            if (event.job, url) not in self._claims:
-                self._claims[event.job, url] = await self._loop.run_in_executor(
-                    self._storers, self._storage.claim, url, event.storage_options, event.job, self._owner()
-                )
-
-    async def _claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
-        async with self._locks[job]:
-            try:
-                self._claims[job, url] = await self._loop.run_in_executor(
-                    self._storers, self._storage.claim, url, options, job, self._owner()
-                )
-            except HooksError as error:
-                log.warning("job %s: %s", job, error)
-
-    def _owner(self) -> str:
-        """Outlives a restart, so that the next life of this master takes its claims over."""
-        return f"master {self.journal.owner} on {socket.gethostname()}"
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

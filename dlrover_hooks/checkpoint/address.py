@@ -6,14 +6,10 @@ import fcntl
 import hashlib
 import os
 import socket
-import stat
 import struct
-import tempfile
 from typing import NamedTuple
 
-from dlrover_hooks.errors import KeeperAway
-
-_LONGEST = 90  # a unix socket's path has 108 bytes
+from dlrover_hooks.config import runtime_dir
 
 
 class Address(NamedTuple):
@@ -23,30 +19,10 @@ class Address(NamedTuple):
     lock: str
 
 
-def runtime_folder() -> str:
-    """The user's runtime folder, mode 0700, made if need be.
-
-    Raises:
-        KeeperAway: somebody else owns that name.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if base and os.path.isdir(base) and len(base) < _LONGEST - 40 and os.stat(base).st_uid == os.getuid():
-        path = os.path.join(base, "dlrover-hooks")
-    else:
-        path = os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    found = os.lstat(path)
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise KeeperAway(
-            f"{path} is not this user's own folder with mode 0700", hint="remove it, or set XDG_RUNTIME_DIR"
-        )
-    return path
-
-
 def address(job: str, node: str) -> Address:
     """The name is a hash of (job, node): any text will do as either."""
     name = hashlib.sha256(f"{len(job)}:{job}:{node}".encode()).hexdigest()[:20]
-    base = os.path.join(runtime_folder(), f"keeper-{name}")
+    base = os.path.join(runtime_dir(), f"keeper-{name}")
     return Address(f"{base}.sock", f"{base}.lock")
 
 

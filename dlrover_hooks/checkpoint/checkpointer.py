@@ -251,6 +251,8 @@ class Checkpointer:
     def hold(self, generation: Generation) -> None:
         """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice."""
         self._persisting.add(generation)
+        if self._link is not None and not self._link.alive:
+            self._keeper_gone()
 
     def release(self, generation: Generation) -> None:
         """It is not going to be persisted after all. Any thread."""
@@ -294,10 +296,9 @@ class Checkpointer:
         return self._link
 
     def _forget(self) -> None:
-        """The keeper died, and with it what it held; what it was persisting is reported as gone."""
+        """The keeper died, and with it what it held."""
         self._newest_complete = None
-        for generation in sorted(self._persisting):
-            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
+        self._keeper_gone()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -310,6 +311,7 @@ class Checkpointer:
                 self.job,
                 self.node,
                 notify=self._noticed,
+                ended=self._keeper_gone,
                 start=self._start,
                 linger_s=self._linger_s,
                 deadline_s=left_s,
@@ -347,6 +349,13 @@ class Checkpointer:
         return True
 
     def _noticed(self, notice: wire.Notice) -> None:
+        """Hand on what is about this life's saves; the keeper also tells how those of the life before went."""
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)
-        self._notify(notice)
+        if (notice.generation.run, notice.generation.attempt) == (self._run, self._attempt):
+            self._notify(notice)
+
+    def _keeper_gone(self) -> None:
+        """What was to be persisted will never be answered for: report it. Any thread."""
+        for generation in tuple(self._persisting):
+            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))

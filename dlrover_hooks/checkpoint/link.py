@@ -17,6 +17,7 @@ from typing import Any
 
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.address import address
+from dlrover_hooks.config import worker_environment
 from dlrover_hooks.errors import KeeperAway
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -26,11 +27,20 @@ _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
 
 
 class KeeperLink:
-    """One connection. `call` and `send` from any thread; `notify` is called on the link's own reader thread."""
+    """One connection. `call` and `send` from any thread; `notify` is called on the link's own reader thread.
 
-    def __init__(self, connection: socket.socket, notify: Callable[[wire.Notice], None]) -> None:
+    So is `ended`, once, when the keeper (not `close`) ended the line.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        notify: Callable[[wire.Notice], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self._socket = connection
-        self._notify = notify
+        self._notify, self._ended = notify, ended
+        self._closed = False
         self._waiting: dict[int, queue.SimpleQueue[tuple[wire.Wire, int] | None]] = {}
         self._refs = 0
         self._lock = threading.Lock()
@@ -46,6 +56,7 @@ class KeeperLink:
         node: str,
         *,
         notify: Callable[[wire.Notice], None],
+        ended: Callable[[], None] = lambda: None,
         start: bool = True,
         linger_s: float = 600.0,
         deadline_s: float = 30.0,
@@ -59,7 +70,7 @@ class KeeperLink:
         while True:
             connection = _dial(path)
             if connection is not None:
-                return cls(connection, notify)
+                return cls(connection, notify, ended)
             if time.monotonic() >= until:
                 raise KeeperAway(f"no keeper for job {job!r} on node {node!r} within {deadline_s:g} s", hint=_HINT)
             if start:
@@ -110,7 +121,7 @@ class KeeperLink:
 
     def close(self) -> None:
         """End the line and its thread. Idempotent."""
-        self._alive = False
+        self._alive, self._closed = False, True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
@@ -130,6 +141,8 @@ class KeeperLink:
             frames.close()
             for answer in list(self._waiting.values()):
                 answer.put(None)
+            if not self._closed:
+                self._ended()
 
     def _deliver(self, message: Any, fd: int) -> None:
         if not message.ref:
@@ -172,7 +185,7 @@ def _start(job: str, node: str, linger_s: float, until: float) -> None:
     """Start a keeper of its own session; returns when it listens, or when another one does."""
     command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--detach"]
     command += ["--job", job, "--node", node, "--linger-s", str(linger_s)]
-    environment = dict(os.environ)
+    environment = worker_environment()
     if not _ROOT.endswith("-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
     process = subprocess.Popen(

@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 from dlrover_hooks.checkpoint import address, durable, wire
 from dlrover_hooks.checkpoint.arena import SLOTS, Arena, free_memory_bytes
 from dlrover_hooks.checkpoint.crew import Crew
-from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment, prove
+from dlrover_hooks.checkpoint.hashes import Hashes
+from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
 from dlrover_hooks.checkpoint.peer import Peer
 from dlrover_hooks.checkpoint.place import reason
-from dlrover_hooks.errors import HooksError, KeeperAway
-from dlrover_hooks.protocol import Generation, ShardFile
+from dlrover_hooks.checkpoint.shards import Shards
+from dlrover_hooks.errors import KeeperAway
 
 FIRST_S = 30.0
 _log = logging.getLogger(__name__)
@@ -39,19 +40,13 @@ class Keeper:
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell, self._ring = socket.socketpair()
         self._ring.setblocking(False)
-        self._hashing, self._rooms, self._stores = (
-            Crew(name, threads, self._post) for name, threads in (("hash", 2), ("room", 2), ("store", 2))
-        )
+        self._rooms = Crew("room", 2, self._post)
+        self._hashes = Hashes(self._post, self._hashed)
+        self._shards = Shards(self._post, self._tell)
         self._saving: wire.Hello | None = None
         """The newest Hello that names a `save_to`: where the last will goes."""
         self._unfinished: set[int] = set()
         self._seen_trainer = False
-        self._persisting: set[tuple[int, Generation]] = set()
-        """By seat: what is being made durable now."""
-        self._files: dict[Generation, dict[int, ShardFile]] = {}
-        self._hash_number, self._unhashed = 0, set[int]()
-        self._askers: list[tuple[int, Peer, int]] = []
-        """Inventories to be answered once all hashes up to this number are done."""
         self._alone_since: float | None = time.monotonic()
         self._deadline: float | None = None
         """Set once the keeper is ending."""
@@ -122,7 +117,7 @@ class Keeper:
             if now >= self._deadline:
                 _log.error("the last generation was not made durable within %s s", self._grace_s)
                 self._over = True
-            elif not self._will_begun and not self._hashing.pending and not self._stores.pending:
+            elif not self._will_begun and not self._hashes.pending and not self._shards.pending:
                 self._write_will()
 
     @property
@@ -201,7 +196,7 @@ class Keeper:
 
     def _hash_rest(self, seat: int) -> None:
         for segment, index in self.holdings.unproved(seat):
-            self._hash(segment, index)
+            self._hashes.submit(segment, index)
 
     # ---- what trainers ask
 
@@ -242,15 +237,9 @@ class Keeper:
     def _inventory(self, peer: Peer, message: wire.Wire) -> None:
         """Answer once all that is published by now is hashed."""
         self._sweep(peer)
-        self._askers.append((self._hash_number, peer, message.ref))
-        self._answer_askers()
-
-    def _answer_askers(self) -> None:
-        oldest = min(self._unhashed, default=self._hash_number + 1)
-        for asker in [one for one in self._askers if one[0] < oldest]:
-            self._askers.remove(asker)
-            _, peer, ref = asker
-            self._send(peer, wire.Welcome(ref=ref, held=self.holdings.held(), pid=os.getpid()))
+        self._hashes.when_done(
+            lambda: self._send(peer, wire.Welcome(ref=message.ref, held=self.holdings.held(), pid=os.getpid()))
+        )
 
     def _allocate(self, peer: Peer, message: wire.Allocate) -> None:
         assert peer.hello is not None
@@ -283,7 +272,7 @@ class Keeper:
             self._allocated(peer, message, segment)
 
     def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
-        busy = tuple(generation for other, generation in self._persisting if other == segment.seat)
+        busy = self._shards.under_way(segment.seat)
         reply = wire.Allocated(ref=message.ref, complete=self.holdings.complete, persisting=busy)
         self._send(peer, reply, segment.arena.fd)
 
@@ -291,19 +280,7 @@ class Keeper:
         assert peer.hello is not None
         segment = self.holdings.current(peer.hello.seat)
         if segment is not None and not peer.replaced and 0 <= message.slot < SLOTS:
-            self._hash(segment, message.slot)
-
-    def _hash(self, segment: Segment, index: int) -> None:
-        self._hash_number += 1
-        number = self._hash_number
-        self._unhashed.add(number)
-
-        def then(proof: Proof | Exception | None) -> None:
-            self._unhashed.discard(number)
-            self._hashed(segment, index, proof)
-            self._answer_askers()
-
-        self._hashing.submit(lambda: prove(segment.arena, index), then)
+            self._hashes.submit(segment, message.slot)
 
     def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
         if isinstance(proof, Exception):
@@ -334,22 +311,7 @@ class Keeper:
                 wire.PersistFailed(generation=generation, reason=f"{generation} is not held here any more", gone=True),
             )
             return
-        self._persisting.add((seat, generation))
-        self._stores.submit(
-            lambda: durable.persist(found, message.url, message.options),
-            lambda file: self._persisted(seat, generation, file),
-        )
-
-    def _persisted(self, seat: int, generation: Generation, file: ShardFile | Exception) -> None:
-        self._persisting.discard((seat, generation))
-        if isinstance(file, Exception):
-            text = str(file) if isinstance(file, HooksError) else reason(file)
-            self._tell(seat, wire.PersistFailed(generation=generation, reason=text))
-            return
-        self._files.setdefault(generation, {})[file.rank] = file
-        while len(self._files) > SLOTS:
-            self._files.pop(next(iter(self._files)))
-        self._tell(seat, wire.Persisted(generation=generation, file=file))
+        self._shards.persist(found, seat, message)
 
     def _open(self, peer: Peer, message: wire.Open) -> None:
         found = self.holdings.find(message.generation, message.rank)
@@ -376,7 +338,7 @@ class Keeper:
 
     def _drop(self, peer: Peer, message: wire.Drop) -> None:
         self.holdings.forget()
-        self._files.clear()
+        self._shards.forget()
         self._send(peer, wire.Done(ref=message.ref))
 
     def _goodbye(self, peer: Peer, message: wire.Goodbye) -> None:
@@ -405,12 +367,7 @@ class Keeper:
             self._over = True
             return
         generation, ranks = whole
-        url, options, keep, job = saving.save_to, saving.storage_options, saving.keep, saving.job
-        known = self._files.get(generation, {})
-        self._stores.submit(
-            lambda: durable.last_will(ranks, generation, job=job, url=url, options=options, keep=keep, known=known),
-            self._will_written,
-        )
+        self._shards.last_will(ranks, generation, saving, self._will_written)
 
     def _will_written(self, manifest: Any) -> None:
         if isinstance(manifest, Exception):

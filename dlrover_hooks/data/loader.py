@@ -91,6 +91,7 @@ class ElasticLoader:
         self.before_fetch: Callable[[], object] | None = None
         self._marks: list[RemovableHandle] = []
         self._live: object | None = None
+        self._fetching = False
         sampler.progress.counted = True
 
     def __getattr__(self, name: str) -> Any:
@@ -104,20 +105,20 @@ class ElasticLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch after a restore, else an epoch. A newer iterator ends an older one."""
+        self.close()  # before the new one: with num_workers > 0 making it already draws from the sampler
         self.sampler.begin()
-        return self._batches(iter(self.inner))
-
-    def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
         token = self._live = object()
+        return self._batches(iter(self.inner), token)
+
+    def _batches(self, inner: Iterator[Any], token: object) -> Iterator[Any]:
         try:
             while not self.sampler.progress.finished:
                 if self._live is not token:
                     raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
+                self._fetching = True
                 self._quiet()
                 yield self._fetch(inner)
-            next(
-                inner, None
-            )  # lets DataLoader end its workers; no quiet point: the epoch's end (validation) is to come
+            next(inner, None)  # lets DataLoader end its workers; the epoch's end (validation) is still to come
         finally:
             if self._live is token:
                 self.close()
@@ -189,6 +190,7 @@ class ElasticLoader:
     def resize(self, world_size: int, rank: int) -> None:
         """See `ElasticSampler.resize`."""
         self._must_be_idle("resize")
+        self.close()
         self.sampler.resize(world_size, rank)
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,15 +200,16 @@ class ElasticLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ElasticSampler.load_state_dict`."""
         self._must_be_idle("load_state_dict")
+        self.close()
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
         """End a live iterator, after an exception that keeps it alive for example. A no-op when there is none."""
-        self._live = None
+        self._live, self._fetching = None, False
         self.sampler.close()
 
     def _must_be_idle(self, verb: str) -> None:
-        if self._live is not None:
+        if self._live is not None and self._fetching:
             raise UsageError(
                 f"{verb}() while loader {self.name!r} is being iterated: the loop would go on with old batches",
                 hint="leave the loop first (or close()), then restore, then iterate",

@@ -8,7 +8,6 @@ same attributes. It yields ints, so any map-style dataset and collate function w
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
+from dlrover_hooks import config
 from dlrover_hooks.data.batch import Plan, Slice, Tail
 from dlrover_hooks.data.order import Indices, Order
 from dlrover_hooks.data.progress import Progress
@@ -75,10 +75,12 @@ class ElasticSampler(DistributedSampler[int]):
 
     @property
     def drop_last(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Is the short last step left out of each epoch?"""
         return self.plan.tail == "drop"
 
     @property
     def num_samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Samples of this rank in a whole epoch."""
         return self.plan.samples()
 
     @property
@@ -202,6 +204,14 @@ class ElasticSampler(DistributedSampler[int]):
             "G": self.plan.global_batch_size,
         } | self._data()
 
+    def handover(self) -> dict[str, Any]:
+        """The state for a sampler that takes this one's place between two steps (a reloaded loader): what is marked
+        counts, an epoch that was trained on is over, and one of which nothing was trained (trial steps) begins again.
+        """
+        progress = self.progress
+        trained = progress.marked > progress.base
+        return self.state_dict() | {"cursor": progress.following() if trained else progress.marked}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the state's cursor with the next iterator. G comes from the state unless it was given explicitly.
 
@@ -262,7 +272,8 @@ def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         found = dist.get_world_size(), dist.get_rank()
     else:
-        found = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        here = config.place()
+        found = here.world_size, here.rank
     if num_replicas is None:
         return found[0], found[1] if rank is None else rank
     return num_replicas, (0 if num_replicas == 1 else found[1]) if rank is None else rank

@@ -1,8 +1,8 @@
 """`dlrover-hooks run`: starts a master, a keeper and N workers on this machine, and keeps them running.
 
 When a worker dies all local workers are ended and started anew; they resume from memory. A dead master is restarted on
-the listening socket, which the launcher owns: its clients see a pause. A dead keeper is restarted too. Whatever ends the
-launcher, it leaves no process, port, segment or temporary file behind.
+the listening socket, which the launcher owns: its clients see a pause. A dead keeper is restarted too. Whatever ends
+the launcher, it leaves no process, port, segment or temporary file behind.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Launcher:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
-    # ---- the loop -----------------------------------------------------------------------------------------------------
+    # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _supervise(self) -> int:
         log.info("job %s: %d workers, master at %s", self.job, self.options.workers, self.url)
@@ -147,7 +147,7 @@ class Launcher:
         with contextlib.suppress(HooksError):
             self._client.call(p.Exited(self.job, self._incarnation, worker, code), timeout_s=10.0)
 
-    # ---- workers ------------------------------------------------------------------------------------------------------
+    # ---- workers ----------------------------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
         seats = tuple(p.Seat(uuid.uuid4().hex, local_rank) for local_rank in range(self.options.workers))
@@ -228,7 +228,7 @@ class Launcher:
                 self._selector.unregister(child)
             child.end()
 
-    # ---- services -----------------------------------------------------------------------------------------------------
+    # ---- services ---------------------------------------------------------------------------------------------------
 
     def _start_master(self) -> Child:
         journal = self.options.journal or os.path.join(self._folder, "journal.sqlite")

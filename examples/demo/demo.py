@@ -17,7 +17,7 @@ from pathlib import Path
 import requests
 from evidence import Run, compare, plot, table
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 HERE = Path(__file__).parent
 
@@ -77,7 +77,7 @@ class Trial:
     def env(self, records: Path) -> dict[str, str]:
         return dict(os.environ) | {"DEMO_RECORDS": str(records.resolve())}
 
-    def watch(self, launcher: subprocess.Popen, run: Run, progress: Progress, bar: int) -> None:
+    def watch(self, launcher: subprocess.Popen, run: Run, progress: Progress, bar: TaskID) -> None:
         pending, hit = list(self.shots), None
         while launcher.poll() is None:
             run.read()
@@ -100,7 +100,7 @@ class Trial:
         progress.console.print(f"  kill -9 {shot.target} (pid {victim}) at step {run.step}")
 
     def recovered(self, run: Run, shot: Shot) -> float | None:
-        """When all was whole again: a worker's successor has stepped, or a new master answers (training never stopped)."""
+        """When all was whole: a worker's successor has stepped, or a new master answers (training never stopped)."""
         if shot.rank is not None:
             return run.first_step_after(shot.at)
         try:

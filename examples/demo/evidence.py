@@ -66,7 +66,7 @@ class Run:
         return min(found, default=None)
 
     def lineage(self) -> dict[int, list[dict[str, Any]]]:
-        """Per step the lines of the life that survives: the last one that trained the step. Earlier ones were undone."""
+        """Per step the lines of the life that survives: the last one that trained it. Earlier ones were undone."""
         steps: dict[int, list[dict[str, Any]]] = {}
         for _, ranks in sorted(self.lives.items()):
             lines = [line for lines in ranks.values() for line in lines if "step" in line]
@@ -93,7 +93,7 @@ def _step(latest: dict[str, Any]) -> int:
 
 
 def visited_exactly_once(run: Run, epochs: int, windows: int, workers: int) -> bool:
-    """Every window once per epoch, from the ids seen in `training_step` along the surviving lineage; no step is missing."""
+    """Every window once per epoch, by the ids seen in `training_step` along the surviving lineage; no step missing."""
     lineage = run.lineage()
     counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
     for lines in lineage.values():
@@ -159,7 +159,8 @@ def table(console: Console, report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n")
     rows = Table(show_header=False, box=None, padding=(0, 2))
     for kill in report["killed"]:
-        rows.add_row(f"kill -9 {kill['target']}", f"at step {kill['step']}, {_back(kill)} after {kill['recovery_s']:.1f} s")
+        when = f"at step {kill['step']}, {_back(kill)} after {kill['recovery_s']:.1f} s"
+        rows.add_row(f"kill -9 {kill['target']}", when)
     rows.add_row("resumed from", ", ".join(report["restored_from"]))
     rows.add_row("steps, samples", f"{report['steps']}, {report['samples']}")
     rows.add_row("every sample exactly once", str(report["visited_exactly_once"]))

@@ -27,7 +27,8 @@ class Recorded(train.CharacterGPT):
         name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{self.global_rank}.jsonl"
         path = Path(os.environ["DEMO_RECORDS"]) / name
         self.record = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        elastic = next(callback for callback in self.trainer.callbacks if isinstance(callback, train.ElasticCallback))
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # Lightning sets it elsewhere
+        elastic = next(callback for callback in callbacks if isinstance(callback, train.ElasticCallback))
         restored = elastic.restored.source.value if elastic.restored is not None else None
         self.write(pid=os.getpid(), master=os.environ["DLROVER_HOOKS_MASTER"], restored_from=restored)
 

@@ -16,6 +16,7 @@ REFUSALS = 64
 
 
 def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
+    """A worker is up: note what it holds; with the last one, pick what to load. Raises Stale, BadRequest."""
     current, member = seat(job, event.incarnation)
     settings = Settings(
         save_to=event.save_to.rstrip("/") if event.save_to else None,
@@ -101,6 +102,7 @@ def _found_finished(job: Job, current: Round, effects: Effects) -> None:
 
 
 def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
+    """A worker has loaded the choice, or cannot: then the next best is picked. Raises Stale."""
     current, member = seat(job, event.incarnation)
     if event.round != current.number or current.phase in (Phase.ATTACHING, Phase.BROKEN):
         raise Stale(

@@ -14,6 +14,7 @@ from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
+    """An agent asks for seats, or for its old ones anew. A finished job only says so. Raises Stale, BadRequest."""
     if _starts_anew(job, event):
         rounds.check(Rounds(), event)
         _reset(job, event.proposed_run)
@@ -46,10 +47,12 @@ def _reset(job: Job, run: str) -> None:
 
 
 def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
+    """An agent or a worker was silent for too long."""
     return _part(job, event.incarnation, rounds.LOST, now, effects)
 
 
 def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
+    """A launcher saw its worker end. Raises Stale, BadRequest."""
     if not rounds.knows(job.rounds, event.incarnation):
         raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
     current = job.rounds.round
@@ -61,6 +64,7 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
 
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
+    """A worker or an agent goes on purpose: done, or not. Raises Stale."""
     if not rounds.knows(job.rounds, event.incarnation):
         rounds.member_of(job.rounds, job.name, event.incarnation)
     if event.reason is Departure.DONE:
@@ -87,6 +91,7 @@ def _finish(job: Job, effects: Effects) -> None:
 
 
 def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
+    """Time has passed: the last call may be over."""
     del event
     _after_membership(job, now, effects, broken=False)
     return Done()

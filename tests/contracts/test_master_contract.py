@@ -41,7 +41,7 @@ def job(request: pytest.FixtureRequest) -> str:
     return f"job/{request.node.name}"
 
 
-def started(caller_of: CallerOf, job: str, **more: object) -> p.Plan:
+def started(caller_of: CallerOf, job: str, **more: Any) -> p.Plan:
     """Two workers of one node train."""
     caller_of("agent").call(join(job=job))
     for index in range(2):
@@ -202,8 +202,8 @@ def test_a_watch_tells_of_a_break_once(caller_of: CallerOf, job: str) -> None:
         told.set()
 
     caller = caller_of("w0")
-    extra = {"incarnation": "w0"} if isinstance(caller, Alone) else {}
-    watch = caller.watch(job, notice, **extra)
+    alone = isinstance(caller, Alone)
+    watch = caller.watch(job, notice, incarnation="w0") if alone else caller.watch(job, notice)
     caller_of("agent").call(p.Exited(job=job, incarnation="agent", worker="w1", exit_code=-9))
     assert told.wait(10)
     caller_of("w0").call(p.Heartbeat(job=job, incarnation="w0"))

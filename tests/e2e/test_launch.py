@@ -1,4 +1,7 @@
-"""`dlrover-hooks run` with real processes: environment, restarts, cleanup, and refusals (DL-77, DL-81, ED-36, ED-39, ED-43)."""
+"""`dlrover-hooks run` with real processes: environment, restarts, cleanup, refusals.
+
+DL-77, DL-81, ED-36, ED-39, ED-43.
+"""
 
 import glob
 import json
@@ -136,16 +139,16 @@ def test_workers_get_torchruns_environment_and_one_thread(launch: Callable[..., 
 
 
 def test_a_killed_worker_restarts_all_and_its_forked_children_end(launch: Callable[..., Launched]) -> None:
-    """kill -9 of one: both start anew with a new round and port; what the old ones forked is gone too (DL-81, ED-27)."""
+    """kill -9 of one: both start anew with a new round and port; what the old ones forked is gone (DL-81, ED-27)."""
     run = launch(
         """
         life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         child = os.fork()
         if child == 0:
-            time.sleep(600)
+            threading.Event().wait(600)
         note(life=life, child=child, port=os.environ["MASTER_PORT"])
         if life == 0:
-            time.sleep(600)
+            threading.Event().wait(600)
         os.kill(child, signal.SIGKILL)
         """,
         "-n", "2",
@@ -171,7 +174,7 @@ def test_ctrl_c_ends_everything_and_leaves_nothing(launch: Callable[..., Launche
             sys.exit(0)
         signal.signal(signal.SIGTERM, polite)
         note(master=os.environ["DLROVER_HOOKS_MASTER"])
-        time.sleep(600)
+        threading.Event().wait(600)
         """,
         "-n", "2",
     )  # fmt: skip
@@ -245,7 +248,7 @@ def test_a_port_in_use_is_named(launch: Callable[..., Launched]) -> None:
 
 def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable[..., Launched]) -> None:
     """kill -9 of the launcher itself: the kernel ends the workers, the closed pipe ends master and keeper."""
-    run = launch("note(); time.sleep(600)", "-n", "2")
+    run = launch("note(); threading.Event().wait(600)", "-n", "2")
     run.wait_for(lambda lives: len(lives) == 2)
     family = psutil.Process(run.process.pid).children(recursive=True)
     assert len(family) == 4, [child.cmdline() for child in family]

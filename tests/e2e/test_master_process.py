@@ -194,13 +194,13 @@ def test_death_of_a_connection_breaks_the_round(live_master: LiveMaster) -> None
         live_master.client(worker).call(attach(worker))
     told = threading.Event()
     watch = live_master.client("w0").watch("job", lambda notice: told.set())
-    script = (
-        "import sys, time; from dlrover_hooks.client import MasterClient\n"
+    script = (  # the forked child, like a DataLoader worker, must not keep the connection
+        "import sys, threading; from dlrover_hooks.client import MasterClient\n"
         "c = MasterClient(sys.argv[1], 'secret', incarnation='w1'); c.watch('job', print)\n"
         "import os\n"
-        "if os.fork() == 0: time.sleep(30); os._exit(0)\n"  # a DataLoader worker must not keep the connection
+        "if os.fork() == 0: threading.Event().wait(30); os._exit(0)\n"
         "from dlrover_hooks.protocol import Heartbeat\n"
-        "c.call(Heartbeat('job', 'w1')); print('up', flush=True); time.sleep(30)\n"
+        "c.call(Heartbeat('job', 'w1')); print('up', flush=True); threading.Event().wait(30)\n"
     )
     victim = subprocess.Popen(
         [sys.executable, "-c", script, live_master.url], stdout=subprocess.PIPE, start_new_session=True

@@ -1,15 +1,17 @@
 """Run by test_lightning_restore.py, once per rank: restore from every step of a short Lightning run and compare.
 
-For each accumulation an undisturbed run is the reference. Then for every place to crash a run is broken off there, a new
-Trainer with a new model resumes from memory, and the whole is compared: weights, optimizer, schedulers, losses, the
+For each accumulation an undisturbed run is the reference. Then for every place to crash a run is broken off there, a
+new Trainer with a new model resumes from memory, and the whole is compared: weights, optimizer, schedulers, losses, the
 order of callback hooks, validation. Prints one JSON line per comparison; the test asserts on them.
 """
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -109,11 +111,11 @@ class Recorder(Callback):
         self.note("train_epoch_end", trainer, round(float(trainer.optimizers[0].param_groups[0]["lr"]), 12))
 
 
-def fit(job: str, accumulate: int, crash: tuple[str, int] | None = None, **more):
+def fit(job: str, accumulate: int, crash: tuple[str, int] | None = None, **more: Any):
     """One fit in a fresh Trainer and model; returns (model, trainer, recorder, restored generation's step or None)."""
     seed_everything(3, verbose=False)
     recorder, elastic = Recorder(crash), ElasticCallback(job=job, save_every=1)
-    seen = {}
+    seen: dict[str, int | None] = {}
 
     class Look(Callback):
         def on_train_start(self, trainer, module):
@@ -121,16 +123,15 @@ def fit(job: str, accumulate: int, crash: tuple[str, int] | None = None, **more)
 
     trainer = Trainer(
         max_epochs=EPOCHS, accelerator="cpu", devices=WORLD, strategy="ddp" if WORLD > 1 else "auto", logger=False,
-        accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=True,
-        enable_model_summary=False, callbacks=[elastic, Look(), recorder], log_every_n_steps=1, **more,
+        accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
+        use_distributed_sampler=True, enable_model_summary=False, callbacks=[elastic, Look(), recorder],
+        log_every_n_steps=1, **more,
     )  # fmt: skip
     model = Net()
     train = DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
     val = DataLoader(Noisy(), batch_size=8)
-    try:
+    with contextlib.suppress(Crash):
         trainer.fit(model, train, val)
-    except Crash:
-        pass
     return model, trainer, recorder, seen.get("restored")
 
 
@@ -153,21 +154,25 @@ def places(reference: Recorder, steps: int) -> list[tuple[str, int]]:
 
 def main() -> None:
     prefix = sys.argv[1]
+    variants: list[dict[str, Any]] = [{}, {"val_check_interval": 2}]
     for accumulate in map(int, sys.argv[2].split(",")):
-        for more in ({}, {"val_check_interval": 2}) if accumulate == 1 and WORLD == 1 else ({},):
+        for more in variants if accumulate == 1 and WORLD == 1 else variants[:1]:
             model, trainer, reference, _ = fit(f"{prefix}-{WORLD}-{accumulate}-calm{len(more)}", accumulate, **more)
             for crash in places(reference, trainer.global_step):
                 job = f"{prefix}-{WORLD}-{accumulate}-{len(more)}-{crash[0]}-{crash[1]}"
                 _, _, before, _ = fit(job, accumulate, crash, **more)
                 again, trainer2, after, restored = fit(job, accumulate, **more)
-                lived = before.events[: before.at.get(restored, 0)] + after.events
-                difference = next((pair for pair in zip(lived, reference.events) if pair[0] != pair[1]), None)
+                lived = before.events[: before.at.get(restored, 0) if restored is not None else 0] + after.events
+                pairs = zip(lived, reference.events, strict=False)  # the lengths are compared too
+                difference = next((pair for pair in pairs if pair[0] != pair[1]), None)
+                schedules = [each.lr_scheduler_configs[0].scheduler.state_dict() for each in (trainer, trainer2)]
                 print(json.dumps({
                     "rank": trainer.global_rank, "accumulate": accumulate, "crash": crash, "restored": restored,
                     "weights": same(dict(model.state_dict()), dict(again.state_dict())),
                     "optimizer": same(trainer.optimizers[0].state_dict(), trainer2.optimizers[0].state_dict()),
-                    "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict() == trainer2.lr_scheduler_configs[0].scheduler.state_dict(),
-                    "events": lived == reference.events, "difference": difference, "lengths": [len(lived), len(reference.events)],
+                    "schedule": schedules[0] == schedules[1],
+                    "events": lived == reference.events, "difference": difference,
+                    "lengths": [len(lived), len(reference.events)],
                 }), flush=True)  # fmt: skip
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`ElasticCallback` in a real Trainer, one process: resume, refusals, and what it must leave alone (DL-56, DL-57, DL-90)."""
+"""`ElasticCallback` in a real Trainer, one process: resume, refusals, what it leaves alone (DL-56, DL-57, DL-90)."""
 
 import json
 import logging
@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -138,7 +138,7 @@ def test_a_finished_job_has_nothing_left_to_do(job: str, tmp_path: Path) -> None
     [({"n": 19}, "n"), ({"seed": 2}, "seed")],
 )
 def test_other_data_on_resume_is_refused_and_nothing_is_lost(
-    job: str, tmp_path: Path, change: dict[str, int], named: str
+    job: str, tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     """A changed length or seed would train on the wrong samples silently; the checkpoint stays (ED-25)."""
     save_to = str(tmp_path / "ckpt")
@@ -268,7 +268,9 @@ def test_validate_and_test_are_left_alone(job: str) -> None:
 
 def test_a_callback_state_that_cannot_be_saved_is_named_before_training(job: str) -> None:
     class Awkward(Callback):
-        state_key = "Awkward"
+        @property
+        def state_key(self) -> str:
+            return "Awkward"
 
         def state_dict(self) -> dict[str, Any]:
             return {"handle": object()}
@@ -333,6 +335,49 @@ def test_the_sampler_goes_in_however_the_loader_comes(job: str, kind: str) -> No
     trainer.fit(model, **given)
     assert [type(loader) for loader in found] == [ElasticLoader]
     assert exactly_once(model.seen, epochs=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"reload_dataloaders_every_n_epochs": 1}])
+def test_worker_processes_and_reloaded_loaders_keep_the_place(job: str, workers: int, options: dict[str, Any]) -> None:
+    """What DataLoader workers prefetched is not in the model: it is replayed. A reloaded loader takes the place."""
+
+    class WithLoader(Net):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers)
+
+    def run(model: Net) -> None:
+        seed_everything(1, verbose=False)
+        trainer = Trainer(max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, callbacks=[ElasticCallback(job=job, save_every=1)],
+                          **options)  # fmt: skip
+        trainer.fit(model)
+
+    before, after = WithLoader(crash_at=7), WithLoader()
+    with pytest.raises(Crash):
+        run(before)
+    run(after)
+    assert after.seen[0][1] == 7
+    assert exactly_once(surviving(before, after), epochs=3)
+
+
+def test_the_learning_rate_finder_takes_no_data_from_the_run(job: str) -> None:
+    """Its trial steps draw batches from the same loaders; the run then starts at the first position all the same."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    class Tunable(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.1
+
+    class Begin(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            cast(Net, pl_module).seen.clear()
+
+    model = Tunable()
+    finder = LearningRateFinder(num_training_steps=7, early_stop_threshold=None)
+    fit(model, ElasticCallback(job=job, save_every=1), callbacks=(finder, Begin()))
+    assert exactly_once(model.seen)
 
 
 def test_an_epoch_cut_short_is_not_gone_back_to(job: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dlrover_hooks import protocol as p
@@ -9,17 +11,23 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import nodes
 from dlrover_hooks.master.core.events import Key
 from dlrover_hooks.master.core.nodes import Nodes
-from dlrover_hooks.testing import MasterFake
+from dlrover_hooks.testing import MasterFake, StorageFake
 from tests.e2e.job_script import attach, held, join, stored, vote
 
 
-def training(**more: object) -> MasterFake:
+def training(**more: Any) -> MasterFake:
     """Two workers of one node train."""
     master = MasterFake()
     master.call(join())
     for worker in ("w1", "w0"):
         master.call(attach(worker, **more))
     return master
+
+
+def store(master: MasterFake) -> StorageFake:
+    """Its storage."""
+    assert isinstance(master.store, StorageFake)
+    return master.store
 
 
 def ask(master: MasterFake, after: int = 0) -> p.Plan:
@@ -109,9 +117,9 @@ def test_durable_when_all_have_stored() -> None:
     master = training(save_to="/tree", persist_every=4, save_every=2)
     assert ask(master).cadence == p.Cadence(every=2, persist_from=4)
     master.call(vote(0, 4, p.VoteKind.STORED))
-    assert not master.store.manifests
+    assert not store(master).manifests
     master.call(vote(1, 4, p.VoteKind.STORED))
-    assert [file.rank for file in master.store.manifests[0].files] == [0, 1]
+    assert [file.rank for file in store(master).manifests[0].files] == [0, 1]
     beat = master.call(p.Heartbeat("job", "w0"))
     assert beat.cadence == p.Cadence(every=2, persist_from=8)
     assert master.call(vote(0, 6)).newest_committed == p.Generation(1, 4, "run0")
@@ -121,11 +129,10 @@ def test_failed_persist_is_due_again() -> None:
     master = training(save_to="/tree", persist_every=4, save_every=1)
     master.call(vote(0, 4, p.VoteKind.STORED))
     assert master.call(vote(1, 4, p.VoteKind.FAILED)).cadence.persist_from == 5
-    master.store.failure = "no room"
-    for rank in range(2):
-        reply = master.call(vote(rank, 5, p.VoteKind.STORED))
+    store(master).failure = "no room"
+    replies = [master.call(vote(rank, 5, p.VoteKind.STORED)) for rank in range(2)]
     assert master.call(p.Heartbeat("job", "w0")).cadence.persist_from == 6
-    assert reply.newest_committed is None
+    assert replies[-1].newest_committed is None
     assert master.state.jobs["job"].saves.failures == 2
 
 

@@ -1,0 +1,73 @@
+"""Shard files that the keeper writes: what is under way, what is done, and the last will made of them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint import durable, wire
+from dlrover_hooks.checkpoint.arena import SLOTS
+from dlrover_hooks.checkpoint.crew import Crew
+from dlrover_hooks.checkpoint.holdings import Found
+from dlrover_hooks.checkpoint.place import reason
+from dlrover_hooks.errors import HooksError
+from dlrover_hooks.protocol import Generation, Manifest, ShardFile
+
+
+class Shards:
+    """Writes on threads. All calls, and `tell(seat, notice)`, are on the loop's thread (see `Crew`)."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], tell: Callable[[int, wire.Wire], None]) -> None:
+        self._crew = Crew("store", 2, post)
+        self._tell = tell
+        self._under_way: set[tuple[int, Generation]] = set()
+        """By seat."""
+        self._files: dict[Generation, dict[int, ShardFile]] = {}
+        """By rank; of the newest generations only."""
+
+    @property
+    def pending(self) -> int:
+        """Files that are being written or wait for it."""
+        return self._crew.pending
+
+    def under_way(self, seat: int) -> tuple[Generation, ...]:
+        """What is being made durable for this seat now."""
+        return tuple(generation for other, generation in self._under_way if other == seat)
+
+    def persist(self, found: Found, seat: int, order: wire.Persist) -> None:
+        """Write one rank's file; the seat is told `Persisted` or `PersistFailed`."""
+        self._under_way.add((seat, order.generation))
+        self._crew.submit(
+            lambda: durable.persist(found, order.url, order.options),
+            lambda file: self._persisted(seat, order.generation, file),
+        )
+
+    def _persisted(self, seat: int, generation: Generation, file: ShardFile | Exception) -> None:
+        self._under_way.discard((seat, generation))
+        if isinstance(file, Exception):
+            text = str(file) if isinstance(file, HooksError) else reason(file)
+            self._tell(seat, wire.PersistFailed(generation=generation, reason=text))
+            return
+        self._files.setdefault(generation, {})[file.rank] = file
+        while len(self._files) > SLOTS:
+            self._files.pop(next(iter(self._files)))
+        self._tell(seat, wire.Persisted(generation=generation, file=file))
+
+    def forget(self) -> None:
+        """The run starts anew: the files written so far are none of its own."""
+        self._files.clear()
+
+    def last_will(
+        self,
+        ranks: list[Found],
+        generation: Generation,
+        saving: wire.Hello,
+        then: Callable[[Manifest | Exception], None],
+    ) -> None:
+        """Write and commit a whole generation where `saving` says; `then` gets the manifest or what went wrong."""
+        url, options, keep, job = saving.save_to, saving.storage_options, saving.keep, saving.job
+        assert url is not None
+        known = self._files.get(generation, {})
+        self._crew.submit(
+            lambda: durable.last_will(ranks, generation, job=job, url=url, options=options, keep=keep, known=known),
+            then,
+        )

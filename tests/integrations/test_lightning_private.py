@@ -1,0 +1,246 @@
+"""One contract per function of `_lightning_private`: what a new Lightning release must still do (DL-56, DL-57).
+
+And the environment of `dlrover-hooks run`, in which Lightning must find torchrun's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.integrations import _lightning_private as private
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Net(LightningModule):
+    """Trains on numbers 0..7, keeps what it saw; `early` asks for the loaders before a checkpoint is read."""
+
+    def __init__(self, early: bool = False) -> None:
+        super().__init__()
+        self.layer, self.early, self.seen = nn.Linear(1, 1), early, list[float]()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += batch[0].flatten().tolist()
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.early:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class At(Callback):
+    """Calls `then(trainer)` once, in the named hook."""
+
+    def __init__(self, hook: str, then: Any) -> None:
+        self.found: list[Any] = []
+
+        def call(trainer: Trainer, *_: Any, **__: Any) -> None:
+            if not self.found:
+                self.found.append(then(trainer))
+
+        setattr(self, hook, call)
+
+
+def trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    given: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False}
+    quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(callbacks=list(callbacks), **given | quiet | options)
+
+
+def dumped_after(steps: int) -> dict[str, Any]:
+    """A checkpoint as `dump` takes it in `on_train_batch_start`, where `steps` are behind it."""
+    made: list[dict[str, Any]] = []
+
+    class Take(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == steps:
+                made.append(private.dump(trainer))
+
+    trainer(Take()).fit(Net())
+    return made[0]
+
+
+def test_wrap_train_loaders_in_setup_and_unwrap() -> None:
+    given: list[list[Any]] = []
+
+    def wrap(loaders: list[Any]) -> list[Any]:
+        given.append(loaders)
+        return [elastic_loader(loader) for loader in loaders]
+
+    model, look = Net(), At("on_train_start", lambda trainer: trainer.train_dataloader)
+    made = trainer(At("setup", lambda trainer: private.wrap_train_loaders(trainer, wrap)), look)
+    source = made.fit_loop._data_source
+    made.fit(model)
+    assert [type(loader) for loader in given[0]] == [DataLoader]
+    assert type(look.found[0]).__name__ == "ElasticLoader"
+    private.unwrap(made)
+    assert made.fit_loop._data_source is source
+
+
+def test_resume_from_loads_without_a_path_and_unwrap_forgets_it() -> None:
+    checkpoint, model = dumped_after(2), Net()
+    made = trainer(At("setup", lambda trainer: private.resume_from(trainer, checkpoint, lambda *_: True)))
+    made.fit(model)
+    assert made.global_step == 4
+    assert len(model.seen) == 4
+    private.unwrap(made)
+    assert "resume_start" not in vars(made._checkpoint_connector)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_resume_from_asks_who_wins_over_a_path(tmp_path: Path, ours: bool) -> None:
+    path, asked = tmp_path / "one.ckpt", list[tuple[str, int]]()
+    torch.save(dumped_after(1), path)
+    checkpoint, model = dumped_after(3), Net()
+
+    def wins(path: str, content: dict[str, Any]) -> bool:
+        asked.append((path, content["global_step"]))
+        return ours
+
+    trainer(At("setup", lambda trainer: private.resume_from(trainer, checkpoint, wins))).fit(
+        model, ckpt_path=str(path), weights_only=False
+    )
+    assert asked == [(str(path), 1)]
+    assert len(model.seen) == (2 if ours else 6)
+
+
+def test_dump_is_lightnings_own_checkpoint() -> None:
+    checkpoint = dumped_after(2)
+    assert {"state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks"} <= checkpoint.keys()
+    assert (checkpoint["global_step"], checkpoint["epoch"]) == (2, 0)
+
+
+class Kept(DataLoader[Any]):
+    """A stateful loader, as StatefulDataLoader is one."""
+
+    def __init__(self) -> None:
+        super().__init__(range(8), batch_size=2)  # pyright: ignore[reportArgumentType]
+        self.loaded: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state)
+
+
+class Fed(Net):
+    def __init__(self, loader: Kept, early: bool = False) -> None:
+        super().__init__(early)
+        self.kept = [loader]
+
+    def train_dataloader(self) -> Any:
+        return self.kept[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([batch.float()[:, None]], batch_idx)
+
+
+@pytest.mark.parametrize(("new", "kept"), [({"place": 5}, {"place": 5}), (None, {"place": 1})])
+def test_replace_loader_states(new: dict[str, int] | None, kept: dict[str, int]) -> None:
+    def take(trainer: Trainer) -> dict[str, Any]:
+        checkpoint = private.dump(trainer)
+        private.replace_loader_states(trainer, checkpoint, lambda loader: new)
+        return checkpoint
+
+    look = At("on_train_batch_end", take)
+    trainer(look).fit(Fed(Kept()))
+    assert look.found[0]["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [kept]
+
+
+def test_replace_loader_states_without_stateful_loaders_changes_nothing() -> None:
+    def take(trainer: Trainer) -> bool:
+        checkpoint = private.dump(trainer)
+        before = copy.deepcopy(checkpoint["loops"])
+        private.replace_loader_states(trainer, checkpoint, lambda loader: {"place": 5})
+        return checkpoint["loops"] == before
+
+    look = At("on_train_batch_end", take)
+    trainer(look).fit(Net())
+    assert look.found == [True]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_load_pending_loader_states(tmp_path: Path, early: bool) -> None:
+    """Whoever asks for the loaders before the checkpoint is read: their state must arrive all the same."""
+    look, path, loader = At("on_train_batch_end", private.dump), tmp_path / "one.ckpt", Kept()
+    trainer(look).fit(Fed(Kept()))
+    torch.save(look.found[0], path)
+    pending = At("on_train_start", private.load_pending_loader_states)
+    trainer(pending).fit(Fed(loader, early), ckpt_path=str(path), weights_only=False)
+    assert loader.loaded == [{"place": 1}]
+
+
+def test_batches_that_stepped_is_in_a_dump_and_can_be_set() -> None:
+    assert private.batches_that_stepped(dumped_after(3)) == 3
+    made = trainer()
+    private.set_batches_that_stepped(made, 9)
+    assert made.fit_loop.epoch_loop._batches_that_stepped == 9
+
+
+def test_fast_dev_run_is_known() -> None:
+    assert private.fast_dev_run(trainer(fast_dev_run=True))
+    assert not private.fast_dev_run(trainer())
+
+
+@pytest.mark.parametrize(("devices", "fixed"), [("auto", 1), (1, 1)])
+def test_fixed_devices(devices: Any, fixed: Any) -> None:
+    """Lightning replaces "auto" by the accelerator's count, 1 on a CPU, before any callback can see it."""
+    assert private.fixed_devices(trainer(devices=devices)) == fixed
+
+
+def test_callbacks_are_those_of_the_trainer() -> None:
+    mine = Callback()
+    assert mine in private.callbacks(trainer(mine))
+
+
+def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    text = f"only once {uuid.uuid4().hex}"
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        private.warn_once(text)
+        private.warn_once(text)
+    assert caplog.text.count(text) == 1
+
+
+SCRIPT = """
+import json, os, sys
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+found = [TorchElasticEnvironment.detect()]
+place = TorchElasticEnvironment()
+told = [place.global_rank(), place.world_size(), place.local_rank(), place.creates_processes_externally]
+del os.environ["TORCHELASTIC_RUN_ID"]
+found.append(TorchElasticEnvironment.detect())
+open(sys.argv[1], "w").write(json.dumps([found, told]))
+"""
+
+
+def test_lightning_finds_torchruns_environment_in_a_launched_worker(tmp_path: Path) -> None:
+    """And measured: without TORCHELASTIC_RUN_ID it does not, and would start processes of its own (ED-35)."""
+    script, out, root = tmp_path / "script.py", tmp_path / "out.json", Path(__file__).parents[2]
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "dlrover_hooks", "run", "--nproc-per-node", "1", str(script), str(out)]
+    run = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=50, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(out.read_text()) == [[True, False], [0, 1, 0, True]]

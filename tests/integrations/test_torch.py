@@ -1,0 +1,212 @@
+"""`AsyncCheckpointer` and `elastic_loader` in a plain loop: broken off anywhere, the run ends as if nothing happened.
+
+DL-57, DL-81, DL-90, ED-25. Real keepers, real process groups; the loop is in torch_cases.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from tests.e2e.master_process import LiveMaster
+from tests.integrations.torch_cases import SAMPLES, Crash, Noisy, train
+
+CASES = Path(__file__).with_name("torch_cases.py")
+EXACT = ("step", "lr", "weights", "moments", "rng")
+Seen = list[tuple[int, int, int]]
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = f"torch-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def exactly_once(before: Seen, first: int, after: Seen, epochs: int = 2) -> bool:
+    """What was trained before the restored step, and all after it."""
+    seen = [(epoch, one) for epoch, step, one in before if step < first] + [(e, one) for e, _, one in after]
+    return Counter(seen) == Counter((epoch, one) for epoch in range(epochs) for one in range(SAMPLES))
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return [key for key in EXACT if ours[key] != theirs[key]] == []
+
+
+@pytest.mark.parametrize(
+    "at", [("forward", 1), ("forward", 10), ("forward", 11), ("stepped", 5), ("scheduled", 10), ("scheduled", 21)]
+)
+def test_an_exception_anywhere_and_resume_is_bit_equal(job: str, at: tuple[str, int]) -> None:
+    """Weights, moments, scheduler and random state; 11 steps an epoch, so 10 and 21 are an epoch's last ones."""
+    calm = train(f"{job}-calm")
+    assert exactly_once([], 0, calm["seen"])
+    with pytest.raises(Crash):
+        train(job, at=at)
+    after = train(job, seed=8)
+    assert after["source"] == "memory"
+    assert after["first"] == at[1]
+    assert after["seen"][0][1] == at[1]
+    assert same(after, calm)
+
+
+def test_epochs_counts_over_restarts(job: str) -> None:
+    """Three lives, one total: `range(n)` would train 2 + 2 + 2."""
+    for at in (("forward", 4), ("forward", 15)):
+        with pytest.raises(Crash):
+            train(job, at=at)
+    last = train(job)
+    assert {epoch for epoch, _, _ in last["seen"]} == {1}
+    assert last["step"] == 22
+
+
+def spawn(rank: int, world: int, port: int, master: LiveMaster | None, **given: Any) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CASES.parents[2])}
+    if master is not None:
+        torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        env |= {name: str(value) for name, value in torchrun.items()}
+        env |= {"DLROVER_HOOKS_MASTER": master.url, "DLROVER_HOOKS_TOKEN": master.token or ""}
+    command = [sys.executable, str(CASES), json.dumps(given)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(world: int, master: LiveMaster | None = None, **given: Any) -> tuple[list[int], list[dict[str, Any]], str]:
+    """Exit codes, what each rank that ended well found, and all they said on stderr."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [spawn(rank, world, port, master, **given) for rank in range(world)]
+    try:
+        outputs = [rank.communicate(timeout=50) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    found = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
+    return [rank.returncode for rank in ranks], found, "".join(errors for _, errors in outputs)
+
+
+def noted(folder: Path) -> Seen:
+    """What all processes saw, from the lines they wrote in each step."""
+    lines = [line for file in folder.glob("ids.*") for line in file.read_text().splitlines()]
+    return [(epoch, step, one) for epoch, step, one in map(json.loads, lines)]
+
+
+def test_kill_9_and_resume_is_bit_equal(job: str, tmp_path: Path) -> None:
+    calm = train(f"{job}-calm")
+    codes, _, errors = run(1, job=job, at=("stepped", 13), kill=True, ids=str(tmp_path / "ids"))
+    assert codes == [-signal.SIGKILL], errors
+    after = train(job, seed=8)
+    assert after["source"] == "memory"
+    assert 0 < after["first"] <= 13
+    assert exactly_once(noted(tmp_path), after["first"], after["seen"])
+    assert same(after, calm)
+
+
+def test_two_ranks_killed_and_resumed_are_bit_equal(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
+    """Rank 1 is shot in mid-epoch, rank 0 fails in its all-reduce; both come back (DL-81)."""
+    codes, calm, errors = run(2, live_master, job=f"{job}-calm")
+    assert codes == [0, 0], errors
+    assert calm[0]["step"] == 12
+    given: dict[str, Any] = {"job": job, "ids": str(tmp_path / "ids")}
+    codes, _, errors = run(2, live_master, **given, at=("forward", 8), kill=True, crash_rank=1)
+    assert codes[1] == -signal.SIGKILL, errors
+    assert codes[0] != 0
+    before = noted(tmp_path)
+    codes, after, errors = run(2, live_master, job=job, seed=8)
+    assert codes == [0, 0], errors
+    first = after[0]["first"]
+    assert 0 < first <= 8
+    assert {one["source"] for one in after} == {"memory"}
+    assert exactly_once(before, first, [one for rank in after for one in rank["seen"]])
+    assert all(same(ours, theirs) for ours, theirs in zip(after, calm, strict=True))
+
+
+def test_two_ranks_shrink_to_one_and_see_every_id_once(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
+    """The global batch stays: one rank accumulates what two had shared (DL-81, DL-87)."""
+    given: dict[str, Any] = {"job": job, "ids": str(tmp_path / "ids")}
+    codes, _, errors = run(2, live_master, **given, at=("forward", 3), kill=True, crash_rank=1)
+    assert codes[1] == -signal.SIGKILL, errors
+    before = noted(tmp_path)
+    codes, after, errors = run(1, live_master, job=job)
+    assert codes == [0], errors
+    assert after[0]["source"] == "memory"
+    assert 0 < after[0]["first"] <= 3
+    assert after[0]["step"] == 12
+    assert exactly_once(before, after[0]["first"], after[0]["seen"])
+
+
+def test_closing_twice_and_a_finished_job(job: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=optimizer)
+    made = AsyncCheckpointer(str(tmp_path), model=model, optimizer=optimizer, loader=loader, job=job)
+    for x, _ in loader:
+        model(x).sum().backward()
+        optimizer.step()
+    made.close()
+    made.close()
+    assert loader.before_batch == []
+    assert json.loads((tmp_path / "latest.json").read_text())
+
+
+def test_dtypes_come_back_exactly(job: str) -> None:
+    """fp32 moments of a bf16 parameter: torch's own `load_state_dict` would cast them to bf16."""
+
+    def build() -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
+        model = nn.Linear(4, 1, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=optimizer)
+
+    model, optimizer, loader = build()
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"m": torch.full(parameter.shape, 1 / 3), "step": torch.tensor(4.0)}
+    wanted = [state["m"].clone() for state in optimizer.state.values()]
+
+    def train() -> None:
+        with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, save_every=1):
+            for number, (x, _) in enumerate(loader):
+                if number == 2:
+                    raise Crash
+                model(x.bfloat16()).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(Crash):
+        train()
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    again, other, loader = build()
+    made = AsyncCheckpointer(model=again, optimizer=other, loader=loader, job=job)
+    try:
+        assert made.step == 2
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), saved, strict=True))
+        states = list(other.state.values())
+        assert [state["m"].dtype for state in states] == [torch.float32] * 2
+        assert all(torch.equal(state["m"], m) for state, m in zip(states, wanted, strict=True))
+        assert [state["step"].dtype for state in states] == [torch.float32] * 2
+    finally:
+        made.close()

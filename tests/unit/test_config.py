@@ -1,0 +1,97 @@
+"""Settings: keyword over environment over default, checked once (ED-43)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from dlrover_hooks import config
+from dlrover_hooks.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [(50, 50), ("50", 50), (" 7 ", 7), ("auto", "auto"), ("AUTO", "auto"), ("90s", "90s"), ("10m", "600s"),
+     ("1.5h", "5400s"), ("250ms", "0.25s"), ("1d", "86400s"), (timedelta(minutes=2), "120s")],
+)  # fmt: skip
+def test_intervals_have_one_canonical_form(given: Any, means: int | str) -> None:
+    assert config.interval(given, name="save_every") == means
+
+
+@pytest.mark.parametrize("given", [0, -1, "0", True, "soon", "10 parsecs", "0s", timedelta(0), "", "5 5s"])
+def test_other_intervals_are_refused_with_examples(given: Any) -> None:
+    with pytest.raises(UsageError, match="save_every=") as refused:
+        config.interval(given, name="save_every")
+    assert '"90s"' in refused.value.hint
+
+
+def test_a_keyword_wins_over_the_environment_and_none_is_not_given() -> None:
+    env = {"DLROVER_HOOKS_KEEP": "5", "DLROVER_HOOKS_SAVE_EVERY": "2m", "DLROVER_HOOKS_SAVE_TO": ""}
+    found = config.load(env, keep=3, save_every=None)
+    assert (found.keep, found.save_every, found.save_to, found.persist_every) == (3, "120s", None, "600s")
+
+
+def test_the_environment_is_typed() -> None:
+    env = {"DLROVER_HOOKS_STORAGE_OPTIONS": '{"anon": true}', "DLROVER_HOOKS_DISABLE": "1",
+           "DLROVER_HOOKS_GLOBAL_BATCH_SIZE": "64"}  # fmt: skip
+    found = config.load(env)
+    assert (found.storage_options, found.disable, found.global_batch_size) == ({"anon": True}, True, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("KEEP", "many"), ("STORAGE_OPTIONS", "{"), ("DISABLE", "perhaps"), ("GLOBAL_BATCH_SIZE", "1.5")]
+)
+def test_an_unreadable_variable_is_named(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"DLROVER_HOOKS_{name}="):
+        config.load({f"DLROVER_HOOKS_{name}": text})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keep": 0}, {"on_error": "ignore"}, {"global_batch_size": 0}, {"resume": "maybe"}, {"save_every": 0}]
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        config.load({}, **wrong)
+
+
+def test_a_url_may_be_resumed() -> None:
+    assert config.load({}, resume="file:///old").resume == "file:///old"
+
+
+@pytest.mark.parametrize(
+    ("env", "job"),
+    [({"SLURM_JOB_ID": "17", "JOB_NAME": "x"}, "17"), ({"TORCHELASTIC_RUN_ID": "none", "JOB_NAME": "x"}, "x"),
+     ({"DLROVER_HOOKS_JOB": "a", "TORCHELASTIC_RUN_ID": "b"}, "a")],
+)  # fmt: skip
+def test_the_job_is_named_by_its_launcher(env: dict[str, str], job: str) -> None:
+    found = config.load(env)
+    assert (found.job, found.named) == (job, True)
+
+
+def test_a_made_up_job_is_new_each_time() -> None:
+    """No later start can find it, so nothing waits for one."""
+    one, other = config.load({}), config.load({})
+    assert one.job != other.job
+    assert not one.named
+
+
+def test_the_framework_knows_its_rank_better_than_the_environment() -> None:
+    env = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "DLROVER_HOOKS_NODE": "n",
+        "DLROVER_HOOKS_INCARNATION": "i",
+    }
+    assert config.place(env) == config.Place(rank=3, world_size=4, local_rank=1, node="n", incarnation="i")
+    assert config.place(env, rank=0, world_size=1).rank == 0
+    assert config.place({}).node
+
+
+def test_a_seat_serves_one_session() -> None:
+    env = {"DLROVER_HOOKS_INCARNATION": "i"}
+    config.use_seat(env)
+    config.use_seat(env)
+    assert env == {}

@@ -1,0 +1,140 @@
+"""The courier against the real core in memory: votes in order, none lost while the master is away (DL-58, DL-90)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
+from dlrover_hooks.courier import Courier
+from dlrover_hooks.errors import MasterAway, Stale, StorageFailed
+from dlrover_hooks.testing import MasterFake
+
+RUN = uuid.uuid4().hex
+
+
+class Line:
+    """What a courier calls: the fake master, which may be away, and wakes whoever waits for a vote or a beat."""
+
+    def __init__(self, master: MasterFake) -> None:
+        self.master, self.away, self.votes = master, False, list[p.Vote]()
+        self._heard = threading.Condition()
+        self._calls = 0
+
+    def call(self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None) -> Any:
+        try:
+            if self.away:
+                raise MasterAway("nobody answers")
+            reply = self.master.call(request, channel=channel, timeout_s=timeout_s)
+            if isinstance(request, p.Vote):
+                self.votes.append(request)
+            return reply
+        finally:
+            with self._heard:
+                self._calls += 1
+                self._heard.notify_all()
+
+    def wait(self, true: Callable[[], Any]) -> None:
+        with self._heard:
+            assert self._heard.wait_for(true, 10.0)
+
+
+@pytest.fixture
+def line() -> Line:
+    """One worker `w` of job `j` in training."""
+    master = MasterFake()
+    seat = (p.Seat("w", 0, 0),)
+    master.call(p.Join("j", "w", "n", seat, "h", 0, 1, 1, RUN, last_call_s=0.0))
+    master.call(p.Attach("j", "w", "n", 1, save_to="mem://x", save_every=1, persist_every=4))
+    return Line(master)
+
+
+@pytest.fixture
+def courier(line: Line) -> Iterator[Courier]:
+    made = Courier(line, "j", ("w", 0, 1), None)
+    made.start(p.Cadence(every=1))
+    yield made
+    made.stop()
+
+
+def generation(step: int, attempt: int = 1) -> p.Generation:
+    return p.Generation(attempt, step, RUN)
+
+
+def hashed(step: int, attempt: int = 1) -> Hashed:
+    return Hashed(generation=generation(step, attempt), rank=0, world_size=1)
+
+
+def test_a_hashed_slot_becomes_a_vote_and_the_answer_is_heard(courier: Courier, line: Line) -> None:
+    courier.saved(generation(1), 0.25)
+    courier.notice(hashed(1))
+    line.wait(lambda: line.votes)
+    courier.stop()
+    assert [(vote.kind, vote.copy_s) for vote in line.votes] == [(p.VoteKind.MEMORY, 0.25)]
+    assert courier.newest_complete == generation(1)
+    assert courier.cadence == p.Cadence(every=1, persist_from=4)
+
+
+def test_votes_wait_for_an_absent_master_in_order(
+    courier: Courier, line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, and again when it is back; training is told nothing."""
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        line.away = True
+        for step in range(1, 6):
+            courier.notice(hashed(step))
+        line.wait(lambda: line._calls > 3)
+        line.away = False
+        line.wait(lambda: len(line.votes) == 5)
+        courier.stop()
+    assert [vote.generation.step for vote in line.votes] == [1, 2, 3, 4, 5]
+    assert courier.error is None
+    assert caplog.text.count("trains on without its master") == 1
+    assert caplog.text.count("hears its master again") == 1
+
+
+def test_a_refused_vote_is_dropped_and_remembered(courier: Courier, line: Line) -> None:
+    courier.notice(hashed(1, attempt=9))
+    courier.notice(hashed(2))
+    line.wait(lambda: line.votes)
+    courier.stop()
+    assert isinstance(courier.error, Stale)
+    assert [vote.generation for vote in line.votes] == [generation(2)]
+
+
+def test_a_stored_file_is_committed(courier: Courier, line: Line) -> None:
+    file = p.ShardFile("shard", 0, 10, 4, ("a",))
+    courier.notice(hashed(4))
+    courier.notice(Persisted(generation=generation(4), file=file))
+    line.wait(lambda: len(line.votes) == 2)
+    courier.stop()
+    assert line.master.call(p.ShowJob("j")).newest_committed == generation(4)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_failed_file_is_voted_and_only_storage_is_an_error(courier: Courier, line: Line, gone: bool) -> None:
+    courier.notice(hashed(4))
+    courier.notice(PersistFailed(generation=generation(4), reason="no room", gone=gone))
+    line.wait(lambda: len(line.votes) == 2)
+    courier.stop()
+    assert line.votes[1].kind is p.VoteKind.FAILED
+    assert courier.failed == {generation(4)}
+    assert (courier.error is None) is gone
+    assert gone or (isinstance(courier.error, StorageFailed) and "no room" in str(courier.error))
+
+
+def test_stopping_delivers_what_is_left(courier: Courier, line: Line) -> None:
+    for step in range(1, 4):
+        courier.notice(hashed(step))
+    courier.stop()
+    assert [vote.generation.step for vote in line.votes] == [1, 2, 3]
+
+
+def test_stopping_one_that_never_started_is_fine(line: Line) -> None:
+    Courier(line, "j", ("w", 0, 1), None).stop()

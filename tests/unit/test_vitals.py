@@ -1,0 +1,36 @@
+"""What a heartbeat carries of its process (DL-58, DL-61)."""
+
+from __future__ import annotations
+
+import pynvml
+import pytest
+
+from dlrover_hooks.runtime import vitals
+
+
+def test_this_process() -> None:
+    sampler = vitals.Sampler()
+    sum(range(200_000))
+    found = sampler.sample()
+    assert found.cpu_percent >= 0
+    assert found.memory_bytes > 1 << 20
+
+
+def test_without_a_driver_there_are_no_gpu_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    found = vitals.Sampler().sample()
+    assert (found.gpu_percent, found.gpu_memory_bytes) == (None, None)
+
+
+def test_a_gpu_that_falls_off_the_bus_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: object())
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lost)
+    found = vitals.Sampler().sample()
+    assert (found.gpu_percent, found.gpu_memory_bytes) == (None, None)
