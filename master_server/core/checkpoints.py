@@ -109,6 +109,8 @@ def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) ->
     commit = None
     if entry is not None and not entry.closed:
         commit = _COUNT[event.kind](saves, settings, job, entry, event, now)
+    elif entry is None and event.kind is VoteKind.FAILED:
+        _give_up(saves, settings)
     if event.step_s > 0:
         saves.cadence = msgspec.structs.replace(saves.cadence, every=_every(saves, settings))
     _schedule(saves, settings, now)
@@ -158,17 +160,26 @@ def _entry(saves: Saves, settings: Settings, generation: Generation, world_size:
     for entry in saves.open:
         if entry.generation.step == step:
             return entry
-    if len(saves.open) >= OPEN and step < saves.open[0].generation.step:
+    if len(saves.open) >= OPEN and step < saves.open[-OPEN + 1].generation.step:
         return None
     nothing: list[ShardFile | None] = [None] * world_size
     entry = Open(generation=generation, world_size=world_size, memory=[False] * world_size, stored=nothing)
     saves.open.append(entry)
     saves.open.sort(key=lambda one: one.generation.step)
     if len(saves.open) > OPEN:
-        oldest = saves.open.pop(0)
+        oldest = saves.open.pop(1 if _kept_for_storage(saves) == 0 else 0)
         if oldest.in_storage and not oldest.closed:
             _give_up(saves, settings)
     return entry
+
+
+def _kept_for_storage(saves: Saves) -> int | None:
+    """Index of the generation that is being made durable: writing it may outlast any number of saves."""
+    start = saves.cadence.persist_from
+    if start is None:
+        return None
+    due = (index for index, one in enumerate(saves.open) if one.generation.step >= start and not one.closed)
+    return next(due, None)
 
 
 def _close(entry: Open) -> None:
@@ -210,8 +221,10 @@ def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event
 
 
 def _count_failed(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> None:
-    del job, event, now
-    _close(entry)
+    """Files of other ranks still count: at the end of the training this rank tries again."""
+    del job, now
+    entry.in_storage -= entry.stored[event.rank] is not None
+    entry.stored[event.rank] = None
     _give_up(saves, settings)
 
 

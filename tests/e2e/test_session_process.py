@@ -208,14 +208,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-LATE_VOTES = pytest.mark.xfail(
-    reason="the master drops votes for a generation once 8 newer ones are open; it then never asks for a durable one"
-)
-REOPENED = pytest.mark.xfail(
-    reason="a generation that failed once is closed at the master: a STORED vote later is dropped"
-)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_stops_or_warns(house: House, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """on_error="raise": the next verb says why. "warn": said, and memory checkpoints go on."""
@@ -236,7 +228,6 @@ def test_a_full_disk_stops_or_warns(house: House, small_disk: Path, caplog: pyte
     assert second.view().newest_committed is None
 
 
-@LATE_VOTES
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_room_on_a_full_disk_makes_a_later_generation_durable(
     house: House, small_disk: Path, caplog: pytest.LogCaptureFixture
@@ -296,7 +287,7 @@ def test_training_goes_on_without_the_keeper_and_a_new_one_is_used(house: House)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-@pytest.mark.parametrize("ending", [False, pytest.param(True, marks=REOPENED)])
+@pytest.mark.parametrize("ending", [False, True])
 def test_a_keeper_killed_while_it_writes_a_file(house: House, small_disk: Path, ending: bool) -> None:
     """Nobody answers for that file any more; another generation becomes durable, or the last one once again."""
     life = house.life(save_to=str(small_disk / "ckpt"), persist_every="1h" if ending else 1, size=1 << 15)
