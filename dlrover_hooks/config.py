@@ -22,7 +22,6 @@ from dlrover_hooks.errors import KeeperAway, UsageError
 
 PREFIX = "DLROVER_HOOKS_"
 Duration = timedelta | str | int
-_LONGEST = 90  # a unix socket's path has 108 bytes
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -164,7 +163,7 @@ def runtime_dir() -> str:
         KeeperAway: somebody else owns that name.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if base and os.path.isdir(base) and len(base) < _LONGEST - 40 and os.stat(base).st_uid == os.getuid():
+    if base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid():
         path = os.path.join(base, "dlrover-hooks")
     else:
         path = os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")

@@ -106,7 +106,7 @@ def fast_dev_run(trainer: Trainer) -> bool:
 
 
 def fixed_devices(trainer: Trainer) -> Any | None:
-    """What the user wrote as `devices=`, None if it was left to Lightning."""
+    """What `devices=` is fixed to, None if it follows the machine. On CPU Lightning has turned "auto" into 1 by now."""
     devices = trainer._accelerator_connector._devices_flag
     return None if devices == "auto" else devices
 

@@ -44,6 +44,7 @@ class Options(msgspec.Struct, frozen=True):
     ssl_keyfile: str | None = None
     body_limit_bytes: int = BODY_LIMIT_BYTES
     life_fd: int | None = None
+    ephemeral: bool = False
     log_level: str = "warning"
 
 
@@ -63,6 +64,7 @@ class Options(msgspec.Struct, frozen=True):
 @click.option("--body-limit-bytes", default=BODY_LIMIT_BYTES, type=click.IntRange(min=1024),
               help="Larger requests get 413.")  # fmt: skip
 @click.option("--life-fd", type=int, help="End when this pipe's other end is closed.")
+@click.option("--ephemeral", is_flag=True, help="Delete the journal when that pipe ends: its owner needs it no more.")
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
 def command(token_file: str | None, **flags: Any) -> None:
     """Serve the master: it keeps membership, liveness and checkpoints of training jobs.
@@ -113,6 +115,8 @@ async def _serve(options: Options, listener: socket.socket, journal: Journal) ->
         await server.serve(sockets=[listener])
     finally:
         await runtime.close()
+        if options.ephemeral and server.orphaned:
+            journal.remove()
 
 
 def _config(options: Options, app: App) -> uvicorn.Config:
@@ -138,10 +142,12 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
         super().__init__(config)
         self._runtime = runtime
+        self.orphaned = False
+        """The owner of `life_fd` is gone."""
 
     def end(self) -> None:
-        """Stop soon. Call from the loop."""
-        self.should_exit = True
+        """Stop soon: nobody owns this master any more. Call from the loop."""
+        self.should_exit = self.orphaned = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it leaves its main loop."""

@@ -98,3 +98,9 @@ class Journal:
     def close(self) -> None:
         """Idempotent."""
         self._db.close()
+
+    def remove(self) -> None:
+        """Close it, and forget what it holds: nobody will ever ask again."""
+        self.close()
+        if self.path != ":memory:":
+            Path(self.path).unlink(missing_ok=True)

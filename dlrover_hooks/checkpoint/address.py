@@ -1,12 +1,18 @@
-"""Where a node's keeper is found: socket and lock in a folder that only this user may enter. No torch."""
+"""Where a node's keeper is found: socket and lock in a folder that only this user may enter. No torch.
+
+The kernel takes 107 bytes for a Unix socket's path, and temporary folders on clusters are longer: sockets are named
+through a descriptor of their folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_hooks.config import runtime_dir
@@ -47,6 +53,40 @@ def _is_file(fd: int, path: str) -> bool:
         return False
     mine = os.fstat(fd)
     return (mine.st_dev, mine.st_ino) == (found.st_dev, found.st_ino)
+
+
+def listen(path: str) -> socket.socket:
+    """A socket at `path` that only this user may connect to. Whoever calls holds the lock."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short(path) as short:
+        listener.bind(short)
+    os.chmod(path, 0o600)
+    listener.listen(128)
+    return listener
+
+
+def dial(path: str) -> socket.socket | None:
+    """A connection to who listens at `path`; None if nobody does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short(path) as short:
+            connection.connect(short)
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    return connection
+
+
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Another name of `path`, short enough for a Unix socket, while the context lasts."""
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import Address, address, lock
+from dlrover_hooks.checkpoint.address import Address, address, dial, listen, lock
 from dlrover_hooks.checkpoint.service import Keeper
 
 GRACE_S = 30.0
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = address(options.job, options.node)
     if _take(place, options.life_fd, options.grace_s) is None:
         return 0
-    listener = _listener(place.socket)
-    if options.detach and os.fork():  # no thread exists yet; the caller waits for this process: it now may connect
-        os._exit(0)
-    _settle()
-    keeper = Keeper(listener, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s)
-    signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
     try:
+        listener = listen(place.socket)
+        if options.detach and os.fork():  # no thread exists yet; the caller waits for this process: it now may connect
+            os._exit(0)
+        _settle()
+        keeper = Keeper(listener, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s)
+        signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
         keeper.run()
     finally:
         for path in place:  # the lock is still held: nobody else can have made these
@@ -80,10 +80,12 @@ def _take(place: Address, life_fd: int | None, grace_s: float) -> int | None:
 
 def _adopted(path: str, life_fd: int) -> bool:
     frames = wire.Frames()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    connection = dial(path)
+    if connection is None:
+        return False
+    with connection:
         connection.settimeout(5.0)
         try:
-            connection.connect(path)
             socket.send_fds(connection, [wire.frame(wire.Adopt(ref=1))], [life_fd])
             while frames.receive(connection):
                 for message, _ in frames.messages():
@@ -91,16 +93,6 @@ def _adopted(path: str, life_fd: int) -> bool:
         except OSError:
             return False
     return False
-
-
-def _listener(path: str) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    os.chmod(path, 0o600)
-    listener.listen(128)
-    return listener
 
 
 def _settle() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import address
+from dlrover_hooks.checkpoint.address import address, dial
 from dlrover_hooks.config import worker_environment
 from dlrover_hooks.errors import KeeperAway
 
@@ -68,7 +68,7 @@ class KeeperLink:
         """
         path, until = address(job, node).socket, time.monotonic() + deadline_s
         while True:
-            connection = _dial(path)
+            connection = dial(path)
             if connection is not None:
                 return cls(connection, notify, ended)
             if time.monotonic() >= until:
@@ -169,16 +169,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def _dial(path: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        connection.close()
-        return None
-    return connection
 
 
 def _start(job: str, node: str, linger_s: float, until: float) -> None:

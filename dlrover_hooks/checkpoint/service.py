@@ -78,8 +78,6 @@ class Keeper:
         self._deadline = time.monotonic() + self._grace_s
         if self._listener is not None:
             self._selector.unregister(self._listener)
-            with contextlib.suppress(OSError):
-                os.unlink(self._listener.getsockname())
             self._listener.close()
             self._listener = None
 

@@ -13,14 +13,13 @@ import os
 import random
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import msgspec
@@ -72,8 +71,7 @@ class Launcher:
 
     def run(self) -> int:
         with contextlib.ExitStack() as owned:
-            self._folder = tempfile.mkdtemp(prefix="dlrover-hooks-run-")
-            owned.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._journal = self.options.journal or owned.enter_context(_temporary_journal())
             self._listener = owned.enter_context(_listen(self.options.port))
             self._life, self._life_end = os.pipe()
             owned.callback(os.close, self._life)
@@ -231,9 +229,10 @@ class Launcher:
     # ---- services ---------------------------------------------------------------------------------------------------
 
     def _start_master(self) -> Child:
-        journal = self.options.journal or os.path.join(self._folder, "journal.sqlite")
         command = [sys.executable, "-m", "dlrover_hooks.master", "--fd", str(self._listener.fileno()),
-                   "--journal", journal, "--life-fd", str(self._life)]  # fmt: skip
+                   "--journal", self._journal, "--life-fd", str(self._life)]  # fmt: skip
+        if self.options.journal is None:
+            command.append("--ephemeral")
         env = settings.worker_environment(DLROVER_HOOKS_TOKEN=self._token)
         return self._watched(Child("master", command, env=env, pass_fds=(self._listener.fileno(), self._life)))
 
@@ -289,6 +288,19 @@ class Launcher:
     def _insist(self, number: int, frame: FrameType | None) -> None:
         for child in self._workers.values():
             child.signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _temporary_journal() -> Iterator[str]:
+    """A file for this run only. The master removes it, too, should this process be killed."""
+    file, path = tempfile.mkstemp(prefix="dlrover-hooks-", suffix=".journal")
+    os.close(file)
+    try:
+        yield path
+    finally:
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + suffix)
 
 
 def _listen(port: int) -> socket.socket:

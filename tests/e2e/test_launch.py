@@ -43,7 +43,9 @@ class Launched:
             str(path),
             str(self.lives),
         ]
-        env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(exist_ok=True)
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
 
     def read(self) -> list[dict]:
@@ -62,8 +64,8 @@ class Launched:
         return self.process.returncode, errors
 
     def leftovers(self) -> list[str]:
-        """Processes of this job that are still there."""
-        found = []
+        """Processes of this job and temporary files that are still there."""
+        found = [str(path) for path in self.temporary.rglob("*") if not path.is_dir()]
         for process in psutil.process_iter(["cmdline", "pid"]):
             line = " ".join(process.info["cmdline"] or ())
             if self.job in line or str(self.lives) in line:
@@ -258,3 +260,4 @@ def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable
     for process in alive:
         process.kill()
     assert not alive
+    assert run.leftovers() == []

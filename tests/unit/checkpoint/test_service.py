@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from dlrover_hooks.checkpoint import durable, wire
-from dlrover_hooks.checkpoint.address import address, lock
+from dlrover_hooks.checkpoint.address import address, listen, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.keeper import _listener
 from dlrover_hooks.checkpoint.service import Keeper
 from dlrover_hooks.errors import StorageFailed
 
@@ -28,7 +27,7 @@ WAIT_S = 20.0
 def keeper(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("k")))
-    made = Keeper(_listener(address("job", "node").socket), life_fd=None, linger_s=600.0, grace_s=5.0)
+    made = Keeper(listen(address("job", "node").socket), life_fd=None, linger_s=600.0, grace_s=5.0)
     thread = threading.Thread(target=made.run)
     thread.start()
     yield made
