@@ -244,6 +244,8 @@ class Loaded(Message, frozen=True):
     round: int
     ok: bool
     reason: str = ""
+    cuts: dict[str, dict[str, str]] = {}
+    """By ledger and partition: ranges (encoded) that the loaded images say are in the model."""
 
 
 class Vitals(Message, frozen=True):
@@ -322,6 +324,132 @@ class Voted(Message, frozen=True):
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
     cadence: Cadence = Cadence()
+
+
+class Partition(Message, frozen=True):
+    """Positions `begin`, `begin + 1`, ... up to `end` (None: nobody knows yet) of one source."""
+
+    name: str = ""
+    begin: int = 0
+    end: int | None = None
+
+
+class OpenLedger(Message, frozen=True):
+    """Have the master lend out the positions of dataset `name`; the first caller makes the ledger, others must agree.
+
+    A bounded dataset is one partition of `epoch_length * epochs` positions. `free`: the holder is in no round and its
+    work is not rolled back (asynchronous training: at least once between checkpoints).
+    """
+
+    job: str
+    incarnation: str
+    name: str
+    fingerprint: str
+    """Everything that decides which sample a position is; two that differ are refused."""
+    partitions: tuple[Partition, ...]
+    epoch_length: int = 0
+    """Positions of an epoch, 0 for a stream."""
+    batch_size: int = 1
+    """A lease is a multiple of it where it can be."""
+    shard_size: int = 0
+    """Positions of a lease; 0: from the measured speed."""
+    free: bool = False
+
+
+class Ledger(Message, frozen=True):
+    """`fence` outdates every older lease. `done`: what the restored checkpoint holds, as `encode`d ranges."""
+
+    fence: int
+    done: dict[str, str] = {}
+
+
+class Ack(Message, frozen=True):
+    """Positions of a lease before `upto` are in the model. Repeating one changes nothing.
+
+    `failed`: the position at `upto` could not be read, and why; the rest goes back. `back`: the rest goes back.
+    """
+
+    lease: int
+    upto: int
+    failed: str = ""
+    failed_upto: int = 0
+    """Positions [upto, failed_upto) are the ones that failed."""
+    back: bool = False
+
+
+class TakeLeases(Message, frozen=True):
+    """Acknowledge, and ask for `count` more leases of `epoch` (0 for a stream). `rate`: positions per second here."""
+
+    job: str
+    incarnation: str
+    name: str
+    fence: int
+    count: int = 1
+    epoch: int = 0
+    acks: tuple[Ack, ...] = ()
+    rate: float = 0.0
+
+
+class Lease(Message, frozen=True):
+    """Positions [lo, hi) of `partition`, lent for `within_s`."""
+
+    id: int
+    partition: str
+    lo: int
+    hi: int
+    within_s: float
+
+
+class LedgerState(enum.Enum):
+    """What is left of the epoch: something to take, only what others hold, or nothing."""
+
+    OPEN = "open"
+    WAITING = "waiting"
+    FINISHED = "finished"
+
+
+class Quarantined(Message, frozen=True):
+    """Positions that failed again and again and are not handed out any more."""
+
+    partition: str
+    lo: int
+    hi: int
+    reason: str
+
+
+class Leases(Message, frozen=True):
+    """`state` None: nothing new, ask again. `quarantined` is told when the epoch is finished."""
+
+    state: LedgerState | None = None
+    leases: tuple[Lease, ...] = ()
+    quarantined: tuple[Quarantined, ...] = ()
+
+
+class AwaitShards(Message, frozen=True):
+    """Long-poll until there is something to take of `epoch` again, or it is finished, or `timeout_s` passes."""
+
+    job: str
+    incarnation: str
+    name: str
+    fence: int
+    epoch: int = 0
+    timeout_s: float = 20.0
+
+
+class ShowLedger(Message, frozen=True):
+    job: str
+    name: str
+
+
+class LedgerView(Message, frozen=True):
+    """Positions by state. `todo` None: the stream has no end. `doing` by holder's incarnation."""
+
+    fence: int
+    done: int
+    doing: dict[str, int]
+    todo: int | None
+    leases: int = 0
+    quarantined: tuple[Quarantined, ...] = ()
 
 
 class Done(Message, frozen=True):
@@ -408,6 +536,20 @@ ROUTES: tuple[Route, ...] = (
     Route(method="POST", path="/v1/watch", request=Watch, reply=Notice, waits=True, summary="The liveness connection."),
     Route(method="POST", path="/v1/exited", request=Exited, reply=Done, event=True, summary="A worker was reaped."),
     Route(method="POST", path="/v1/leave", request=Leave, reply=Done, event=True, summary="Leave politely."),
+    Route(
+        method="POST", path="/v1/ledger", request=OpenLedger, reply=Ledger, event=True, summary="Lend out a dataset."
+    ),
+    Route(
+        method="POST", path="/v1/leases", request=TakeLeases, reply=Leases, event=True, summary="Take and acknowledge."
+    ),
+    Route(method="POST", path="/v1/shards", request=AwaitShards, reply=Leases, waits=True, summary="Wait for shards."),
+    Route(
+        method="GET",
+        path="/v1/jobs/{job}/ledgers/{name}",
+        request=ShowLedger,
+        reply=LedgerView,
+        summary="One ledger, as it stands.",
+    ),
     Route(method="POST", path="/v1/vote", request=Vote, reply=Voted, event=True, summary="Vote for a generation."),
 )
 

@@ -24,6 +24,7 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
+from dlrover_hooks.data.cut import Cut, Source, united
 from dlrover_hooks.errors import CheckpointError, MasterAway, MasterError, NoCheckpoint, Stale, UsageError
 
 if TYPE_CHECKING:
@@ -38,13 +39,10 @@ FINISH_S = 600.0
 """Deadline for the last generation to become durable."""
 
 
-class Source(Protocol):
-    """A named dataset's place in the run. `mark`: a step ended; `commit`: it is entirely over."""
+class Leased(Source, Protocol):
+    """A dataset that the master lends out; see `dlrover_hooks.data.leased`."""
 
-    def mark(self) -> None: ...
-    def commit(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def connect(self, caller: Any, job: str, incarnation: str, *, rank: int = 0, free: bool = False) -> object: ...
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -54,6 +52,8 @@ class Restored(msgspec.Struct, frozen=True):
     source: p.Source
     state: Any
     data: dict[str, dict[str, Any]]
+    leases: dict[str, dict[str, Any]]
+    """By leased dataset: the state of one of the saved ranks."""
     rng: dict[str, Any] | None
     """None at a new world size: the rank was reseeded instead."""
 
@@ -80,7 +80,7 @@ class Session:
         self.config, self.place = config, place
         self.run, self.attempt, self.finished_step = "", 0, None
         self._incarnation = place.incarnation or uuid.uuid4().hex
-        self._sources: dict[str, Source] = {}
+        self._data = Cut()
         self._restored: Restored | None = None
         self._rng: dict[str, Any] | None = None
         self._last_step: tuple[int, float] | None = None
@@ -126,10 +126,17 @@ class Session:
 
     def watch(self, name: str, source: Source, state: dict[str, Any] | None = None) -> None:
         """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any)."""
-        self._sources[name] = source
+        self._data.watch(name, source)
         state = state if state is not None else self.restored_data(name)
         if state is not None:
             source.load_state_dict(state)
+
+    def lease(self, name: str, source: Leased) -> None:
+        """Make `source` part of every cut under `name`; the master lends it out, from where the restore left it."""
+        source.connect(self._caller, self.config.job, self._incarnation, rank=self.place.rank)
+        if self._restored is not None and name in self._restored.leases:
+            source.load_state_dict(self._restored.leases[name])
+        self._data.lease(name, source)
 
     def restored_data(self, name: str) -> dict[str, Any] | None:
         """Where dataset `name` stood in the restored generation; None if nothing was restored."""
@@ -144,8 +151,7 @@ class Session:
     def stepped(self) -> None:
         """The optimizer stepped. Only a mark: schedulers, scaler, EMA and validation are still to come."""
         self._at_step_end = True
-        for source in self._sources.values():
-            source.mark()
+        self._data.mark()
 
     def before_fetch(self, step: int) -> None:
         """The next batch is about to be fetched: remember the random state if a cut follows, restore a restored one."""
@@ -157,8 +163,7 @@ class Session:
     def batch_requested(self, step: int) -> bool:
         """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
         self._surface()
-        for source in self._sources.values():
-            source.commit()
+        self._data.commit()
         self._time_step(step)
         due, self._at_step_end = self._cut_due(step), False
         return due
@@ -175,8 +180,7 @@ class Session:
         """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST."""
         if self._engine is None or self.config.save_to is None:
             return
-        for source in self._sources.values():
-            source.commit()
+        self._data.commit()
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
         deadline = time.monotonic() + FINISH_S
         tree = self._tree(state)
@@ -315,15 +319,17 @@ class Session:
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
             found = self._engine.load(choice)
+            cuts = united(found.leases)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
-            ok, reason, self._restored = False, f"rank {self.place.rank}: {error.message}", None
+            ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
         else:
             own_rng = found.tree["rank"]["rng"] if found.same_world else None
             tree = found.tree
-            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], own_rng)
+            leases = {name: state for part in found.leases for name, state in part.items()}
+            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
             ok, reason = True, ""
-        self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason), timeout_s=60.0)
+        self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
 
     def _begin(self, plan: p.Plan) -> None:
         self.run, self.attempt = plan.run, plan.attempt
@@ -345,8 +351,7 @@ class Session:
         return self._engine is not None and self._at_step_end and save_due(self._courier.cadence, step)
 
     def _tree(self, state: Any) -> dict[str, Any]:
-        data = {name: source.state_dict() for name, source in self._sources.items()}
-        return {"state": state, "rank": {"rng": self._rng or rng.capture()}, "data": data}
+        return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
         """Smoothed seconds per optimizer step, for the master's choice of the cadence."""

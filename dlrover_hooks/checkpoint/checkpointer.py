@@ -1,7 +1,8 @@
 """The trainer's side of a checkpoint: copy into a slot, tell the keeper, load again (DL-90, DL-91).
 
-First version: eager copies only. A tree has up to three parts: `state` (replicated: model, optimizer, loop), `rank`
-(private to this global rank: random state) and `data` (the cut of the data).
+First version: eager copies only. A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data`
+(replicated: cursors), `rank` (private to this global rank: random state) and `leases` (private, too: what this rank
+has consumed of leased datasets, without tensors).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dlrover_hooks.errors import CheckpointError, Corrupt, HooksError, KeeperAwa
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
 
 _log = logging.getLogger(__name__)
-PARTS = ("state", "rank", "data")
+PARTS = ("state", "rank", "data", "leases")
 RECONNECT_S = 1.0
 """A save waits no longer than this for the successor of a dead keeper; then it is skipped and counted."""
 
@@ -45,10 +46,14 @@ class Saved(Message, frozen=True):
 
 
 class Restored(Message, frozen=True):
-    """`tree` in fresh memory. `same_world`: its `rank` part is this very rank's of an equally large world."""
+    """`tree` in fresh memory. `same_world`: its `rank` part is this very rank's of an equally large world.
+
+    `leases`: the parts of that name of all saved ranks that this rank answers for. Over all ranks, each is there.
+    """
 
     tree: dict[str, Any]
     same_world: bool
+    leases: tuple[dict[str, Any], ...] = ()
 
 
 class Checkpointer:
@@ -121,14 +126,22 @@ class Checkpointer:
         """
         same = restore.world_size == self._world_size
         if restore.source is Source.MEMORY:
-            tree = self._from_memory(restore, same)
+            found = self._from_memory(restore, same)
             self._newest_complete = restore.generation
         else:
-            tree = self._from_storage(restore)
-        return Restored(tree, same)
+            found = self._from_storage(restore, same)
+        return found
 
-    def _from_memory(self, restore: Restore, same: bool) -> dict[str, Any]:
-        rank = self._memory_rank(restore, same)
+    def _from_memory(self, restore: Restore, same: bool) -> Restored:
+        tree = self._open(restore, self._memory_rank(restore, same), PARTS)
+        if same:
+            return Restored(tree, same, (tree["leases"],) if "leases" in tree else ())
+        if self.seat != 0 or "leases" not in tree:  # seat 0 answers for all that its node holds
+            return Restored(tree, same)
+        here = sorted({one.rank for one in self.held() if one.generation == restore.generation})
+        return Restored(tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in here))
+
+    def _open(self, restore: Restore, rank: int, parts: tuple[str, ...]) -> dict[str, Any]:
         reply, fd = self._ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
         if isinstance(reply, wire.Refused):
             raise Corrupt(reply.reason, hint=reply.hint)
@@ -136,7 +149,7 @@ class Checkpointer:
         try:
             view = arena.view(reply.slot, reply.image_bytes)
             header = parse(view)
-            tree = self._tree(header, view, PARTS)
+            tree = self._tree(header, view, parts)
             if arena.seq(reply.slot) != reply.seq:
                 raise Corrupt(f"slot {reply.slot} of seat {reply.seat} was overwritten while it was loaded")
             return tree
@@ -152,18 +165,19 @@ class Checkpointer:
         here = sorted(one.rank for one in self.held() if one.generation == restore.generation)
         return wanted if wanted in here or not here else here[wanted % len(here)]
 
-    def _from_storage(self, restore: Restore) -> dict[str, Any]:
+    def _from_storage(self, restore: Restore, same: bool) -> Restored:
         url = restore.url or self.save_to
         if url is None:
             raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
         manifest = storage.manifest_of(url, self.storage_options, restore.generation)
-        rank = self._rank % manifest.world_size
         first = storage.read(url, self.storage_options, manifest, 0)
-        tree = self._tree(parse(first), first, PARTS if rank == 0 else ("state", "data"))
-        if rank != 0:
-            own = storage.read(url, self.storage_options, manifest, rank)
-            tree |= self._tree(parse(own), own, ("rank",))
-        return tree
+        tree = self._tree(parse(first), first, ("state", "data"))
+        private: list[dict[str, Any]] = []
+        for rank in [self._rank] if same else range(self._rank, manifest.world_size, self._world_size):
+            own = first if rank == 0 else storage.read(url, self.storage_options, manifest, rank)
+            private.append(self._tree(parse(own), own, ("rank", "leases")))
+        leases = tuple(part["leases"] for part in private if "leases" in part)
+        return Restored(tree | (private[0] if same else {}), same, leases)
 
     def _tree(self, header: Header, buffer: memoryview, parts: tuple[str, ...]) -> dict[str, Any]:
         inside = header.inside()
