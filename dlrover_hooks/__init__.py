@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlrover_hooks.data.loader import elastic_loader as elastic_loader
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
+    from dlrover_hooks.data.shards import ShardDataset as ShardDataset
     from dlrover_hooks.integrations.torch import AsyncCheckpointer as AsyncCheckpointer
     from dlrover_hooks.session import Session as Session
 
@@ -18,6 +19,7 @@ _PUBLIC = {
     "AsyncCheckpointer": "dlrover_hooks.integrations.torch",
     "ElasticSampler": "dlrover_hooks.data.sampler",
     "Session": "dlrover_hooks.session",
+    "ShardDataset": "dlrover_hooks.data.shards",
     "elastic_loader": "dlrover_hooks.data.loader",
 }
 

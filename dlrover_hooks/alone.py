@@ -24,8 +24,6 @@ from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.master.folders import Folders, Hold, Storage, release
 from dlrover_hooks.protocol import (
     Attach,
-    AwaitPlan,
-    AwaitRound,
     Heartbeat,
     Message,
     Notice,
@@ -190,7 +188,7 @@ class Alone:
                 self._apply(lost)
 
     def _wait(self, request: Message, timeout_s: float | None) -> Message | None:
-        asked_s = request.timeout_s if isinstance(request, AwaitRound | AwaitPlan) else math.inf
+        asked_s = getattr(request, "timeout_s", math.inf)
         until = self.clock.now() + min(asked_s, math.inf if timeout_s is None else timeout_s)
         while (reply := views.query(self.state, self.nodes, request)) is None:
             now = self.clock.now()

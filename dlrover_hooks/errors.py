@@ -8,12 +8,14 @@
     ├── MasterError                the master answered with an error; carries the HTTP status
     │   ├── Unauthorized     401   wrong or missing token
     │   ├── UnknownJob       404   this master does not keep that job
+    │   ├── UnknownDataset   404   that job has no ledger of this name; never to be read as "finished"
     │   ├── Stale            409   an older incarnation, round or attempt: it must stop
     │   ├── SaveToBusy       409   another live job owns that checkpoint URL
     │   ├── BadRequest       422   the message breaks a rule (min > max, negative rank ...)
     │   ├── TooLarge         413   the body is over the limit
     │   └── JournalFailed    503   the journal cannot be written; nothing was changed
     ├── MasterAway                 no answer within the deadline
+    ├── ShardsFailed               samples could not be read; it lists them and why
     ├── CheckpointError
     │   ├── NoCheckpoint           `resume="require"` found nothing whole
     │   ├── Corrupt                a slot or file does not match its hash or size
@@ -25,6 +27,8 @@ Messages say what happened, to which job, rank or generation, and what to do (th
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class HooksError(Exception):
@@ -69,6 +73,10 @@ class UnknownJob(MasterError):
     status = 404
 
 
+class UnknownDataset(MasterError):
+    status = 404
+
+
 class Stale(MasterError):
     status = 409
 
@@ -91,6 +99,14 @@ class JournalFailed(MasterError):
 
 class MasterAway(HooksError):
     status = 503
+
+
+class ShardsFailed(HooksError):
+    """Raised behind the last batch of an epoch. `quarantined`: what was left out of it, and why."""
+
+    def __init__(self, message: str, *, hint: str = "", quarantined: tuple[Any, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.quarantined = quarantined
 
 
 class CheckpointError(HooksError):

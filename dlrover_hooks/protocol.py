@@ -357,7 +357,10 @@ class OpenLedger(Message, frozen=True):
 
 
 class Ledger(Message, frozen=True):
-    """`fence` outdates every older lease. `done`: what the restored checkpoint holds, as `encode`d ranges."""
+    """`fence` outdates every older lease. `done`: what the restored checkpoint holds, by partition, as `encode`d ranges.
+
+    Only rank 0 is told `done`: it keeps it in the next checkpoints for all.
+    """
 
     fence: int
     done: dict[str, str] = {}
@@ -378,7 +381,10 @@ class Ack(Message, frozen=True):
 
 
 class TakeLeases(Message, frozen=True):
-    """Acknowledge, and ask for `count` more leases of `epoch` (0 for a stream). `rate`: positions per second here."""
+    """Acknowledge, and ask for `count` more leases of `epoch` (0 for a stream). `rate`: positions per second here.
+
+    At most 64 leases and 64 acknowledgements, each lease once; all of them count or, with an error, none.
+    """
 
     job: str
     incarnation: str

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-LONGEST = 1 << 24
+LONGEST = 1 << 22
 """Bytes of an encoded set before compression: what is longer is refused unread."""
 END = (1 << 63) - 1
 
@@ -23,7 +23,7 @@ END = (1 << 63) - 1
 class Ranges(msgspec.Struct, forbid_unknown_fields=True):
     """A mutable set of positions: range number i is `[lows[i], highs[i])`, and `highs[i] < lows[i + 1]`.
 
-    Compares by value and is encoded like any message. `len` counts positions, not ranges; `in` asks for one position.
+    Compares by value and is encoded like any message. Iterating gives the ranges, `in` asks for one position.
     With k ranges a change costs O(log k) and the move of a few words. Not safe for several threads.
     """
 
@@ -41,7 +41,9 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self.lows, self.highs, strict=True)
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """How many positions. (No `__len__`: `list(ranges)` would take it for the number of ranges and allocate.)"""
         return sum(self.highs) - sum(self.lows)
 
     def __bool__(self) -> bool:
@@ -91,7 +93,11 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True):
         return rest
 
     def update(self, other: Ranges) -> None:
-        """Put all of `other` in: O(k log k) over both."""
+        """Put all of `other` in: O(k) over both, or O(m log k) for a small one."""
+        if 16 * len(other.lows) < len(self.lows):
+            for lo, hi in other:
+                self.add(lo, hi)
+            return
         pairs = sorted([*self, *other])
         lows: list[int] = []
         highs: list[int] = []

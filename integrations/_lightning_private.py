@@ -101,6 +101,20 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
 
 
+def count_batches_anew(trainer: Trainer, per_step: int) -> None:
+    """After a restore the counts are batches of the run before: make them `per_step` for each step of this epoch.
+
+    Before the epoch loop starts (`on_train_start`). Nothing changes where they are that already.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    steps = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
+    batches = cast(Any, loop.batch_progress)
+    shift = int(min(steps * per_step, trainer.fit_loop.max_batches)) - batches.current.processed if steps else 0
+    for tracker in (batches.total, batches.current) if shift else ():
+        for count in ("ready", "started", "processed", "completed"):
+            setattr(tracker, count, max(0, getattr(tracker, count) + shift))
+
+
 def fast_dev_run(trainer: Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
 

@@ -25,8 +25,9 @@ from dlrover_hooks.config import Duration
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations.ddp import BucketOrder
-from dlrover_hooks.integrations.torch import exact_optimizer_states, prepare_ddp
+from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, is_uneven, step_batches
+from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -80,7 +81,10 @@ class ElasticCallback(Callback):
         self.session: Session | None = None
         """The seat in the job, from `setup` to `teardown`."""
         self._restored: Restored | None = None
-        self._loaders: dict[str, ElasticLoader] = {}
+        self._loaders: dict[str, ElasticLoader | EvenLoader] = {}
+        self._own: list[tuple[Any, dict[str, Any] | None]] = []
+        self._units: Units | None = None
+        self._weighed = False
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._fix_steps: int | None = None
@@ -158,6 +162,8 @@ class ElasticCallback(Callback):
     def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
         """Each training loader with the elastic sampler in it; those that must be left alone are named in the log."""
         names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
+        self._units = self._units or Units(trainer)
+        self._own.clear()
         return [self._elastic_one(trainer, name, loader) for name, loader in zip(names, loaders, strict=True)]
 
     def _elastic_one(self, trainer: Trainer, name: str, loader: Any) -> Any:
@@ -166,41 +172,62 @@ class ElasticCallback(Callback):
             log.warning(
                 "training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason
             )
+            if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+                self._own.append((loader, None))
             return loader
         before = self._loaders.get(name)
         state = before.sampler.handover() if before is not None else self.session.restored_data(name)
-        schedule = any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
-        accumulate = 1 if schedule else trainer.accumulate_grad_batches
-        fresh = (loader.batch_size or 1) * trainer.world_size * accumulate
-        wrapped = elastic_loader(
+        wrapped: ElasticLoader | EvenLoader = elastic_loader(
             loader,
-            global_batch_size=self.config.global_batch_size or (state["G"] if state is not None else fresh),
+            global_batch_size=self._batch_of(trainer, name, loader, state),
             seed=settings.global_seed(),
+            fixed_length=True,
             name=name,
             num_replicas=trainer.world_size,
             rank=trainer.global_rank,
         )
-        if not schedule:
-            self._accumulate(trainer, wrapped)
         self.session.watch(name, wrapped.sampler, state)
-        wrapped.before_batch.append(lambda: self._before_fetch(trainer))
+        wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
+        self._share(trainer, wrapped)
         return wrapped
 
-    def _accumulate(self, trainer: Trainer, loader: ElasticLoader) -> None:
-        """Micro-batches per step so that the global batch stays what it was. Uneven ranks are refused for now."""
-        plan = loader.sampler.plan
-        micro_batches, uneven = divmod(plan.global_batch_size // plan.batch_size, plan.world_size)
-        if uneven or micro_batches < 1:
-            raise UsageError(
-                f"a global batch of {plan.global_batch_size} in micro-batches of {plan.batch_size} cannot be shared "
-                f"evenly by {plan.world_size} workers, and Lightning counts batches alike on every rank",
-                hint=f"set global_batch_size= to a multiple of {plan.batch_size * plan.world_size}, or change "
-                "batch_size",
-            )
-        if micro_batches != trainer.accumulate_grad_batches:
-            rank_zero_info(f"accumulate_grad_batches={micro_batches} keeps the global batch {plan.global_batch_size}")
-            trainer.accumulate_grad_batches = micro_batches
+    def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int:
+        """The global batch: as given, as restored, or what this first start makes of the loader's batch."""
+        first = next(iter(self._loaders.values()), None)
+        if first is not None and first.name != name:  # loaders of one step have equally many micro-batches
+            return first.sampler.plan.total * (loader.batch_size or 1)
+        assert self._units is not None
+        fresh = (
+            (loader.batch_size or 1) * trainer.world_size * (1 if _has_schedule(trainer) else self._units.accumulate)
+        )
+        return self.config.global_batch_size or (state["G"] if state is not None else fresh)
+
+    def _share(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
+        """Have Lightning accumulate this rank's share of the global batch, and count in the same steps as before."""
+        plan, first = loader.sampler.plan, next(iter(self._loaders.values()))
+        assert self._units is not None
+        if loader is not first:
+            return
+        loader.before_batch.append(lambda: self._before_fetch(trainer))  # once in a step: it captures the random state
+        if _has_schedule(trainer):
+            if plan.total != plan.world_size:
+                raise UsageError(
+                    f"GradientAccumulationScheduler changes the global batch, which is fixed at "
+                    f"{plan.global_batch_size}: {plan.total} micro-batches for {plan.world_size} workers",
+                    hint="leave the scheduler out, or start with as many workers as before",
+                )
+            return
+        self._units.convert(trainer, plan)
+        if (now := trainer.accumulate_grad_batches) != self._units.accumulate:
+            if not trainer.lightning_module.automatic_optimization:
+                raise UsageError(
+                    f"a global batch of {plan.global_batch_size} takes {now} micro-batches on {plan.world_size} "
+                    "workers, and manual optimization steps when it wants to",
+                    hint=f"change batch_size so that batch_size x {plan.world_size} is the global batch, or use "
+                    "automatic optimization",
+                )
+            rank_zero_info(f"accumulate_grad_batches={now} keeps the global batch {plan.global_batch_size}")
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -216,17 +243,44 @@ class ElasticCallback(Callback):
             self._fix_steps = private.batches_that_stepped(lightning)
         else:
             private.load_pending_loader_states(trainer)
+        if self._units is not None and not _has_schedule(trainer):
+            private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
+            self._units.convert_schedulers(trainer)
         if self._checkpoint:
             tree.flatten(self._state(trainer))
 
     def _prepare_ddp(self, model: DistributedDataParallel) -> None:
-        sampler = next(iter(self._loaders.values())).sampler if self._loaders else None
         saved = self._restored.state["bucket_order"] if self._restored is not None else []
-        self._buckets = prepare_ddp(model, (lambda: sampler.weight) if sampler is not None else None, saved)
+        if self._loaders:
+            outcome = weigh_gradients(model, lambda: self._weight(1 / torch.distributed.get_world_size()))
+            self._weighed = bool(outcome)
+            if not outcome:
+                rank_zero_info(f"dlrover-hooks weighs losses instead of gradients: {outcome.reason}")
+        self._buckets = keep_buckets(model, saved)
+
+    def _weight(self, otherwise: float) -> float:
+        loader = next(iter(self._loaders.values()), None)
+        return loader.sampler.weight if loader is not None else otherwise
 
     def _stepped(self) -> None:
         if self.session is not None:
+            self._own = [(loader, loader.state_dict()) for loader, _ in self._own]
             self.session.stepped()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Short and unevenly shared steps: weigh the loss, without touching its value."""
+        scale = self._loss_scale() if self.session is not None and self._loaders else 1.0
+        if scale != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda grad: grad * scale)
+
+    def _loss_scale(self) -> float:
+        """Factor for the gradient of the current batch's loss: see `dlrover_hooks.data.batch`."""
+        loader = next(iter(self._loaders.values()))
+        sampler, plan = loader.sampler, loader.sampler.plan
+        if isinstance(loader, EvenLoader) and loader.ghost:
+            return 0.0
+        share = step_batches(plan) / plan.micro_batches  # Lightning divides by what the busiest rank has
+        return sampler.loss_scale * share * (1.0 if self._weighed else sampler.weight * plan.world_size)
 
     def _before_fetch(self, trainer: Trainer) -> None:
         if self.session is not None:
@@ -245,10 +299,15 @@ class ElasticCallback(Callback):
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
         checkpoint = private.dump(trainer)
+        private.replace_loader_states(trainer, checkpoint, self._own_state)
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
                 checkpoint[key] = _plain(checkpoint[key])
         return {"lightning": checkpoint, "bucket_order": self._buckets.names if self._buckets is not None else []}
+
+    def _own_state(self, loader: Any) -> dict[str, Any] | None:
+        """Where a loader that keeps its own state stood at the step: by now it has handed out the next batch."""
+        return next((state for own, state in self._own if own is loader), None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
@@ -272,15 +331,23 @@ class ElasticCallback(Callback):
         if self._hook is not None:
             self._hook.remove()
         private.unwrap(trainer)
-        self._hook = self._buckets = self._restored = None
+        if self._units is not None:
+            self._units.restore(trainer)
+        self._hook = self._buckets = self._restored = self._units = None
+        self._weighed = False
         self._loaders.clear()
+        self._own.clear()
         if session is not None:
             session.leave(reason, trainer.global_step)
 
 
+def _has_schedule(trainer: Trainer) -> bool:
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
+
+
 def _marked(loader: Any) -> dict[str, Any] | None:
     """The data state that includes the step just taken; None for a loader that is not ours."""
-    if not isinstance(loader, ElasticLoader):
+    if not isinstance(loader, ElasticLoader | EvenLoader):
         return None
     return loader.state_dict() | {"cursor": loader.sampler.progress.marked}
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.session import Restored, Session
 
@@ -46,7 +47,8 @@ class AsyncCheckpointer:
         save_to: fsspec URL; None keeps checkpoints in memory only.
         model: a module, or the DistributedDataParallel around it.
         optimizer: the optimizer whose steps count.
-        loader: what `elastic_loader` returned.
+        loader: what `elastic_loader` returned; or all training loaders, of different names. The first one leads: its
+            micro-batches and weights are those of the step.
         extra: anything else with `state_dict` and `load_state_dict`, always in the same order.
         shared: the shared keywords, see `dlrover_hooks.config.Config`.
 
@@ -59,14 +61,20 @@ class AsyncCheckpointer:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: ElasticLoader,
+        loader: ElasticLoader | Sequence[ElasticLoader],
         extra: Iterable[Stateful] = (),
         **shared: Any,
     ) -> None:
         self.step = 0
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._model = model.module if self._ddp is not None else model
-        self._optimizer, self._loader, self._extra = optimizer, loader, list(extra)
+        self._optimizer, self._extra = optimizer, list(extra)
+        self._loaders = [loader] if isinstance(loader, ElasticLoader) else list(loader)
+        if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
+            raise UsageError(
+                f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
+                hint='elastic_loader(..., name="images")',
+            )
         self.config = settings.load(save_to=save_to, **shared)
         self.session = None if self.config.disable else Session(self.config, _place())
         self.restored: Restored | None = None
@@ -88,28 +96,31 @@ class AsyncCheckpointer:
             return
         try:
             if reason is p.Departure.DONE:
-                self._loader.finish()
+                self._loaders[0].finish()
                 self.session.finish(self.step, self._state())
         finally:
             self._end.detach()
             self._hook.remove()
-            self._loader.before_batch.remove(self._quiet)
+            for loader in self._loaders:
+                loader.before_batch.remove(self._quiet)
             self.session.leave(reason, self.step)
 
     def _come_up(self, session: Session) -> None:
         try:
             session.join()
             self.restored = session.restore_plan()
-            session.watch(self._loader.name, self._loader.sampler)
+            for loader in self._loaders:
+                session.watch(loader.name, loader.sampler)
         except BaseException:
             session.leave(p.Departure.FAILED)
             raise
         if self.restored is not None:
             self._load(self.restored.state)
         saved = self.restored.state["bucket_order"] if self.restored is not None else []
-        self._buckets = prepare_ddp(self._ddp, lambda: self._loader.sampler.weight, saved) if self._ddp else None
+        self._buckets = prepare_ddp(self._ddp, lambda: self._loaders[0].sampler.weight, saved) if self._ddp else None
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
-        self._loader.before_batch.append(self._quiet)
+        for loader in self._loaders:
+            loader.before_batch.append(self._quiet)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
@@ -152,6 +163,11 @@ def prepare_ddp(ddp: DistributedDataParallel, weight: Callable[[], float] | None
     """
     if weight is not None and not (weighed := weigh_gradients(ddp, weight)):
         log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
+    return keep_buckets(ddp, saved)
+
+
+def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
+    """The bucket order `saved` by the run before, shown to DDP; or, if it is empty, this run's own being recorded."""
     buckets = BucketOrder(ddp)
     done = buckets.replay(saved) if saved else buckets.record()
     if not done and torch.distributed.get_world_size(ddp.process_group) > 2:

@@ -41,7 +41,10 @@ class App:
         self._openapi = msgspec.json.encode(openapi.document())
         self.asgi = Starlette(
             routes=[
-                *(HttpRoute(_with_slashes(row.path), self._endpoint(row), methods=[row.method]) for row in ROUTES),
+                *(
+                    HttpRoute(_with_slashes(row.path), self._endpoint(row), methods=[row.method])
+                    for row in _LONGEST_FIRST
+                ),
                 HttpRoute("/healthz", self._health),
                 HttpRoute("/readyz", self._ready),
                 HttpRoute("/openapi.json", self._describe),
@@ -129,8 +132,12 @@ class App:
 
 
 def _with_slashes(path: str) -> str:
-    """A job's name may hold slashes; clients quote them, and the server sees them unquoted."""
-    return path.replace("{job}", "{job:path}")
+    """A name may hold slashes; clients quote them, and the server sees them unquoted."""
+    return path.replace("}", ":path}")
+
+
+_LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
+"""A name with slashes must not swallow the rest of a longer path."""
 
 
 async def _unless_gone(request: Request, work: Any) -> Message:

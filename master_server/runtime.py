@@ -20,23 +20,27 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
-from dlrover_hooks.master.core import events, jobs, nodes, rounds, views
+from dlrover_hooks.master.core import events, jobs, nodes, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake
 from dlrover_hooks.master.core.events import Envelope, Key, Lost, Tick
+from dlrover_hooks.master.core.job import knows
 from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
+from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.deposits import Deposits
 from dlrover_hooks.master.folders import Folders, Storage
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.protocol import (
     Attach,
     AwaitPlan,
-    AwaitRound,
+    AwaitShards,
     Exited,
     Heartbeat,
     Join,
     Leave,
     Message,
+    OpenLedger,
     Phase,
+    TakeLeases,
     Watch,
 )
 
@@ -98,7 +102,7 @@ class Runtime:
                 if member.live:
                     within_s = self.nodes.lease_s if trains else GRACE_S
                     nodes.expect(self.nodes, (name, member.incarnation), now, within_s)
-            for agent in job.rounds.waiting:
+            for agent in (*job.rounds.waiting, *job.ledgers.free):
                 nodes.expect(self.nodes, (name, agent), now, self.nodes.lease_s)
             if job.live and not job.finished and job.settings.save_to is not None:
                 self._deposits.claim_again(name, job.settings.save_to, job.settings.options)
@@ -229,7 +233,7 @@ class Runtime:
             if barrier.cancelled() or barrier.exception() is None:
                 return reply
 
-    async def wait(self, request: AwaitRound | AwaitPlan | Watch) -> Message:
+    async def wait(self, request: Poll) -> Message:
         """A long-poll. Raises MasterAway when this master is ending: ask again."""
         name = (request.job, request.incarnation)
         await self._ask(request)
@@ -253,13 +257,17 @@ class Runtime:
                 nodes.closed(self.nodes, name, time.monotonic())
                 self._watch_leases()
 
-    def _patience_s(self, request: AwaitRound | AwaitPlan) -> float:
-        """An agent asks again at once; a worker that got its plan may load for a long time."""
-        pulse = self.nodes.pulses.get((request.job, request.incarnation))
-        loads = isinstance(request, AwaitPlan) and not (pulse is not None and pulse.beats)
-        return GRACE_S if loads else self.nodes.lease_s
+    def _patience_s(self, request: Poll) -> float:
+        """An agent asks again at once; a worker that got its plan, or a lease, may be busy for a long time."""
+        works = isinstance(request, AwaitPlan | AwaitShards)
+        return self._worker_s((request.job, request.incarnation)) if works else self.nodes.lease_s
 
-    async def _wait_until(self, request: AwaitRound | AwaitPlan | Watch, until: float | None) -> Message:
+    def _worker_s(self, name: nodes.Name) -> float:
+        """How long a worker may be silent: it may not have begun its heartbeats."""
+        pulse = self.nodes.pulses.get(name)
+        return self.nodes.lease_s if pulse is not None and pulse.beats else GRACE_S
+
+    async def _wait_until(self, request: Poll, until: float | None) -> Message:
         while not self.closing:
             topic = self._topic(views.topic(request))
             reply = await self._ask(request)
@@ -292,6 +300,9 @@ class Runtime:
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, Join):
             self._heard((event.job, event.incarnation), self.nodes.lease_s)
+        elif isinstance(event, OpenLedger | TakeLeases):
+            name = (event.job, event.incarnation)
+            self._heard(name, self._worker_s(name))
         elif isinstance(event, Leave):
             nodes.forget(self.nodes, (event.job, event.incarnation))
         elif isinstance(event, Exited):
@@ -325,8 +336,10 @@ class Runtime:
     def _matters(self, lost: Lost) -> bool:
         """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
         job = self.state.jobs.get(lost.job)
-        if job is None or not rounds.knows(job.rounds, lost.incarnation):
+        if job is None or not knows(job, lost.incarnation):
             return False
+        if lost.incarnation in job.ledgers.free:
+            return True
         current = job.rounds.round
         holds_seat = current is not None and lost.incarnation in current.members
         waits = lost.incarnation in job.rounds.waiting or lost.incarnation in job.rounds.seats

@@ -21,7 +21,7 @@ READS_ENVIRONMENT = {"dlrover_hooks/config.py"}  # children get theirs from conf
 PURE_IMPORTS = {
     *("__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"),
     *("operator", "re", "statistics", "types", "typing", "zlib", "msgspec"),
-    *("dlrover_hooks.protocol", "dlrover_hooks.errors"),
+    *("dlrover_hooks.protocol", "dlrover_hooks.errors", "dlrover_hooks.ranges"),
 }
 BINARY = {".png", ".svg", ".ico", ".gz"}
 

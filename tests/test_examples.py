@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,18 @@ def test_the_diff_shown_is_the_real_one(page: str) -> None:
     """Spaces at the front aside: a page may show a line without its surrounding block."""
     real = [line[0] + line[1:].strip() for line in changes(PLAIN, ELASTIC)]
     assert real in [[line[0] + line[1:].strip() for line in block] for block in shown(ROOT / page)]
+
+
+@pytest.mark.slow
+def test_leased_shards_survive_the_death_of_a_worker() -> None:
+    """DL-69, DL-73, EZ-13: examples/shards kills a worker; the other one reads the rest, and the books are complete."""
+    script = ROOT / "examples/shards/train.py"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
+    env |= {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(
+        r"worker slow: killed.*of (\d+)\nread at least once: (\d+);.*each once: (\d+); left: 0", done.stdout, re.S
+    )
+    assert found is not None, done.stdout
+    assert len(set(found.groups())) == 1, done.stdout

@@ -11,26 +11,27 @@ step marks, the next request of a batch commits: this is the *quiet point*, the 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch.optim import Optimizer
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, default_collate, default_convert
 from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks.data.batch import Tail
+from dlrover_hooks.data.batches import END, Batches
+from dlrover_hooks.data.leased import leased_loader
 from dlrover_hooks.data.marks import mark_on_step
+from dlrover_hooks.data.order import Kind
+from dlrover_hooks.data.refusals import refusal
 from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.errors import UsageError
 
-_END = object()
+log = logging.getLogger(__name__)
 
 
 def elastic_loader(
@@ -38,28 +39,50 @@ def elastic_loader(
     *,
     optimizer: Optimizer | None = None,
     global_batch_size: int | None = None,
+    order: Kind | None = None,
+    block: int | None = None,
+    window: int | None = None,
     seed: int = 0,
     tail: Tail | None = None,
+    seed_samples: bool = True,
+    fixed_length: bool = False,
     name: str = "train",
     num_replicas: int | None = None,
     rank: int | None = None,
 ) -> ElasticLoader:
     """`loader` with an `ElasticSampler` in it; everything else of it is kept, and the one given is left as it was.
 
-    tail: None = "drop" where the loader has drop_last, else "ghost". optimizer: its steps mark; without it, call
-    `sampler.mark()`. A loader whose sampler is an ElasticSampler already keeps that one, and an ElasticLoader is
-    returned itself; the sizes, seed and tail given here are then not used. Raises UsageError, see `supports`.
+    Args:
+        loader: over a map-style dataset, with shuffle=True or False; or with `batch_size=None` and
+            `sampler=ElasticSampler(..., yield_batches=True)`, see `ElasticLoader`.
+        optimizer: its steps mark; without it, call `sampler.mark()`.
+        global_batch_size: samples per optimizer step over all ranks; None = what the first start had.
+        order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
+        tail: None = "drop" where the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
+        seed_samples: random numbers drawn by the dataset come from (seed, position), see `dlrover_hooks.data.seeds`.
+        fixed_length: refuse a loader whose epochs differ in length.
+
+    A loader whose sampler is an ElasticSampler already keeps that one, and an ElasticLoader is returned itself; the
+    sizes, order, seed and tail given here are then not used. Raises UsageError, see `supports`.
     """
-    reason = supports(loader)
-    if reason is not None:
-        raise UsageError(*reason.split("\nHINT: ")[:1], hint=reason.partition("\nHINT: ")[2])
+    if (leased := leased_loader(loader, optimizer)) is not None:
+        return cast(Any, leased)  # all else is said in its ShardDataset
     if isinstance(loader, ElasticLoader):
         made = loader
     else:
+        if (refused := refusal(loader)) is not None:
+            raise UsageError(refused.reason, hint=refused.hint)
         sampler = loader.sampler
         if not isinstance(sampler, ElasticSampler):
-            sampler = _elastic(loader, global_batch_size, seed, tail, num_replicas, rank)
-        made = ElasticLoader(_with_sampler(loader, sampler), sampler, name=name)
+            sampler = _elastic(loader, order, block, window, global_batch_size, seed, tail, num_replicas, rank)
+        made = ElasticLoader(_with_sampler(loader, sampler, seed_samples), sampler, name=name)
+        if sampler.plan.world_size > 1:
+            log.info("loader %r: %s", name, sampler.plan.summary)
+    if fixed_length and not made.fixed_length:
+        raise UsageError(
+            f'loader {made.name!r} has tail="carry": epochs differ in length by a step, and this loop counts on one',
+            hint='use tail="ghost" (the default) or tail="drop"',
+        )
     if optimizer is not None:
         made.attach(optimizer)
     return made
@@ -69,14 +92,16 @@ def supports(loader: object) -> str | None:
     """None if `elastic_loader` takes this loader, else why it must be left alone and what to do (one text)."""
     if isinstance(loader, ElasticLoader):
         return None
-    for wrong, why, advice in _REFUSALS:
-        if wrong(loader):
-            return f"{why}\nHINT: {advice}"
-    return None
+    refused = refusal(loader)
+    return None if refused is None else f"{refused.reason}\nHINT: {refused.hint}"
 
 
 class ElasticLoader:
     """A DataLoader whose position is one integer. Main thread only. Attributes it lacks are the inner DataLoader's.
+
+    With an `ElasticSampler(..., yield_batches=True)` the dataset is asked for a micro-batch at once, by an int64 array:
+    `dataset.__getitems__(ids)` if it has that (a list in return is collated, anything else is a batch), else
+    `dataset[ids]`.
 
     before_batch: called at every quiet point, after the commit and before the next batch is fetched. before_fetch:
     called once, at the next fetch, after the inner iterator was made, because making it spends global random
@@ -89,7 +114,9 @@ class ElasticLoader:
         self.name = name
         self.before_batch: list[Callable[[], object]] = []
         self.before_fetch: Callable[[], object] | None = None
+        self._feed = cast(Batches, inner.sampler if isinstance(inner.sampler, Batches) else inner.batch_sampler)
         self._marks: list[RemovableHandle] = []
+        self._source: Iterator[Any] | None = None
         self._live: object | None = None
         self._fetching = False
         sampler.progress.counted = True
@@ -101,24 +128,31 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a WHOLE epoch, after a resume too (loops compare restored counts with it)."""
-        return self.sampler.plan.length()
+        return self.sampler.micro_batches()
+
+    @property
+    def fixed_length(self) -> bool:
+        """See `ElasticSampler.fixed_length`."""
+        return self.sampler.fixed_length
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch after a restore, else an epoch. A newer iterator ends an older one."""
         self.close()  # before the new one: with num_workers > 0 making it already draws from the sampler
         self.sampler.begin()
         token = self._live = object()
-        return self._batches(iter(self.inner), token)
+        self._source = iter(self.inner)
+        return self._batches(token)
 
-    def _batches(self, inner: Iterator[Any], token: object) -> Iterator[Any]:
+    def _batches(self, token: object) -> Iterator[Any]:
         try:
             while not self.sampler.progress.finished:
                 if self._live is not token:
                     raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
                 self._fetching = True
                 self._quiet()
-                yield self._fetch(inner)
-            next(inner, None)  # lets DataLoader end its workers; the epoch's end (validation) is still to come
+                yield self._fetch(self._renewed() if self._source is None else self._source)
+            if self._source is not None:
+                next(self._source, None)  # lets DataLoader end its workers; the epoch's validation is still to come
         finally:
             if self._live is token:
                 self.close()
@@ -128,12 +162,19 @@ class ElasticLoader:
         for call in tuple(self.before_batch):
             call()
 
-    def _fetch(self, inner: Iterator[Any]) -> Any:
+    def _renewed(self) -> Iterator[Any]:
+        """The inner iterator behind a resize. Making it must not spend the loop's random numbers."""
+        state = torch.get_rng_state()
+        self._source = iter(self.inner)
+        torch.set_rng_state(state)
+        return self._source
+
+    def _fetch(self, source: Iterator[Any]) -> Any:
         if self.before_fetch is not None:
             restore, self.before_fetch = self.before_fetch, None
             restore()
-        batch = next(inner, _END)
-        if batch is _END:
+        batch = self._feed.fetch(source)
+        if batch is END:
             raise UsageError(
                 f"loader {self.name!r} ended its epoch early, at position {self.sampler.progress.position()}",
                 hint="the inner DataLoader must not drop or regroup samples (drop_last, batch_size)",
@@ -146,13 +187,13 @@ class ElasticLoader:
 
         Iterate the loader once in each. Behind the last one is a quiet point too.
         """
-        epoch = -1
-        while (ahead := self.sampler.progress.following() // self.sampler.plan.n) < n:
-            if ahead == epoch:
+        began = -1
+        while (epoch := (start := self.sampler.progress.following()) // self.sampler.plan.n) < n:
+            if start == began:
                 raise UsageError(f"the body of epochs({n}) did not iterate the loader in epoch {epoch}")
-            epoch = ahead
+            began = start
             yield epoch
-        if epoch >= 0:
+        if began >= 0:
             self.sampler.begin()  # the last epoch may have been left early: it is over all the same
             self.finish()
 
@@ -182,16 +223,31 @@ class ElasticLoader:
         """See `ElasticSampler.loss_scale`."""
         return self.sampler.loss_scale
 
+    def sample_weights(self) -> NDArray[np.float64]:
+        """See `ElasticSampler.sample_weights`."""
+        return self.sampler.sample_weights()
+
     @property
     def step_ends(self) -> bool:
         """See `ElasticSampler.step_ends`."""
         return self.sampler.step_ends
 
     def resize(self, world_size: int, rank: int) -> None:
-        """See `ElasticSampler.resize`."""
-        self._must_be_idle("resize")
-        self.close()
+        """See `ElasticSampler.resize`. A live iterator goes on in the new world, behind the steps it yielded.
+
+        What was prefetched for the old world is thrown away. Call it between two steps, in the loop's body or in
+        `before_batch`, at the same step on every rank.
+        """
+        self.sampler.close()
+        live, self._source = self._live, None
         self.sampler.resize(world_size, rank)
+        if live is not None:
+            log.info("loader %r goes on in another world: %s", self.name, self.sampler.plan.summary)
+
+    def rollback(self) -> None:
+        """See `ElasticSampler.rollback`."""
+        self.close()
+        self.sampler.rollback()
 
     def state_dict(self) -> dict[str, Any]:
         """The committed state: see `ElasticSampler.state_dict`."""
@@ -205,7 +261,7 @@ class ElasticLoader:
 
     def close(self) -> None:
         """End a live iterator, after an exception that keeps it alive for example. A no-op when there is none."""
-        self._live, self._fetching = None, False
+        self._live, self._fetching, self._source = None, False, None
         self.sampler.close()
 
     def _must_be_idle(self, verb: str) -> None:
@@ -218,13 +274,16 @@ class ElasticLoader:
 
 def _elastic(
     loader: DataLoader[Any],
+    order: Kind | None,
+    block: int | None,
+    window: int | None,
     global_batch_size: int | None,
     seed: int,
     tail: Tail | None,
     num_replicas: int | None,
     rank: int | None,
 ) -> ElasticSampler:
-    assert loader.batch_size is not None  # `supports` refused it
+    assert loader.batch_size is not None  # `refusal` refused it
     old, shuffle = loader.sampler, True
     if isinstance(old, SequentialSampler):
         shuffle = False
@@ -237,6 +296,9 @@ def _elastic(
         batch_size=loader.batch_size,
         global_batch_size=global_batch_size,
         shuffle=shuffle,
+        order=order,
+        block=block,
+        window=window,
         seed=seed,
         tail=tail or ("drop" if loader.drop_last else "ghost"),
         num_replicas=num_replicas,
@@ -244,76 +306,19 @@ def _elastic(
     )
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: ElasticSampler) -> DataLoader[Any]:
+def _with_sampler(loader: DataLoader[Any], sampler: ElasticSampler, seeded: bool) -> DataLoader[Any]:
     """A copy with another sampler. Copied, not constructed anew: options of newer torch and of subclasses survive."""
     made = copy.copy(loader)
-    batches = BatchSampler(sampler, sampler.plan.batch_size, drop_last=False)  # the sampler itself drops
-    vars(made).update(sampler=sampler, batch_sampler=batches, drop_last=False, _iterator=None)
+    batches = Batches(sampler, seeded=seeded, workers=loader.num_workers > 0)
+    parts: dict[str, Any] = {"sampler": sampler, "batch_sampler": batches}
+    if sampler.yield_batches and not callable(getattr(loader.dataset, "__getitems__", None)):
+        parts = {"sampler": batches, "batch_sampler": None}  # so torch asks for dataset[ids]
+    elif sampler.yield_batches and loader.collate_fn is default_convert:
+        parts["collate_fn"] = collate_samples
+    vars(made).update(drop_last=False, _iterator=None, **parts)  # the sampler itself drops
     return made
 
 
-def _keeps_state(loader: object) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _iterable(loader: Any) -> bool:
-    return isinstance(loader.dataset, IterableDataset)
-
-
-def _own_batches(loader: Any) -> bool:
-    return loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler
-
-
-def _own_order(loader: Any) -> bool:
-    sampler = loader.sampler
-    if isinstance(sampler, ElasticSampler):
-        return False
-    if type(sampler) is RandomSampler:
-        return sampler.replacement or len(sampler) != len(loader.dataset)
-    return type(sampler) not in (SequentialSampler, DistributedSampler)
-
-
-def _disagrees(loader: Any) -> bool:
-    sampler = loader.sampler
-    return isinstance(sampler, ElasticSampler) and (
-        loader.batch_size != sampler.plan.batch_size or (loader.drop_last and not sampler.drop_last)
-    )
-
-
-_REFUSALS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
-    (
-        _keeps_state,
-        "the loader keeps a state of its own (state_dict, load_state_dict): exactly-once is then its promise",
-        "use it as it is and save its state with the checkpoint",
-    ),
-    (
-        lambda loader: not isinstance(loader, DataLoader),
-        "not a torch DataLoader: its samples cannot be placed, so nothing is promised about them",
-        "give a torch.utils.data.DataLoader over a map-style dataset",
-    ),
-    (
-        _iterable,
-        "an IterableDataset chooses its own samples: visited exactly once cannot be promised",
-        "use a map-style dataset, or an iterable one that keeps its own state",
-    ),
-    (
-        lambda loader: not getattr(loader, "in_order", True),
-        "in_order=False hands batches out in any order: which samples a step had is then unknown",
-        "use in_order=True (the default)",
-    ),
-    (
-        _own_batches,
-        "batch_size=None or a batch_sampler of your own decides what a batch is: the fixed global batch would not hold",
-        "give batch_size=..., and grouping to the collate_fn",
-    ),
-    (
-        _own_order,
-        "a sampler of your own decides the order: visited exactly once, at any world size, would not hold",
-        "use shuffle=True or False; weights and subsets belong into the dataset (torch.utils.data.Subset)",
-    ),
-    (
-        _disagrees,
-        "the loader's batch_size or drop_last is not that of its ElasticSampler: steps would not be whole",
-        "give both the same batch_size, and tail='drop' instead of drop_last=True",
-    ),
-)
+def collate_samples(fetched: Any) -> Any:
+    """What a dataset's `__getitems__` returned, as a batch: a list holds samples, anything else is one."""
+    return default_collate(fetched) if isinstance(fetched, list) else default_convert(fetched)

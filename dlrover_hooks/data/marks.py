@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dlrover_hooks.data.sampler import ElasticSampler
+
+class Marked(Protocol):
+    """An ElasticSampler or a LeasedLoader."""
+
+    def mark(self) -> object: ...
 
 
-def mark_on_step(optimizer: Optimizer, sampler: ElasticSampler) -> RemovableHandle:
+def mark_on_step(optimizer: Optimizer, sampler: Marked) -> RemovableHandle:
     """Mark `sampler` after each `optimizer.step()`; the handle removes it. Holds the sampler weakly.
 
     Only a mark: the hook fires before schedulers, scaler, EMA and validation. A step that GradScaler skips does not

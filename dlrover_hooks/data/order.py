@@ -4,11 +4,12 @@ A position q is endless: `epoch, place = divmod(q, n)`, sample = `Order.indices(
 asked for directly, so a restore costs nothing and memory does not grow with n (issue 2 item 5; DL-64: indices
 travel, samples do not).
 
-| algo           | used for            | memory        |
-|----------------|---------------------|---------------|
-| `fisher-yates` | shuffle, n <= 2**17 | n words, 1 MiB at most |
-| `feistel6`     | shuffle, n above    | six keys      |
-| `sequential`   | no shuffle          | nothing       |
+| order          | algo           | used for       | memory        |
+|----------------|----------------|----------------|---------------|
+| `"shuffle"`    | `keysort`      | n <= 2**17     | n words, 1 MiB at most |
+|                | `feistel6`     | n above        | six keys      |
+| `"blocks"`     | `blocks12`     | every n        | 13 keys; the table where one window holds all |
+| `"sequential"` | `sequential`   | every n        | nothing       |
 
 The names are part of the saved state: changing what one of them computes is a new name. Only numpy's Philox *raw
 stream* is used, which numpy keeps stable; `Generator.permutation` is not promised to stay.
@@ -17,36 +18,60 @@ stream* is used, which numpy keeps stable; `Generator.permutation` is not promis
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from dlrover_hooks.data.blocks import KEYS, Blocks
+from dlrover_hooks.data.feistel import Feistel, Indices, keys
+from dlrover_hooks.errors import UsageError
 
 TABLE_LIMIT = 1 << 17
 ROUNDS = 6
-Indices = NDArray[np.int64]
-
-_MASK = (1 << 64) - 1
-_MUL_IN = np.uint64(0x9E3779B97F4A7C15)
-_MUL_OUT = np.uint64(0xD6E8FEB86659FD93)
-
-
-def algo_for(n: int, shuffle: bool) -> str:
-    """The name of the permutation used for n samples."""
-    if not shuffle:
-        return "sequential"
-    return "fisher-yates" if n <= TABLE_LIMIT else "feistel6"
+BLOCK, WINDOW = 1024, 64
+Kind = Literal["shuffle", "blocks", "sequential"]
+KINDS = ("shuffle", "blocks", "sequential")
 
 
 class Order:
-    """The order of n samples in every epoch. Keeps the key or table of the epoch asked for last, no other."""
+    """The order of n samples in every epoch. Keeps the key or table of the epoch asked for last, no other.
 
-    def __init__(self, n: int, seed: int, shuffle: bool) -> None:
-        self.n = n
-        self.seed = seed
-        self.shuffle = shuffle
-        self.algo = algo_for(n, shuffle)
+    order: `"shuffle"`, a permutation of all samples; `"blocks"`, see `dlrover_hooks.data.blocks`; `"sequential"`. True
+    and False mean the first and the last. block, window: samples in a block and blocks in a window, for `"blocks"`
+    only; None = 1024 and 64. Raises UsageError for others.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        seed: int,
+        order: Kind | bool = "shuffle",
+        *,
+        block: int | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.n, self.seed = n, seed
+        self.kind = kind_of(order)
+        self.block, self.window = _block_sizes(self.kind, block, window)
+        self.algo = algo_for(n, self.kind)
         self._epoch = -1
         self._permute: Callable[[Indices], Indices] = np.asarray
+
+    @property
+    def shuffle(self) -> bool:
+        """Does each epoch have an order of its own?"""
+        return self.kind != "sequential"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that decides which sample a position is. Two orders with equal fingerprints are equal."""
+        return {
+            "n": self.n,
+            "seed": self.seed,
+            "order": self.kind,
+            "block": self.block,
+            "window": self.window,
+            "algo": self.algo,
+        }
 
     def indices(self, epoch: int, positions: Indices) -> Indices:
         """Sample ids (int64, same shape) at `positions`, each in [0, n), of `epoch`. Ask for >= 4096 at a time."""
@@ -57,77 +82,62 @@ class Order:
             self._epoch = epoch
         return self._permute(positions)
 
+    def onward(self, epoch: int, positions: Indices) -> Indices:
+        """`indices` for ascending `positions` that may run on into later epochs: position n is the next one's first."""
+        if not positions.size or positions[-1] < self.n:
+            return self.indices(epoch, positions)
+        inside = int(np.searchsorted(positions, self.n))
+        rest = self.onward(epoch + 1, positions[inside:] - self.n)
+        return np.concatenate([self.indices(epoch, positions[:inside]), rest])
+
     def _permutation(self, epoch: int) -> Callable[[Indices], Indices]:
-        if self.algo == "fisher-yates":
+        if self.kind == "blocks" and self.n > min(self.block * self.window, TABLE_LIMIT):
+            return Blocks(self.n, self.block, self.window, keys(self.seed, epoch, KEYS))
+        if self.n <= TABLE_LIMIT:
             return table(self.n, keys(self.seed, epoch, 2)).__getitem__
-        return Feistel(self.n, keys(self.seed, epoch, ROUNDS))
+        network, key = Feistel(self.n), np.array(keys(self.seed, epoch, ROUNDS), dtype=np.uint64)
+        return lambda positions: network.forward(positions, key)
 
 
-def keys(seed: int, epoch: int, count: int) -> list[int]:
-    """`count` 64-bit keys for one epoch (splitmix64 over seed and epoch)."""
-    state = _splitmix(_splitmix(seed & _MASK) ^ (epoch * int(_MUL_OUT) & _MASK))
-    found: list[int] = []
-    for _ in range(count):
-        state = _splitmix(state)
-        found.append(state)
-    return found
+def kind_of(order: Kind | bool) -> Kind:
+    """The name of an order; True is "shuffle", False "sequential". UsageError for an unknown one."""
+    kind: Kind = ("shuffle" if order else "sequential") if isinstance(order, bool) else order
+    if kind not in KINDS:
+        raise UsageError(f"order={order!r} is not known", hint=f"one of {', '.join(KINDS)}")
+    return kind
+
+
+def algo_for(n: int, order: Kind | bool) -> str:
+    """The name of the permutation used for n samples."""
+    kind = kind_of(order)
+    if kind == "shuffle":
+        return "keysort" if n <= TABLE_LIMIT else "feistel6"
+    return "blocks12" if kind == "blocks" else kind
 
 
 def table(n: int, key: list[int]) -> Indices:
-    """A Fisher-Yates shuffle of range(n), n <= 2**17, drawn from the raw Philox stream of `key` (two words)."""
+    """A shuffle of range(n), n <= 2**17: sorted by random keys, from the raw Philox stream of `key` (two words).
+
+    A key is 47 random bits over the 17 of the index: no ties, so no sorting algorithm can give another order. Four
+    times faster than swapping one by one, and each rank makes the whole table, whatever the world size.
+    """
     raw = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(n)
-    sizes = np.arange(n, 0, -1, dtype=np.uint64)
-    draws = (
-        (raw >> np.uint64(17)) * sizes >> np.uint64(47)
-    ).tolist()  # 47 random bits times at most 2**17: no overflow
-    cards = list(range(n))
-    for last, pick in zip(range(n - 1, 0, -1), draws, strict=False):
-        cards[last], cards[pick] = cards[pick], cards[last]
-    return np.array(cards, dtype=np.int64)
+    low = np.uint64(17)
+    drawn = np.sort(raw >> low << low | np.arange(n, dtype=np.uint64))
+    return (drawn & np.uint64(TABLE_LIMIT - 1)).astype(np.int64)
 
 
-class Feistel:
-    """Alternating Feistel network on the smallest 2**bits >= n; values >= n walk on along their cycle."""
-
-    def __init__(self, n: int, key: list[int]) -> None:
-        bits = max(2, (n - 1).bit_length())
-        self.n = np.uint64(n)
-        self.high, self.low = bits // 2, bits - bits // 2
-        self.key = [np.uint64(k) for k in key]
-
-    def __call__(self, positions: Indices) -> Indices:
-        values = self._pass(positions.astype(np.uint64).reshape(-1))
-        walking = np.flatnonzero(values >= self.n)
-        while walking.size:
-            moved = self._pass(values[walking])
-            values[walking] = moved
-            walking = walking[moved >= self.n]
-        return values.astype(np.int64).reshape(positions.shape)
-
-    def _pass(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        low = np.uint64(self.low)
-        left, right = values >> low, values & np.uint64((1 << self.low) - 1)
-        for i, key in enumerate(self.key):
-            if i % 2 == 0:
-                left ^= _mix(right, key, self.high)
-            else:
-                right ^= _mix(left, key, self.low)
-        left <<= low
-        left |= right
-        return left
-
-
-def _mix(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np.uint64]:
-    """The round function: `bits` well mixed bits of `half` and `key`. Overflow is meant."""
-    mixed = (half + key) * _MUL_IN
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= _MUL_OUT
-    mixed >>= np.uint64(64 - bits)
-    return mixed
-
-
-def _splitmix(x: int) -> int:
-    z = (x + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+def _block_sizes(kind: Kind, block: int | None, window: int | None) -> tuple[int, int]:
+    """(block, window) as they count: (0, 0) where the order has no blocks."""
+    if kind != "blocks":
+        if block is not None or window is not None:
+            raise UsageError(
+                f"block={block} and window={window} mean nothing with order={kind!r}", hint='use order="blocks"'
+            )
+        return 0, 0
+    block, window = BLOCK if block is None else block, WINDOW if window is None else window
+    if block < 1 or window < 1:
+        raise UsageError(f"block={block} and window={window} must be at least 1", hint="the defaults are 1024 and 64")
+    if block * window < 2:
+        raise UsageError("blocks of 1 in windows of 1: nothing is shuffled together", hint='use order="shuffle"')
+    return block, window

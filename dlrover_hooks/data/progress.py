@@ -1,8 +1,8 @@
 """Where one rank is in the endless order of positions: begun, yielded, marked, committed. Pure; one thread.
 
 `issued >= fetched >= yielded >= marked >= committed`. Only what is committed may enter a checkpoint; the rest is
-replayed (ED-25: what of the epoch is unprocessed is known from one integer). All ranks commit together, so what is
-committed is always a prefix of the order and one integer says it all, at any world size.
+replayed by a restore (ED-25: what of the epoch is unprocessed is known from one integer). All ranks commit together,
+so what is committed is always a prefix of the order and one integer says it all, at any world size.
 """
 
 from __future__ import annotations
@@ -19,25 +19,45 @@ class Progress:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
         self.counted = False
-        self.rewind(0)
+        self.rewind(plan, 0)
 
-    def rewind(self, cursor: int) -> None:
-        """Put everything at `cursor` (a restore, a resize): the next `begin` continues there, in mid-epoch too."""
-        self.cursor = self.marked = self.base = cursor
+    def rewind(self, plan: Plan, cursor: int) -> None:
+        """Put everything at `cursor` (a restore): the next `begin` continues there, in mid-epoch too."""
+        self.cursor = self.marked = cursor
+        self._stand(plan, cursor)
+
+    def replan(self, plan: Plan) -> None:
+        """Go on with another plan behind the whole steps received. What is marked and committed stays so."""
+        self._stand(plan, self.position())
+
+    def _stand(self, plan: Plan, base: int) -> None:
+        self.plan, self.base = plan, base
         self.yielded = self.issued = 0
+        self._length = plan.length(base % plan.n)
 
     @property
     def consumed(self) -> bool:
         """True when the loop received something since `begin`; if nobody counts, when anything was issued."""
         return self.yielded > 0 if self.counted else self.issued > 0
 
+    @property
+    def finished(self) -> bool:
+        """True when every micro-batch of the epoch begun was received."""
+        return self.yielded >= self._length
+
+    @property
+    def whole(self) -> bool:
+        """True between two steps: no step was received in part."""
+        return not self.yielded or self.finished or self.yielded % self.plan.micro_batches == 0
+
     def following(self) -> int:
         """The position the next `begin` starts at: the cursor after a restore, the next epoch after a consumed one."""
+        q = self.base % self.plan.n
         if not self.consumed:
-            return self._at_step(self.base)
-        return (self.base // self.plan.n + 1) * self.plan.n
+            return self.base - q + self.plan.behind(q) if self.plan.over(q) else self.base
+        all_issued = not self.counted and self.issued >= self.plan.samples(q)
+        return self.base - q + (self.plan.behind(q) if self.finished or all_issued else self.plan.n)
 
     def begin(self) -> int:
         """Start iterating; returns the position.
@@ -47,7 +67,7 @@ class Progress:
         start = self.following()
         if start > self.base:
             self.marked = start
-        self.base, self.yielded, self.issued = start, 0, 0
+        self._stand(self.plan, start)
         return start
 
     def on_batch(self) -> None:
@@ -67,16 +87,11 @@ class Progress:
 
     def position(self) -> int:
         """The position behind the whole steps received since `begin`; the next epoch's start after the last one."""
-        epoch, q = divmod(self.base, self.plan.n)
-        if self.yielded >= self.plan.length(q):
-            return (epoch + 1) * self.plan.n
+        q = self.base % self.plan.n
+        if self.finished:
+            return self.base - q + self.plan.behind(q)
         steps = min(self.yielded // self.plan.micro_batches, self.plan.full_steps(q))
         return self.base + steps * self.plan.global_batch_size
-
-    @property
-    def finished(self) -> bool:
-        """True when every micro-batch of the epoch begun was received."""
-        return self.yielded >= self.plan.length(self.base % self.plan.n)
 
     def current(self) -> tuple[Slice, int]:
         """(the step that the last received micro-batch belongs to, its number in that step counted from 1).
@@ -87,7 +102,6 @@ class Progress:
         step = min(max(self.yielded - 1, 0) // m, self.plan.full_steps(q) - (not self.plan.has_tail(q)))
         return self.plan.step(q + step * self.plan.global_batch_size), self.yielded - step * m
 
-    def _at_step(self, position: int) -> int:
-        """`position`, or the next epoch where no step begins at it (tail "drop", after a change of the batch)."""
-        epoch, q = divmod(position, self.plan.n)
-        return (epoch + 1) * self.plan.n if self.plan.over(q) else position
+    def first(self) -> int:
+        """In-epoch position at which the epoch that is on began, or the one ahead when the last is finished."""
+        return self.plan.first((self.following() if self.finished else self.base) % self.plan.n)

@@ -1,8 +1,9 @@
 """`ElasticSampler`: one line for a DataLoader that can stop anywhere and go on at any world size (ED-34, ED-25, DL-64).
 
 It subclasses torch's `DistributedSampler` because Lightning replaces or re-shards every other sampler, and reads the
-same attributes. It yields ints, so any map-style dataset and collate function works; it computes them in chunks, so
-10**9 samples need no more memory than a thousand. Main process only: DataLoader workers get indices, never the sampler.
+same attributes. It yields ints, so any map-style dataset and collate function works, or whole micro-batches as arrays;
+it computes them in chunks, so 10**9 samples need no more memory than a thousand. Main process only: DataLoader workers
+get indices, never the sampler.
 """
 
 from __future__ import annotations
@@ -13,31 +14,36 @@ from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from dlrover_hooks import config
 from dlrover_hooks.data.batch import Plan, Slice, Tail
-from dlrover_hooks.data.order import Indices, Order
+from dlrover_hooks.data.feistel import Indices
+from dlrover_hooks.data.fingerprint import refuse_other
+from dlrover_hooks.data.order import Kind, Order
 from dlrover_hooks.data.progress import Progress
-from dlrover_hooks.errors import DataMismatch, UsageError
+from dlrover_hooks.errors import UsageError
 
 CHUNK = 16384  # samples computed at a time: below 4096 numpy's call overhead dominates
-VERSION = 1
+VERSION = 2
 
 log = logging.getLogger(__name__)
 
 
-class ElasticSampler(DistributedSampler[int]):
+class ElasticSampler(DistributedSampler[Any]):
     """This rank's samples, a step of `global_batch_size` at a time, in an order that no world size changes.
 
     dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank.
     global_batch_size: samples per optimizer step over all ranks; None = what the first start had (batch_size * world
-    size), or what a loaded state says. tail: the short last step, see `dlrover_hooks.data.batch`. num_replicas,
-    rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
+    size), or what a loaded state says. order, block, window: see `dlrover_hooks.data.order`; None = as `shuffle` says.
+    tail: the last step of an epoch, see `dlrover_hooks.data.batch`. yield_batches: yield micro-batches, each an int64
+    array of at most batch_size ids, for `DataLoader(dataset, batch_size=None, sampler=sampler)` and a dataset that
+    takes arrays. num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
 
     Somebody must count: `on_batch()` for each micro-batch the loop received, `mark()` when the optimizer stepped,
     `commit()` at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch that
-    was begun starts the next epoch, after a restore or `resize` it goes on at the cursor.
+    was begun starts the next epoch; after a restore it goes on at the cursor, after `resize` behind the steps received.
 
     Raises UsageError for sizes that cannot work, DataMismatch for a state of other data.
     """
@@ -49,24 +55,53 @@ class ElasticSampler(DistributedSampler[int]):
         batch_size: int,
         global_batch_size: int | None = None,
         shuffle: bool = True,
+        order: Kind | None = None,
+        block: int | None = None,
+        window: int | None = None,
         seed: int = 0,
         tail: Tail = "ghost",
+        yield_batches: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
         self.dataset = cast(Any, range(dataset_or_len) if isinstance(dataset_or_len, int) else dataset_or_len)
         if not 0 <= seed < 1 << 64:
-            raise UsageError(f"seed={seed} is not in [0, 2**64)")
+            raise UsageError(f"seed={seed} is not in [0, 2**64)", hint=f"seed={seed % (1 << 64)} is")
         world, place = _world(num_replicas, rank)
         self._settled = self._explicit = global_batch_size is not None
         G = batch_size * world if global_batch_size is None else global_batch_size
-        self._begin_at(Plan(len(self.dataset), batch_size, G, place, world, tail))
-        self.shuffle, self.seed = shuffle, seed
-        self.order = Order(self.plan.n, seed, shuffle)
+        self.progress = Progress(Plan(_length(self.dataset), batch_size, G, place, world, tail))
+        self.seed, self.yield_batches = seed, yield_batches
+        self.order = Order(self.plan.n, seed, shuffle if order is None else order, block=block, window=window)
         self._live: object | None = None
         self._warned = False
 
+    @property
+    def plan(self) -> Plan:
+        """Who runs how many micro-batches of a step: `shares`, `efficiency`, `suggestion`, `summary`."""
+        return self.progress.plan
+
+    @property
+    def fixed_length(self) -> bool:
+        """Is every epoch equally long? False with tail "carry": loops that compare counts with a length must refuse."""
+        return self.plan.fixed_length
+
     # What others read of a DistributedSampler ---------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The world size."""
+        return self.plan.world_size
+
+    @property
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The global rank."""
+        return self.plan.rank
+
+    @property
+    def shuffle(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Does each epoch have an order of its own?"""
+        return self.order.shuffle
 
     @property
     def epoch(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -90,8 +125,17 @@ class ElasticSampler(DistributedSampler[int]):
         return n // G * G if self.drop_last else n
 
     def __len__(self) -> int:
-        """Samples of this rank in a WHOLE epoch, after a resume too: loops compare their restored count with it."""
-        return self.plan.samples()
+        """What a WHOLE epoch yields on this rank, after a resume too: loops compare their restored count with it.
+
+        Samples, or micro-batches with `yield_batches`. With tail "carry" it is the length of the epoch that is on.
+        """
+        if self.yield_batches:
+            return self.micro_batches()
+        return self.plan.samples(self.progress.first())
+
+    def micro_batches(self) -> int:
+        """Micro-batches of this rank in a whole epoch; with tail "carry" in the one that is on."""
+        return self.plan.length(self.progress.first())
 
     def set_epoch(self, epoch: int) -> None:
         """Does nothing: the cursor owns the epoch.
@@ -109,22 +153,59 @@ class ElasticSampler(DistributedSampler[int]):
         self._settled = True
         return self.progress.begin()
 
-    def __iter__(self) -> Iterator[int]:
-        return self._ids(self.begin())
+    def __iter__(self) -> Iterator[Any]:
+        return (ids for _, ids in self.batches()) if self.yield_batches else self._ids(self._chunks(self.begin()))
 
-    def _ids(self, start: int) -> Iterator[int]:
-        token = self._live = object()
-        epoch, q = divmod(start, self.plan.n)
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """Begin, and yield each micro-batch: (endless position of its first sample, ids [at most batch_size]).
+
+        The ids are a list, or an int64 array with `yield_batches`.
+        """
+        start = self.begin()
+        return self._batches(self._chunks(start), start - start % self.plan.n)
+
+    def _batches(self, chunks: Iterator[tuple[Indices, Indices]], epoch: int) -> Iterator[tuple[int, Any]]:
+        token, b = self._take_over(), self.plan.batch_size
         try:
-            for positions in _positions(self.plan, q):
-                for index in self.order.indices(epoch, positions).tolist():
-                    if self._live is not token:
-                        raise UsageError("this iterator ended: the sampler was iterated, restored or closed meanwhile")
+            for positions, ids in chunks:
+                row, lo = ids if self.yield_batches else ids.tolist(), 0  # a Python step per micro-batch, none per id
+                for first in positions[::b].tolist():
+                    self._must_own(token)
+                    part = row[lo : lo + b]
+                    lo += b
+                    self.progress.issued += len(part)
+                    yield epoch + first, part
+        finally:
+            self._give_back(token)
+
+    def _ids(self, chunks: Iterator[tuple[Indices, Indices]]) -> Iterator[int]:
+        token = self._take_over()
+        try:
+            for _, ids in chunks:
+                for index in ids.tolist():
+                    self._must_own(token)
                     self.progress.issued += 1
                     yield index
         finally:
-            if self._live is token:
-                self._live = None
+            self._give_back(token)
+
+    def _chunks(self, start: int) -> Iterator[tuple[Indices, Indices]]:
+        """(in-epoch positions, ids), whole micro-batches, from `start` to the end of its epoch."""
+        epoch, q = divmod(start, self.plan.n)
+        for positions in _positions(self.plan, q):
+            yield positions, self.order.onward(epoch, positions)
+
+    def _take_over(self) -> object:
+        self._live = token = object()
+        return token
+
+    def _must_own(self, token: object) -> None:
+        if self._live is not token:
+            raise UsageError("this iterator ended: the sampler was iterated, restored or closed meanwhile")
+
+    def _give_back(self, token: object) -> None:
+        if self._live is token:
+            self._live = None
 
     def close(self) -> None:
         """End a live iterator: whoever still holds it gets a UsageError from it."""
@@ -169,6 +250,18 @@ class ElasticSampler(DistributedSampler[int]):
         b, count = self.plan.batch_size, step.hi - step.lo
         return min(b, count - (max(number, 1) - 1) * b) * step.micro_batches / count
 
+    def sample_weights(self) -> NDArray[np.float64]:
+        """Weight of each sample of the last received micro-batch in its step's mean over all ranks; a ghost has 0.0.
+
+        They add up to 1 over the micro-batches and ranks of a step. For a loop with a loss per sample:
+        `(losses * weights).sum().backward()` and gradients SUMmed over ranks (times world size where they are averaged)
+        is exact in every step, and needs neither `weight` nor `loss_scale`.
+        """
+        step, number = self.progress.current()
+        b = self.plan.batch_size
+        count = min(b, step.hi - step.lo - (max(number, 1) - 1) * b)
+        return np.full(count, 0.0 if step.ghost else 1 / step.samples)
+
     @property
     def step_ends(self) -> bool:
         """True when the last received micro-batch was this rank's last in its step: now the optimizer may step."""
@@ -178,31 +271,43 @@ class ElasticSampler(DistributedSampler[int]):
     # State and world ----------------------------------------------------------------------------------------
 
     def resize(self, world_size: int, rank: int) -> None:
-        """Another world, between iterators.
+        """Another world, in a live run: the next iterator continues behind the steps received, committed or not.
 
-        The next iterator continues at the cursor; what was not committed is replayed.
+        Every rank calls it at the same step. Raises UsageError in the middle of a step, whose micro-batches are shared
+        out for the old world. Where the model goes back to the last commit, `rollback` first. `ElasticLoader.resize`
+        also works while it is iterated, and the loop goes on.
         """
         self._must_be_idle("resize")
-        G = self.plan.global_batch_size if self._settled else self.plan.batch_size * world_size
-        plan = Plan(self.plan.n, self.plan.batch_size, G, rank, world_size, self.plan.tail)
-        self._begin_at(plan, self.progress.cursor)
+        if not self.progress.whole:
+            raise UsageError(
+                f"rank {self.rank}: resize() in the middle of a step, {self.progress.current()[1]} of its "
+                f"{self.progress.current()[0].micro_batches} micro-batches received",
+                hint="call it when step_ends is true on every rank, or rollback() to the last commit first",
+            )
+        old = self.plan
+        G = old.global_batch_size if self._settled else old.batch_size * world_size
+        self.progress.replan(Plan(old.n, old.batch_size, G, rank, world_size, old.tail))
+
+    def rollback(self) -> None:
+        """Back to the last commit, as the model goes: what came behind it is replayed by the next iterator."""
+        self._must_be_idle("rollback")
+        self.progress.rewind(self.plan, self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed position and what it is a position in. The same on every rank; save it once.
 
-        ~120 bytes of JSON.
+        ~150 bytes of JSON.
         """
         if self.progress.issued and not self.progress.counted and not self._warned:
             self._warned = True
             log.warning(
                 "the sampler's state does not move: nobody calls on_batch, mark and commit (use elastic_loader)"
             )
-        return {
-            "v": VERSION,
-            "cursor": self.cursor,
-            "tail": self.plan.tail,
-            "G": self.plan.global_batch_size,
-        } | self._data()
+        moving = {"cursor": self.cursor, "tail": self.plan.tail, "G": self.plan.global_batch_size}
+        return self._fingerprint() | moving
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {"v": VERSION} | self.order.fingerprint()
 
     def handover(self) -> dict[str, Any]:
         """The state for a sampler that takes this one's place between two steps (a reloaded loader): what is marked
@@ -218,7 +323,7 @@ class ElasticSampler(DistributedSampler[int]):
         Raises DataMismatch (nothing is changed) if the state is of other data, UsageError while an iterator is live.
         """
         self._must_be_idle("load_state_dict")
-        self._refuse_other_data(state)
+        refuse_other(state, self._fingerprint())
         G = self.plan.global_batch_size if self._explicit else state["G"]
         if state["G"] != G:
             log.warning("global_batch_size=%d was given: the state's %d is not used", G, state["G"])
@@ -227,28 +332,7 @@ class ElasticSampler(DistributedSampler[int]):
         old = self.plan
         plan = Plan(old.n, old.batch_size, G, old.rank, old.world_size, old.tail)
         self._settled = True
-        self._begin_at(plan, state["cursor"])
-
-    def _data(self) -> dict[str, Any]:
-        return {"n": self.plan.n, "seed": self.seed, "shuffle": self.shuffle, "algo": self.order.algo}
-
-    def _refuse_other_data(self, state: Mapping[str, Any]) -> None:
-        for name, here in ({"v": VERSION} | self._data()).items():
-            if state.get(name) != here or isinstance(state.get(name), bool) != isinstance(here, bool):
-                raise DataMismatch(
-                    f"the data state has {name}={state.get(name)!r}, here it is {here!r}", hint=_HINTS[name]
-                )
-        for name, least in (("cursor", 0), ("G", 1)):
-            value = state.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DataMismatch(f"the data state has {name}={value!r}: not a count", hint="the state is damaged")
-
-    def _begin_at(self, plan: Plan, cursor: int = 0) -> None:
-        counted = hasattr(self, "progress") and self.progress.counted
-        self.plan, self.num_replicas, self.rank = plan, plan.world_size, plan.rank
-        self.progress = Progress(plan)
-        self.progress.counted = counted
-        self.progress.rewind(cursor)
+        self.progress.rewind(plan, state["cursor"])
 
     def _must_be_idle(self, verb: str) -> None:
         if self._live is not None:
@@ -258,13 +342,14 @@ class ElasticSampler(DistributedSampler[int]):
             )
 
 
-_HINTS = {
-    "v": "the state was written by another version of dlrover_hooks: use that version, or start anew",
-    "n": "the dataset changed its length: give the old dataset back, or start anew (resume='weights' keeps the model)",
-    "seed": "give the seed of the first start, or start anew",
-    "shuffle": "give the shuffle of the first start, or start anew",
-    "algo": "the order of this version differs: use the version that wrote the state, or start anew",
-}
+def _length(dataset: Sized) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise UsageError(
+            f"the dataset ({type(dataset).__name__}) has no length: visited exactly once cannot be promised",
+            hint="give a map-style dataset or its length; an iterable one keeps its own state",
+        ) from error
 
 
 def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -12,11 +12,24 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import checkpoints, choice, membership, rounds
+from dlrover_hooks.master.core import checkpoints, choice, membership, shards
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
-from dlrover_hooks.master.core.job import Effects, Job, Remembered, committing, seat
-from dlrover_hooks.protocol import ROUTES, Attach, Done, Exited, Join, Leave, Loaded, Message, Vote, Voted
+from dlrover_hooks.master.core.job import Effects, Job, Remembered, committing, knows, seat
+from dlrover_hooks.protocol import (
+    ROUTES,
+    Attach,
+    Done,
+    Exited,
+    Join,
+    Leave,
+    Loaded,
+    Message,
+    OpenLedger,
+    TakeLeases,
+    Vote,
+    Voted,
+)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -37,7 +50,7 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Outco
         return Outcome(reply=reply, repeated=True)
     effects: Effects = []
     reply = _TABLE[type(event)](job, event, now, effects)
-    if key is not None and (rounds.knows(job.rounds, key.incarnation) or type(event) in _FAREWELLS):
+    if key is not None and (knows(job, key.incarnation) or type(event) in _FAREWELLS):
         channels = job.replies.setdefault(key.incarnation, {})
         channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
     return Outcome(reply=reply, effects=tuple(effects))
@@ -109,6 +122,8 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Exited: membership.exited,
     Leave: membership.leave,
     Vote: _vote,
+    OpenLedger: shards.open_ledger,
+    TakeLeases: shards.take,
     Lost: membership.lost,
     Tick: membership.tick,
     Committed: _committed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import checkpoints, restore
+from dlrover_hooks.master.core import checkpoints, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
 from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, enter, seat
@@ -66,7 +66,10 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     step = chosen.generation.step if chosen else 0
     complete = chosen.generation if chosen is not None and chosen.source is Source.MEMORY else None
     checkpoints.begin(job.saves, job.settings, step, complete, now)
+    shards.begin(job, effects)
     waits = chosen is not None or job.plan.refused is not None
+    if not waits:
+        shards.settle(job, effects)
     enter(job, current, Phase.RESTORING if waits else Phase.TRAINING, effects)
 
 
@@ -102,7 +105,7 @@ def _found_finished(job: Job, current: Round, effects: Effects) -> None:
 
 
 def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
-    """A worker has loaded the choice, or cannot: then the next best is picked. Raises Stale."""
+    """A worker has loaded the choice, or cannot: then the next best is picked. Raises Stale, BadRequest."""
     current, member = seat(job, event.incarnation)
     if event.round != current.number or current.phase in (Phase.ATTACHING, Phase.BROKEN):
         raise Stale(
@@ -114,9 +117,13 @@ def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
     if not event.ok:
         _reject(job, current, member, event.reason, now, effects)
         return Done()
+    if not member.loaded and not shards.hear(job, event):
+        _reject(job, current, member, shards.TWICE, now, effects)
+        return Done()
     current.loaded += not member.loaded
     member.loaded = True
     if current.loaded == current.world_size:
+        shards.settle(job, effects)
         enter(job, current, Phase.TRAINING, effects)
     return Done()
 

@@ -62,3 +62,8 @@ def plan_topic(job: str) -> str:
 def watch_topic(job: str) -> str:
     """Woken when the round broke or the job ended."""
     return f"watch {job}"
+
+
+def shards_topic(job: str, name: str) -> str:
+    """Woken when positions of ledger `name` came back, an epoch of it ended, or its fence rose."""
+    return f"shards {job}\n{name}"

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from dlrover_hooks.master.core import rounds, seating
 from dlrover_hooks.master.core.checkpoints import Commit, Saves, Settings
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, Wake, WriteFinished, plan_topic
+from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers, Refusal
 from dlrover_hooks.master.core.rounds import Member, Round, Rounds
 from dlrover_hooks.protocol import Phase, Restore, Source
@@ -47,12 +50,15 @@ class Job(msgspec.Struct):
     offers: Offers = msgspec.field(default_factory=Offers)
     plan: Choice = msgspec.field(default_factory=Choice)
     refusals: list[Refusal] = []
+    ledgers: Ledgers = msgspec.field(default_factory=Ledgers)
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
     finish_written: bool = False
     replies: dict[str, dict[str, Remembered]] = {}
     """By incarnation and channel."""
+    alarm: float = math.inf
+    """When the last `Deadline` that was asked for comes."""
 
     @property
     def live(self) -> bool:
@@ -61,6 +67,11 @@ class Job(msgspec.Struct):
         return bool(self.rounds.waiting) or (
             current is not None and any(member.live for member in current.members.values())
         )
+
+
+def knows(job: Job, incarnation: str) -> bool:
+    """It holds a seat, waits for one, or holds leases without one."""
+    return incarnation in job.ledgers.free or rounds.knows(job.rounds, incarnation)
 
 
 def seat(job: Job, incarnation: str) -> tuple[Round, Member]:
@@ -75,6 +86,23 @@ def enter(job: Job, current: Round, phase: Phase, effects: Effects) -> None:
     current.phase = phase
     job.plan.number += 1
     effects.append(Wake(topic=plan_topic(job.name)))
+
+
+EVERY_S = 1.0
+"""Leases of a job that ran out are looked for no more often."""
+
+
+def arm(job: Job, now: float, effects: Effects) -> None:
+    """Have the job's one `Deadline` come in time for whatever is due first."""
+    forming = seating.due(job.rounds)
+    soonest = job.ledgers.expired_at + EVERY_S
+    dues = [max(ledger.heap[0][0], soonest) for ledger in job.ledgers.named.values() if ledger.heap]
+    if forming is not None and forming > now:
+        dues.append(forming)
+    at = min(dues, default=math.inf)
+    if at < job.alarm:
+        job.alarm = at
+        effects.append(Deadline(job=job.name, at=at))
 
 
 def committing(job: Job, commit: Commit) -> CommitGeneration:
@@ -96,6 +124,6 @@ def finishing(job: Job) -> Effects:
 def unfinished_effects(job: Job) -> Effects:
     """Effects whose outcome is not journaled yet."""
     effects: Effects = [committing(job, commit) for commit in job.saves.committing]
-    if (at := seating.due(job.rounds)) is not None:
+    if (at := min(job.alarm, seating.due(job.rounds) or math.inf)) < math.inf:
         effects.append(Deadline(job=job.name, at=at))
     return effects + finishing(job)

@@ -11,7 +11,7 @@ from dlrover_hooks.master.core.answers import Outcome
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Key
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.protocol import Attach, Join, Message
+from dlrover_hooks.protocol import Attach, Join, Message, OpenLedger
 
 
 class Master(msgspec.Struct):
@@ -50,6 +50,8 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
     """Change `state` by one event. Raises a MasterError, then nothing was changed."""
     if isinstance(event, Join):
         return _join(state, event, now, key)
+    if isinstance(event, OpenLedger) and event.free:
+        return _open(state, event, now, key)
     job = job_named(state, event.job)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(event, Attach):
         return answers.apply(job, event, now, key)
@@ -64,6 +66,16 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
     if not event.job or not event.proposed_run:
         raise BadRequest("A join needs a job name and a proposed run.", hint="Set --job or DLROVER_HOOKS_JOB.")
     job = state.jobs.get(event.job) or Job(name=event.job, run=event.proposed_run, fresh=event.fresh)
+    outcome = answers.apply(job, event, now, key)
+    state.jobs[event.job] = job
+    return outcome
+
+
+def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outcome:
+    """A holder without a seat may be the first that a job hears of; its run is then named by the first join."""
+    if not event.job:
+        raise BadRequest("A ledger needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+    job = state.jobs.get(event.job) or Job(name=event.job, run="")
     outcome = answers.apply(job, event, now, key)
     state.jobs[event.job] = job
     return outcome

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import rounds, seating
+from dlrover_hooks.master.core import rounds, seating, shards
 from dlrover_hooks.master.core.checkpoints import Saves, Settings
-from dlrover_hooks.master.core.effects import Deadline, RoundFormed, Wake, plan_topic, round_topic, watch_topic
+from dlrover_hooks.master.core.effects import RoundFormed, Wake, plan_topic, round_topic, watch_topic
 from dlrover_hooks.master.core.events import Lost, Tick
-from dlrover_hooks.master.core.job import Choice, Effects, Job, finishing
+from dlrover_hooks.master.core.job import Choice, Effects, Job, arm, finishing, knows
+from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers
 from dlrover_hooks.master.core.rounds import Rounds
-from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave
+from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave, Phase
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
@@ -21,6 +24,8 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     if job.finished:
         return Joined(job=job.name, run=job.run, finished=True, finished_step=job.finished_step)
     rounds.check(job.rounds, event)
+    if not job.run:  # holders without a seat came first
+        job.run, job.fresh = event.proposed_run, event.fresh
     broken = rounds.add(job.rounds, event, now)
     _after_membership(job, now, effects, broken=broken)
     return Joined(job=job.name, run=job.run)
@@ -41,7 +46,7 @@ def _reset(job: Job, run: str) -> None:
     job.rounds = Rounds(number=number, places=places, places_seen=seen)
     job.plan = Choice(number=job.plan.number)
     job.run, job.fresh, job.attempt = run, True, 0
-    job.settings, job.saves, job.offers = Settings(), Saves(), Offers()
+    job.settings, job.saves, job.offers, job.ledgers = Settings(), Saves(), Offers(), Ledgers()
     job.refusals, job.replies, job.restored_from = [], {}, None
     job.finished, job.finished_step, job.finish_written = False, None, False
 
@@ -53,6 +58,8 @@ def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
 
 def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     """A launcher saw its worker end. Raises Stale, BadRequest."""
+    if event.worker in job.ledgers.free:  # its launcher has no seats either, so nobody knows it here
+        return _part(job, event.worker, rounds.LOST, now, effects)
     if not rounds.knows(job.rounds, event.incarnation):
         raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
     current = job.rounds.round
@@ -65,18 +72,25 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
     """A worker or an agent goes on purpose: done, or not. Raises Stale."""
-    if not rounds.knows(job.rounds, event.incarnation):
+    if not knows(job, event.incarnation):
         rounds.member_of(job.rounds, job.name, event.incarnation)
-    if event.reason is Departure.DONE:
+    if event.reason is Departure.DONE and rounds.knows(job.rounds, event.incarnation):
         job.finished_step = max(event.step, job.finished_step or 0)
     return _part(job, event.incarnation, event.reason.value, now, effects)
+
+
+_DEATHS = (rounds.LOST, Departure.FAILED.value)
+"""It may have died of what it held. Of a round's members only the first: the others die of the break."""
 
 
 def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
     if how == rounds.LOST:
         job.replies.pop(incarnation, None)
-    broken = rounds.part(job.rounds, incarnation, how)
     current = job.rounds.round
+    was_broken = current is not None and current.phase is Phase.BROKEN
+    broken = rounds.part(job.rounds, incarnation, how)
+    counts = how in _DEATHS and not (was_broken and incarnation not in job.ledgers.free)
+    shards.part(job, incarnation, effects, lost=counts)
     if current is not None and not job.finished and current.done == current.world_size:
         _finish(job, effects)
     _after_membership(job, now, effects, broken=broken)
@@ -91,8 +105,10 @@ def _finish(job: Job, effects: Effects) -> None:
 
 
 def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
-    """Time has passed: the last call may be over."""
+    """Time has passed: the last call may be over, and leases."""
     del event
+    job.alarm = math.inf
+    shards.expire(job, now, effects)
     _after_membership(job, now, effects, broken=False)
     return Done()
 
@@ -108,10 +124,17 @@ def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -
         _forget_replies(job)
         effects.append(RoundFormed(job=job.name))
         effects += [Wake(topic=topic(job.name)) for topic in (round_topic, plan_topic, watch_topic)]
-    elif (at := seating.due(job.rounds)) is not None and at > now:
-        effects.append(Deadline(job=job.name, at=at))
+    arm(job, now, effects)
+    _bound_replies(job)
 
 
 def _forget_replies(job: Job) -> None:
-    """Idempotency memory is O(workers): whoever is in no round any more is forgotten."""
-    job.replies = {who: last for who, last in job.replies.items() if rounds.knows(job.rounds, who)}
+    """Idempotency memory is O(workers): whoever is no part of the job any more is forgotten."""
+    job.replies = {who: last for who, last in job.replies.items() if knows(job, who)}
+
+
+def _bound_replies(job: Job) -> None:
+    """Holders without a seat come and go, and no round forms: forget those that left as soon as they are many."""
+    here = len(job.ledgers.free) + len(job.rounds.seats) + (len(job.rounds.round.members) if job.rounds.round else 0)
+    if len(job.replies) > 4 * here + 64:
+        _forget_replies(job)

@@ -6,17 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import rounds
-from dlrover_hooks.master.core.effects import plan_topic, round_topic, watch_topic
+from dlrover_hooks.master.core import rounds, shards
+from dlrover_hooks.master.core.effects import plan_topic, round_topic, shards_topic, watch_topic
+from dlrover_hooks.master.core.job import knows
 from dlrover_hooks.master.core.jobs import Master, job_named
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.protocol import (
     AwaitPlan,
     AwaitRound,
+    AwaitShards,
     Beat,
     Heartbeat,
     Jobs,
     JobView,
+    Leases,
+    LedgerView,
     ListJobs,
     MemberView,
     Message,
@@ -25,8 +29,11 @@ from dlrover_hooks.protocol import (
     Plan,
     Seated,
     ShowJob,
+    ShowLedger,
     Watch,
 )
+
+Poll = AwaitRound | AwaitPlan | AwaitShards | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
@@ -34,8 +41,10 @@ def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
     return _TABLE[type(request)](state, nodes, request)
 
 
-def topic(request: AwaitRound | AwaitPlan | Watch) -> str:
+def topic(request: Poll) -> str:
     """What a waiting request waits for."""
+    if isinstance(request, AwaitShards):
+        return shards_topic(request.job, request.name)
     return _TOPIC[type(request)](request.job)
 
 
@@ -116,7 +125,7 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
     del nodes
     job = job_named(state, request.job)
     current = job.rounds.round
-    if not rounds.knows(job.rounds, request.incarnation):
+    if not knows(job, request.incarnation):
         rounds.member_of(job.rounds, job.name, request.incarnation)
     return Beat(
         round=current.number if current else 0,
@@ -130,7 +139,7 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
     del nodes
     job = job_named(state, request.job)
     current = job.rounds.round
-    if not rounds.knows(job.rounds, request.incarnation):
+    if not knows(job, request.incarnation):
         if job.finished:
             return Notice(round=job.rounds.number, finished=True)
         raise Stale(f"Incarnation {request.incarnation!r} is in no round of job {job.name!r}.", hint=rounds.REJOIN)
@@ -142,6 +151,16 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
     return Notice(round=current.number, broken=broken, finished=job.finished)
 
 
+def _shards(state: Master, nodes: Nodes, request: AwaitShards) -> Leases | None:
+    del nodes
+    return shards.state(job_named(state, request.job), request)
+
+
+def _ledger(state: Master, nodes: Nodes, request: ShowLedger) -> LedgerView:
+    del nodes
+    return shards.view(job_named(state, request.job), request.name)
+
+
 _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ListJobs: _jobs,
     ShowJob: _job,
@@ -149,10 +168,12 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     AwaitPlan: _plan,
     Heartbeat: _beat,
     Watch: _watch,
+    AwaitShards: _shards,
+    ShowLedger: _ledger,
 }
 _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitRound: round_topic,
     AwaitPlan: plan_topic,
     Watch: watch_topic,
 }
-_NOTHING: dict[type[Message], Message] = {AwaitRound: Seated(), AwaitPlan: Plan()}
+_NOTHING: dict[type[Message], Message] = {AwaitRound: Seated(), AwaitPlan: Plan(), AwaitShards: Leases()}

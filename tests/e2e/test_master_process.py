@@ -41,6 +41,12 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     assert call("w0", p.AwaitPlan("job", "w0")).phase is p.Phase.TRAINING
     call("w0", p.Loaded("job", "w0", 1, True))
     call("w0", p.Heartbeat("job", "w0", 2))
+    whole = (p.Partition(end=20),)
+    assert call("w0", p.OpenLedger("job", "w0", "a/data set", "f", whole, 10, shard_size=4)).fence == 1
+    lease = call("w0", p.TakeLeases("job", "w0", "a/data set", 1)).leases[0]
+    call("w0", p.TakeLeases("job", "w0", "a/data set", 1, 0, acks=(p.Ack(lease.id, 3),)))
+    assert call("w0", p.AwaitShards("job", "w0", "a/data set", 1)).state is p.LedgerState.OPEN
+    assert call("x", p.ShowLedger("job", "a/data set")) == p.LedgerView(1, 3, {"w0": 1}, 16, leases=1)
     call("w0", vote(0, 2))
     assert call("x", p.ListJobs()).jobs == ("job",)
     assert call("x", p.ShowJob("job")).round == 1
@@ -185,6 +191,58 @@ def test_killed_and_back_is_a_pause(live_master: LiveMaster) -> None:
     live_master.restart()
     assert live_master.client("any").call(p.ShowJob("job")) == old
     assert watch.error is None
+
+
+def test_killed_in_the_middle_of_leasing(live_master: LiveMaster) -> None:
+    """DL-65 to DL-69, ED-62: the master dies by kill -9 three times; each position is lent and done exactly once."""
+    total, workers = 4000, ("w0", "w1", "w2")
+    whole = (p.Partition(end=total),)
+    done: dict[str, list[tuple[int, int]]] = {worker: [] for worker in workers}
+    reached = [threading.Event() for _ in range(3)]
+
+    def work(worker: str) -> None:
+        call = live_master.client(worker).call
+        fence = call(p.OpenLedger("job", worker, "data", "f", whole, total, shard_size=8, free=True)).fence
+        reply = call(p.TakeLeases("job", worker, "data", fence, 2))
+        while reply.state is not p.LedgerState.FINISHED:
+            if not reply.leases:
+                reply = call(p.AwaitShards("job", worker, "data", fence, timeout_s=5.0))
+            done[worker] += [(lease.lo, lease.hi) for lease in reply.leases]
+            count = sum(hi - lo for some in done.values() for lo, hi in some)
+            for part, event in enumerate(reached):
+                if count > (part + 1) * total // 4:
+                    event.set()
+            acks = tuple(p.Ack(lease.id, lease.hi) for lease in reply.leases)
+            reply = call(p.TakeLeases("job", worker, "data", fence, 2, acks=acks))
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for event in reached:
+        assert event.wait(20)
+        live_master.kill()
+        live_master.restart()
+    for thread in threads:
+        thread.join(20)
+    ranges = sorted(pair for some in done.values() for pair in some)
+    assert ranges == [(lo, lo + 8) for lo in range(0, total, 8)]
+    view = live_master.client("any").call(p.ShowLedger("job", "data"))
+    assert (view.done, view.doing, view.todo, view.leases) == (total, {}, 0, 0)
+
+
+def test_a_dead_holder_without_a_seat_is_noticed(live_master: LiveMaster) -> None:
+    """DL-69: its connection ends, and what it held can be taken by others within a second."""
+    whole = (p.Partition(end=8),)
+    for worker in ("w0", "w1"):
+        live_master.client(worker).call(p.OpenLedger("job", worker, "data", "f", whole, 8, shard_size=8, free=True))
+    live_master.client("w0").call(p.TakeLeases("job", "w0", "data", 1))
+    watch = live_master.client("w0").watch("job", lambda notice: None)
+    live_master.client("w0").call(p.Heartbeat("job", "w0"))
+    watch.close()
+    poll = p.AwaitShards("job", "w1", "data", 1, timeout_s=10.0)
+    assert live_master.client("w1").call(poll).state is p.LedgerState.OPEN
+    with pytest.raises(Stale):
+        live_master.client("w0").call(p.TakeLeases("job", "w0", "data", 1))
 
 
 def test_death_of_a_connection_breaks_the_round(live_master: LiveMaster) -> None:

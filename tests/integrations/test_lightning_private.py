@@ -244,3 +244,29 @@ def test_lightning_finds_torchruns_environment_in_a_launched_worker(tmp_path: Pa
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(out.read_text()) == [[True, False], [0, 1, 0, True]]
+
+
+@pytest.mark.parametrize("per_step", [2, 3])
+def test_count_batches_anew(per_step: int) -> None:
+    """One step of two batches was made; four batches are an epoch. Where a step has three, one is left."""
+    made: list[dict[str, Any]] = []
+
+    class Take(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 1 and not made:
+                made.append(private.dump(trainer))
+
+    trainer(Take(), accumulate_grad_batches=2).fit(Net())
+    found: list[int] = []
+
+    class Anew(Callback):
+        def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+            private.count_batches_anew(trainer, per_step)
+            progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+            found.extend([progress.current.processed, progress.total.processed])
+
+    resume = At("setup", lambda trainer: private.resume_from(trainer, made[0], lambda *_: True))
+    model = Net()
+    trainer(resume, Anew(), accumulate_grad_batches=per_step).fit(model)
+    assert found == [per_step, per_step]
+    assert len(model.seen) == 2 * (4 - per_step)

@@ -14,6 +14,7 @@ from dlrover_hooks.master.core.effects import CommitGeneration, Effect, WriteFin
 from dlrover_hooks.master.core.events import CommitFailed, Committed, Envelope, FinishWritten, Key, Lost, Tick, encode
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.ranges import Ranges
 from tests.e2e.job_script import attach, held, join, shard, stored
 
 NODES = ("a", "b", "c")
@@ -152,7 +153,9 @@ class World(RuleBasedStateMachine):
         for name in names:
             assert self.job is not None
             number = self.job.rounds.round.number if self.job.rounds.round else 0
-            self.send(p.Loaded(job="job", incarnation=name, round=number, ok=ok > 0))
+            low = 4 * sum(name.encode()) % 40
+            cuts = {"data": {"": Ranges.of([(low, low + 3)]).encode()}}
+            self.send(p.Loaded(job="job", incarnation=name, round=number, ok=ok > 0, cuts=cuts))
 
     @precondition(lambda self: bool(self.members()))
     @rule(
@@ -174,6 +177,53 @@ class World(RuleBasedStateMachine):
             self.seq += 1
             reply = self.send(vote, key=Key(incarnation=name, channel="votes", seq=self.seq))
             assert not (back and reply is not None), "a stale attempt counted"
+
+    @rule(data=st.data(), free=st.booleans(), changed=st.booleans())
+    def open_ledger(self, data: st.DataObject, free: bool, changed: bool) -> None:
+        """A member opens the dataset, or somebody without a seat another one; sometimes not as the first did."""
+        name = data.draw(st.sampled_from(["f1", "f2"] if free or not self.members() else self.members()))
+        whole = (p.Partition(end=44 if changed else 40),)
+        length, batch = whole[0].end or 0, data.draw(st.integers(1, 2))
+        ledger = "stream" if free else "data"
+        self.send(p.OpenLedger("job", name, ledger, "f", whole, 0 if free else length, batch, 5, free=free))
+
+    @precondition(lambda self: self.job is not None)
+    @rule(data=st.data(), free=st.booleans(), count=st.integers(0, 3), upto=st.integers(0, 5), how=st.integers(0, 4))
+    def take(self, data: st.DataObject, free: bool, count: int, upto: int, how: int) -> None:
+        """Acknowledge some of what it holds, or of what another holds, and take more."""
+        assert self.job is not None
+        ledger = self.job.ledgers.named.get("stream" if free else "data")
+        if ledger is None or not ledger.holders:
+            return
+        name = data.draw(st.sampled_from(sorted(ledger.holders)))
+        held = sorted(ledger.leases if how == 4 else ledger.holders[name].leases)[:2]
+        acks = tuple(
+            p.Ack(int(number), ledger.leases[number].lo + upto, "bad" if how == 3 else "", back=how == 2)
+            for number in held
+        )
+        self.seq += 1
+        event = p.TakeLeases(
+            "job", name, ledger.name, ledger.fence - (how == 1 and upto == 5), count, acks=acks, rate=0.2
+        )
+        self.send(event, key=Key(incarnation=name, channel="leases", seq=self.seq))
+
+    @precondition(lambda self: self.job is not None and bool(self.job.ledgers.free))
+    @rule(data=st.data(), how=st.sampled_from(["lost", "exited", "stopped", "failed"]))
+    def lose_free(self, data: st.DataObject, how: str) -> None:
+        assert self.job is not None
+        name = data.draw(st.sampled_from(sorted(self.job.ledgers.free)))
+        if how == "lost":
+            self.send(Lost(job="job", incarnation=name))
+        elif how == "exited":
+            self.send(p.Exited(job="job", incarnation="a", worker=name, exit_code=-9))
+        else:
+            self.send(p.Leave(job="job", incarnation=name, reason=p.Departure(how)))
+        assert name not in self.job.ledgers.free
+
+    @rule()
+    def sleep(self) -> None:
+        """So long that leases run out."""
+        self.tick(700.0)
 
     @precondition(lambda self: bool(self.commits))
     @rule(ok=st.booleans())

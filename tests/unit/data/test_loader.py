@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -155,9 +158,8 @@ def test_state_is_refused_while_iterating_and_old_iterators_end() -> None:
     loader = make()
     source = iter(loader)
     next(source)
-    for call in (lambda: loader.load_state_dict(loader.state_dict()), lambda: loader.resize(1, 0)):
-        with pytest.raises(UsageError, match="being iterated"):
-            call()
+    with pytest.raises(UsageError, match="being iterated"):
+        loader.load_state_dict(loader.state_dict())
     loader.close()
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(UsageError, match="ended"):
@@ -276,3 +278,150 @@ def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert connector._requires_distributed_sampler(others)
     for loader in (ours, elastic):
         assert connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING) is loader
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_live_loop_goes_on_in_another_world(workers: int) -> None:
+    """ED-25: resized from the loop's body and from a quiet point; prefetched batches of the old world are dropped."""
+    data = DataLoader(Ids(24), 2, num_workers=workers)
+    loader = elastic_loader(data, global_batch_size=4, optimizer=(step := optimizer()))
+    got: list[list[int]] = []
+    at = {8: (2, 1), 16: (1, 0)}
+    loader.before_batch.append(lambda: loader.resize(*at.pop(8)) if loader.sampler.cursor == 8 and 8 in at else None)
+    for batch in loader:
+        got.append(batch.tolist())
+        if loader.step_ends:
+            step.step()
+            if loader.sampler.progress.marked == 16:
+                loader.resize(*at.pop(16))
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7], [10, 11], [14, 15], *([i, i + 1] for i in range(16, 24, 2))]
+    loader.finish()
+    assert loader.sampler.cursor == 24
+
+
+def test_a_live_loop_is_not_resized_in_mid_step() -> None:
+    loader = elastic_loader(DataLoader(Ids(24), 2), global_batch_size=4)
+    for _ in loader:
+        with pytest.raises(UsageError, match="middle of a step"):
+            loader.resize(2, 0)
+        break
+
+
+def test_a_loop_of_epochs_goes_on_after_a_resize_between() -> None:
+    loader = make(8, 2, global_batch_size=4, optimizer=(step := optimizer()))
+    seen: list[tuple[int, int]] = []
+    for epoch in loader.epochs(2):
+        for batch in loader:
+            seen += [(epoch, i) for i in batch.tolist()]
+            if loader.step_ends:
+                step.step()
+                if len(seen) == 4:
+                    break
+        if len(seen) == 4:
+            loader.resize(1, 0)
+    assert Counter(seen) == Counter((epoch, i) for epoch in range(2) for i in range(8))
+
+
+def test_after_a_crash_the_loader_rolls_back() -> None:
+    loader = elastic_loader(DataLoader(Ids(12), 2), optimizer=(step := optimizer()))
+    for batch in loader:
+        step.step()
+        if batch[0] == 4:
+            break
+    loader.rollback()
+    loader.resize(1, 0)
+    assert torch.cat(list(loader)).tolist() == [*range(4, 12)]
+
+
+def test_carry_is_refused_where_a_length_is_needed() -> None:
+    """Lightning compares counts with `len(loader)`: an adapter asks for a fixed length."""
+    carried = make(10, 4, tail="carry")
+    assert not carried.fixed_length
+    with pytest.raises(UsageError, match="carry") as caught:
+        elastic_loader(carried, fixed_length=True)
+    assert "ghost" in str(caught.value.hint)
+    assert elastic_loader(make(12, 4, tail="carry"), fixed_length=True).fixed_length
+
+
+def test_epochs_of_carried_steps_add_up() -> None:
+    loader = elastic_loader(DataLoader(Ids(10), 4), tail="carry", optimizer=(step := optimizer()))
+    counts: list[tuple[int, int]] = []
+    for epoch in loader.epochs(3):
+        length = len(loader)
+        counts.append((epoch, sum(1 for batch in loader if (step.step(), len(batch) == 4)[1])))
+        assert counts[-1][1] == length
+    assert counts == [(0, 3), (1, 2), (2, 3)]
+    assert loader.sampler.cursor == 32
+
+
+class Table(Dataset[torch.Tensor]):
+    """Takes an array of ids at once, in one of three ways."""
+
+    def __init__(self, n: int) -> None:
+        self.rows = torch.arange(n) * 10
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        assert isinstance(index, np.ndarray)
+        return self.rows[index]
+
+
+class Fetched(Table):
+    def __getitems__(self, ids: Any) -> Any:
+        assert isinstance(ids, np.ndarray)
+        return self.rows[ids]
+
+
+class Listed(Table):
+    def __getitems__(self, ids: Any) -> Any:
+        return [self.rows[i] for i in ids]
+
+
+@pytest.mark.parametrize("kind", [Table, Fetched, Listed])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_fetched_at_once(kind: type[Table], workers: int) -> None:
+    """`yield_batches`: the dataset gets an array of ids; counting, marks and restores are as ever."""
+    data = kind(11)
+    options: dict[str, Any] = {"batch_size": None, "num_workers": workers}
+    sampler = ElasticSampler(data, batch_size=4, yield_batches=True)
+    loader = elastic_loader(DataLoader(data, sampler=sampler, **options), optimizer=(step := optimizer()))
+    whole = elastic_loader(DataLoader(kind(11), 4, shuffle=True)).sampler
+    assert len(loader) == 3
+    got = []
+    for batch in loader:
+        step.step()
+        got.append(batch.tolist())
+    assert [i for part in got for i in part] == [10 * i for i in whole]
+    loader.finish()
+    assert loader.sampler.cursor == 11
+
+
+def test_batches_twice_are_refused() -> None:
+    sampler = ElasticSampler(8, batch_size=2, yield_batches=True)
+    for loader, word in (
+        (DataLoader(Ids(8), 2, sampler=sampler), "once more"),
+        (DataLoader(Ids(8), batch_size=None, sampler=ElasticSampler(8, batch_size=2)), "batch_size=None"),
+    ):
+        with pytest.raises(UsageError, match=word) as caught:
+            elastic_loader(loader)
+        assert caught.value.hint
+
+
+def test_the_plan_is_logged_once_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
+    """DL-89: m_i, efficiency and what would be better, at more than one worker."""
+    caplog.set_level(logging.INFO, logger="dlrover_hooks")
+    given = DataLoader(Ids(70), 2)
+    elastic_loader(elastic_loader(given, global_batch_size=10, num_replicas=4, rank=1))
+    elastic_loader(given, num_replicas=1)
+    told = [record.message for record in caplog.records if "workers share" in record.message]
+    assert len(told) == 1
+    assert "1 x 2, 3 x 1; 62% busy" in told[0]
+    assert "batch_size=1" in told[0]
+
+
+def test_blocks_are_asked_for_by_name() -> None:
+    loader = elastic_loader(DataLoader(Ids(40), 2, shuffle=True), order="blocks", block=4, window=3)
+    assert loader.sampler.order.fingerprint()["order"] == "blocks"
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(40))

@@ -7,6 +7,7 @@ import logging
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -135,9 +136,11 @@ def test_alone_in_a_plain_loader_the_epochs_still_differ(caplog: pytest.LogCaptu
     [
         {"n": 9},
         {"seed": 1},
-        {"shuffle": False},
+        {"order": "sequential"},
+        {"block": 64},
+        {"window": 8},
         {"algo": "feistel6"},
-        {"v": 2},
+        {"v": 1},
         {"cursor": -1},
         {"cursor": "4"},
         {"G": 0},
@@ -146,8 +149,10 @@ def test_alone_in_a_plain_loader_the_epochs_still_differ(caplog: pytest.LogCaptu
 def test_a_state_of_other_data_is_refused(change: dict[str, Any]) -> None:
     sampler = ElasticSampler(8, batch_size=2)
     state = sampler.state_dict() | {"cursor": 4}
-    with pytest.raises(DataMismatch, match=next(iter(change))) as caught:
+    (field, there), here = next(iter(change.items())), state[next(iter(change))]
+    with pytest.raises(DataMismatch, match=f"{field}={there!r}") as caught:
         sampler.load_state_dict(state | change)
+    assert field in ("cursor", "G") or repr(here) in caught.value.message  # both values are named
     assert caught.value.hint
     assert sampler.cursor == 0
     with pytest.raises(DataMismatch):
@@ -209,7 +214,7 @@ def test_weight_and_scale_follow_the_received_batch() -> None:
     assert sampler.progress.finished
 
 
-@pytest.mark.parametrize("bad", [{"seed": -1}, {"batch_size": 0}, {"tail": "carry"}])
+@pytest.mark.parametrize("bad", [{"seed": -1}, {"batch_size": 0}, {"tail": "pad"}, {"order": "odd"}, {"block": 3}])
 def test_bad_arguments(bad: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"batch_size": 2} | bad
     with pytest.raises(UsageError):
@@ -240,3 +245,139 @@ def test_a_larger_batch_may_end_the_epoch_at_once() -> None:
     sampler = ElasticSampler(11, batch_size=4, global_batch_size=4, tail="drop")
     sampler.load_state_dict(sampler.state_dict() | {"cursor": 8, "G": 3})
     assert sampler.begin() == 11
+
+
+def test_every_kind_of_order_keeps_its_place() -> None:
+    """Issue 3 item 1: blocks and sequential continue at a position like the shuffle does, and say what they are."""
+    for options in ({"order": "blocks", "block": 3, "window": 2}, {"order": "sequential"}, {"shuffle": False}):
+        whole = list(ElasticSampler(41, batch_size=2, **options))
+        first = ElasticSampler(41, batch_size=2, **options)
+        seen = take(first, 5)
+        first.mark()
+        first.commit()
+        second = ElasticSampler(41, batch_size=2, **options)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert seen + list(second) == whole
+        assert sorted(whole) == list(range(41))
+    state = ElasticSampler(41, batch_size=2, order="blocks", block=3, window=2).state_dict()
+    assert (state["order"], state["block"], state["window"], state["algo"]) == ("blocks", 3, 2, "blocks12")
+    with pytest.raises(DataMismatch, match="block=3, here it is 4"):
+        ElasticSampler(41, batch_size=2, order="blocks", block=4, window=2).load_state_dict(state)
+
+
+def test_carry_fills_the_last_step_with_the_next_epoch() -> None:
+    """Every step is full and each sample comes once an epoch; the length of an epoch says so (DL-87)."""
+    sampler = ElasticSampler(10, batch_size=4, tail="carry", shuffle=False)
+    assert not sampler.fixed_length
+    seen, lengths = [], []
+    for _ in range(2):
+        lengths.append((len(sampler), sampler.micro_batches()))
+        seen.append(take(sampler, sampler.micro_batches()))
+        sampler.mark()
+    assert lengths == [(12, 3), (8, 2)]
+    assert seen == [[*range(10), 0, 1], [*range(2, 10)]]
+    assert sampler.commit() == 20
+    assert len(sampler) == 12
+
+
+def test_carry_over_a_restore() -> None:
+    first = ElasticSampler(10, batch_size=4, tail="carry", seed=5)
+    seen = take(first, 3)
+    first.mark()
+    first.commit()
+    second = ElasticSampler(10, batch_size=2, global_batch_size=4, tail="carry", seed=5, num_replicas=2, rank=0)
+    second.load_state_dict(first.state_dict())
+    assert (second.epoch, second.micro_batches()) == (1, 2)
+    other = ElasticSampler(10, batch_size=2, global_batch_size=4, tail="carry", seed=5, num_replicas=2, rank=1)
+    other.load_state_dict(first.state_dict())
+    assert sorted(seen[10:] + list(second) + list(other)) == list(range(10))
+
+
+def test_batches_come_as_arrays() -> None:
+    """`yield_batches`: the same ids in the same micro-batches, and a length in micro-batches."""
+    for n, world in ((21, 1), (46, 3)):
+        for rank in range(world):
+            options: dict[str, Any] = {"batch_size": 4, "global_batch_size": 4 * world, "num_replicas": world}
+            plain = ElasticSampler(n, rank=rank, **options)
+            arrays = ElasticSampler(n, rank=rank, yield_batches=True, **options)
+            got = list(arrays)
+            assert all(part.dtype == np.int64 and 1 <= len(part) <= 4 for part in got)
+            assert np.concatenate(got).tolist() == list(plain)
+            assert len(arrays) == len(got) == plain.plan.length()
+
+
+@pytest.mark.parametrize(("n", "b", "N", "world"), [(46, 4, 5, 3), (7, 2, 4, 4), (3, 4, 4, 4), (41, 3, 3, 2)])
+def test_sample_weights_are_the_global_mean(n: int, b: int, N: int, world: int) -> None:
+    """Per step, over all ranks and micro-batches: 1 / samples each, a ghost 0.0 (DL-88)."""
+    samplers = [
+        ElasticSampler(n, batch_size=b, global_batch_size=b * N, num_replicas=world, rank=r) for r in range(world)
+    ]
+    sources = [iter(sampler) for sampler in samplers]
+    for start in range(0, n, b * N):
+        losses = 0.0
+        for sampler, source in zip(samplers, sources, strict=True):
+            sampler.on_batch()
+            while True:
+                weights = sampler.sample_weights()
+                ids = [next(source) for _ in weights]
+                losses += float((weights * np.array(ids)).sum())
+                if sampler.step_ends:
+                    break
+                sampler.on_batch()
+        positions = np.arange(start, min(start + b * N, n))
+        assert losses == pytest.approx(samplers[0].order.indices(0, positions).mean())
+
+
+def test_resize_in_a_live_run_goes_on_behind_what_was_received() -> None:
+    """Design 3: only a restore goes back to the commit. Here nothing was committed, and nothing is repeated."""
+    sampler = ElasticSampler(20, batch_size=2, global_batch_size=4, shuffle=False)
+    sampler.progress.counted = True
+    assert take(sampler, 4) == [*range(8)]
+    sampler.resize(2, 1)
+    assert (sampler.cursor, sampler.plan.micro_batches) == (0, 1)
+    assert take(sampler, 1) == [10, 11]
+    sampler.mark()
+    assert sampler.commit() == 12
+    sampler.rollback()
+    assert take(sampler, 1) == [14, 15]
+
+
+def test_rollback_replays_what_was_not_committed() -> None:
+    sampler = ElasticSampler(20, batch_size=2, shuffle=False)
+    take(sampler, 2)
+    sampler.mark()
+    sampler.commit()
+    sampler.close()
+    take(sampler, 0)
+    sampler.rollback()
+    assert next(iter(sampler)) == 4
+
+
+def test_resize_in_mid_step_is_refused() -> None:
+    sampler = ElasticSampler(20, batch_size=2, global_batch_size=6)
+    take(sampler, 2)
+    with pytest.raises(UsageError, match="2 of its 3 micro-batches") as caught:
+        sampler.resize(3, 0)
+    assert "rollback" in str(caught.value.hint)
+    sampler.rollback()
+    sampler.resize(3, 0)
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    with pytest.raises(UsageError, match="no length"):
+        ElasticSampler(iter([1]), batch_size=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 3, 5])
+def test_fewer_samples_than_workers_or_than_a_batch(world: int) -> None:
+    """Tail "ghost" trains them once: workers without a sample run a ghost of weight 0."""
+    samplers = [ElasticSampler(2, batch_size=4, num_replicas=world, rank=rank) for rank in range(world)]
+    seen = []
+    for sampler in samplers:
+        sampler.begin()
+        ids = list(sampler)
+        sampler.on_batch()
+        assert sampler.step_ends
+        seen += ids if sampler.weight else []
+    assert sorted(seen) == [0, 1]
+    assert sum(sampler.weight for sampler in samplers) == pytest.approx(1)

@@ -1,0 +1,362 @@
+"""Leases on the worker's side: a thread takes them ahead and carries back what is in the model.
+
+The training thread never waits for a round trip while there is a lease left: `take` and `committed` only touch lists.
+Acknowledgements travel with the next request for leases, so a shard costs one trip. Nobody else talks to the master
+about leases: DataLoader workers get numbers of samples, never a lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.errors import HooksError, MasterAway, MasterError, Stale
+from dlrover_hooks.protocol import LedgerState
+
+log = logging.getLogger(__name__)
+
+ACK_S = 5.0
+"""What is committed is told at the latest after so long, however long the lease is."""
+POLL_S = 5.0
+"""The longest time that a thread, asked to end, may still hang in a long-poll."""
+CLOSE_S = 5.0
+SHORTEST_S = 60.0
+PATIENCE = 4.0
+"""When it hears of headway the master lends all that is held anew, for a minute at least and for eight times the work.
+It does not say so; half of the eight is counted on here."""
+MOST_ACKS = 64
+
+
+class Caller(Protocol):
+    """A `MasterClient`, or the core in this process (`Alone`)."""
+
+    def call(self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None) -> Any: ...
+
+
+class Claim(NamedTuple):
+    """Who takes leases of what."""
+
+    job: str
+    incarnation: str
+    name: str
+    fence: int
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"dataset {self.name!r} of job {self.job!r}"
+
+
+class Held:
+    """A lease while it is here: `lo <= acked <= committed <= received <= end <= hi`.
+
+    `end`: where this worker stops, before `hi` after a failure or when the rest is given back. `until`: past this
+    (monotonic seconds) the master may have lent it to somebody else. Changed by the training thread and, `acked` only,
+    by the borrower's, under the borrower's lock.
+    """
+
+    def __init__(self, lease: p.Lease, until: float) -> None:
+        self.id, self.partition, self.lo, self.hi, self.until = lease.id, lease.partition, lease.lo, lease.hi, until
+        self.acked = self.committed = self.received = lease.lo
+        self.end = lease.hi
+        self.failed, self.failed_upto = "", 0
+
+    @property
+    def whole(self) -> bool:
+        """Nothing stopped it so far."""
+        return self.end == self.hi
+
+    @property
+    def complete(self) -> bool:
+        """Everything that this worker will do of it is in the model."""
+        return self.committed >= self.end
+
+    def ack(self) -> p.Ack | None:
+        """What there is to tell; None: nothing new."""
+        if self.complete:
+            back = not self.whole and not self.failed
+            return p.Ack(lease=self.id, upto=self.end, failed=self.failed, failed_upto=self.failed_upto, back=back)
+        return p.Ack(lease=self.id, upto=self.committed) if self.committed > self.acked else None
+
+    def __str__(self) -> str:
+        return f"lease {self.id}, positions [{self.lo}, {self.hi}) of partition {self.partition!r}"
+
+
+class Borrower:
+    """Owns the thread `dlrover-hooks-leases` for one epoch. All methods are the training thread's.
+
+    Args:
+        caller: how to reach the master.
+        claim: who asks, for which epoch.
+        lookahead: leases kept ready behind the one in work.
+        patience_s: without an answer for so long, `error` is set.
+        reopen: tells the master where partitions of a stream end; called in the thread while nothing is held.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        claim: Claim,
+        *,
+        lookahead: int = 1,
+        patience_s: float = 600.0,
+        reopen: Callable[[dict[str, int]], object] = lambda _: None,
+    ) -> None:
+        self.claim, self.patience_s = claim, patience_s
+        self.state: LedgerState | None = None
+        self.quarantined: tuple[p.Quarantined, ...] = ()
+        self.error: HooksError | None = None
+        self.waited_s = 0.0
+        """How long the training thread waited for a lease, all in all."""
+        self._caller, self._lookahead, self._reopen = caller, lookahead, reopen
+        self._ends: dict[str, int] = {}
+        self._changed = threading.Condition(threading.Lock())
+        self._ready: deque[Held] = deque()
+        self._held: dict[int, Held] = {}
+        self._starving, self._closing = True, False
+        self._flush_at: float | None = None
+        self._pace = Pace()
+        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-leases", daemon=True)
+        self._thread.start()
+
+    # ---- the training thread -----------------------------------------------------------------------------------------
+
+    def take(self) -> Held | None:
+        """The next lease, if one is here. Never waits."""
+        with self._changed:
+            held = self._ready.popleft() if self._ready else None
+            self._starving = held is None
+            self._changed.notify_all()
+        return held
+
+    @property
+    def ready(self) -> bool:
+        """Would `take` give one?"""
+        return bool(self._ready)
+
+    @property
+    def dry(self) -> bool:
+        """Nothing can be taken now: others hold the rest, the epoch is finished, or what is held must go back first."""
+        return not self._ready and (bool(self._ends) or self.state in (LedgerState.WAITING, LedgerState.FINISHED))
+
+    def wait(self, seen: LedgerState | None, timeout_s: float) -> None:
+        """Until a lease is ready, `state` is another than `seen`, or `timeout_s` passed. Raises `error`, if any."""
+        began = time.monotonic()
+        with self._changed:
+            self._starving = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self.error or self.state is not seen, timeout_s)
+        self.waited_s += time.monotonic() - began
+        self._pace.waited(time.monotonic() - began)
+        self.surface()
+
+    def surface(self) -> None:
+        """Raise what ended the thread, if something did and there is no lease left."""
+        if self.error is not None and not self._ready:
+            raise self.error
+
+    def committed(self, held: Held, upto: int) -> None:
+        """Positions of `held` before `upto` are in the model."""
+        with self._changed:
+            self._pace.done(upto - held.committed)
+            held.committed = upto
+            first = self._flush_at is None
+            if first:
+                self._flush_at = time.monotonic() + ACK_S
+            if first or held.complete:
+                self._changed.notify_all()
+
+    def stop(self, held: Held, at: int, *, failed: str = "", failed_upto: int = 0) -> None:
+        """Go no further than `at`: the rest of `held` goes back once everything before is committed.
+
+        failed: why positions [at, failed_upto) could not be read.
+        """
+        with self._changed:
+            held.end, held.failed, held.failed_upto = max(at, held.committed), failed, failed_upto
+            self._changed.notify_all()
+
+    def ended(self, partition: str, at: int) -> None:
+        """The stream's partition ends at offset `at`: work off what is begun, tell the master, go on."""
+        with self._changed:
+            self._ends[partition] = at
+            for held in self._ready:
+                held.end = held.lo
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Acknowledge what is committed, give the rest back, end the thread. Idempotent.
+
+        If the master does not answer in time the rest is lent out again when the lease runs out.
+        """
+        with self._changed:
+            self._closing = True
+            self._ready.clear()
+            for held in self._held.values():
+                held.end = min(held.end, held.committed)
+                held.failed = held.failed if held.end == held.received else ""
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    # ---- its own thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (request := self._next()) is not None:
+                if isinstance(request, dict):
+                    self._tell_ends(request)
+                elif isinstance(request, p.AwaitShards):
+                    self._hear(self._caller.call(request, timeout_s=self.patience_s), 0.0)
+                else:
+                    self._exchange(request)
+        except HooksError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(HooksError(f"{self.claim}: {type(error).__name__}: {error}", hint="this is a bug: report it"))
+            raise
+
+    def _next(self) -> p.TakeLeases | p.AwaitShards | dict[str, int] | None:
+        """What to ask now; waits while there is nothing. None: the end."""
+        with self._changed:
+            while True:
+                acks, want = self._acks(), self._want()
+                waiting = self.state is LedgerState.WAITING
+                if self._closing or self.state is LedgerState.FINISHED:
+                    return self._request(0, acks) if acks else None
+                if (want and not waiting) or (acks and (self._is_time() or self._awaited())):
+                    return self._request(want, acks)
+                if self._ends and not self._held:
+                    return dict(self._ends)
+                if want and not self._held:
+                    job, incarnation, name, fence, epoch = self.claim
+                    return p.AwaitShards(job, incarnation, name, fence, epoch, timeout_s=POLL_S)
+                late = None if self._flush_at is None else max(0.0, self._flush_at - time.monotonic())
+                self._changed.wait(late if acks else None)
+
+    def _want(self) -> int:
+        return 0 if self._ends else max(0, self._lookahead + self._starving - len(self._ready))
+
+    def _acks(self) -> list[p.Ack]:
+        return [ack for held in self._held.values() if (ack := held.ack()) is not None][:MOST_ACKS]
+
+    def _awaited(self) -> bool:
+        """Others wait for a lease that is over here."""
+        parting = self._ends or self.state is LedgerState.WAITING
+        return bool(parting) and any(held.complete for held in self._held.values())
+
+    def _is_time(self) -> bool:
+        return self._flush_at is not None and time.monotonic() >= self._flush_at
+
+    def _request(self, count: int, acks: Iterable[p.Ack]) -> p.TakeLeases:
+        self._flush_at = None
+        job, incarnation, name, fence, epoch = self.claim
+        return p.TakeLeases(job, incarnation, name, fence, count, epoch, tuple(acks), self._pace.rate)
+
+    def _tell_ends(self, ends: dict[str, int]) -> None:
+        self._reopen(ends)
+        with self._changed:
+            self._ends = {name: at for name, at in self._ends.items() if name not in ends}
+            self.state = None
+            self._changed.notify_all()
+
+    def _exchange(self, request: p.TakeLeases) -> None:
+        asked_at = time.monotonic()
+        try:
+            reply = self._call(request)
+        except Stale:
+            if not request.acks:
+                raise
+            self._tell_one_by_one(request)
+            return
+        self._told(request.acks, asked_at)
+        self._hear(reply, asked_at)
+
+    def _call(self, request: p.TakeLeases) -> p.Leases:
+        channel = "leases-" + self.claim.name.replace("/", "_")
+        return self._caller.call(request, channel=channel, timeout_s=self.patience_s)
+
+    def _tell_one_by_one(self, request: p.TakeLeases) -> None:
+        """One of the leases ran out: the others must not suffer. If all of us is stale, asking again says so."""
+        for ack in request.acks:
+            asked_at = time.monotonic()
+            try:
+                self._call(self._request(0, [ack]))
+            except Stale as error:
+                self._lose(ack, error)
+            else:
+                self._told((ack,), asked_at)
+
+    def _told(self, acks: tuple[p.Ack, ...], at: float) -> None:
+        with self._changed:
+            if any(ack.upto > self._held[ack.lease].acked for ack in acks):
+                self._renew(at)
+            for ack in acks:
+                held = self._held[ack.lease]
+                held.acked = ack.upto
+                if held.complete and held.ack() == ack:  # it may have been stopped there meanwhile: then there is more
+                    del self._held[ack.lease]
+            self._changed.notify_all()
+
+    def _renew(self, at: float) -> None:
+        backlog = 0
+        for held in self._held.values():
+            backlog += held.hi - held.acked
+            held.until = at + max(SHORTEST_S, PATIENCE * backlog / self._pace.rate if self._pace.rate else 0.0)
+
+    def _lose(self, ack: p.Ack, error: Stale) -> None:
+        with self._changed:
+            held = self._held.pop(ack.lease)
+            held.end = min(held.end, held.received)
+        log.warning(
+            "%s: %s is no longer ours (%s); %d of its samples were trained here and are lent out again",
+            self.claim, held, error.message, ack.upto - held.acked,
+        )  # fmt: skip
+
+    def _hear(self, reply: p.Leases, asked_at: float) -> None:
+        with self._changed:
+            for lease in reply.leases:
+                held = self._held[lease.id] = Held(lease, asked_at + lease.within_s)
+                if self._closing:
+                    held.end = held.lo
+                else:
+                    self._ready.append(held)
+            self.state = reply.state or self.state
+            self.quarantined = reply.quarantined or self.quarantined
+            self._changed.notify_all()
+
+    def _fail(self, error: HooksError) -> None:
+        if isinstance(error, MasterAway):
+            error = MasterAway(
+                f"{self.claim}: no lease to train on, and no answer from the master for {self.patience_s:g} s",
+                hint=f"{error.message} Start it again: what was acknowledged is not lost",
+            )
+        elif isinstance(error, MasterError):
+            error = type(error)(f"{self.claim}: {error.message}", hint=error.hint)
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
+
+
+class Pace:
+    """Positions per second of work, waiting left out: a moving average over about ten seconds."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._since, self._idle_s, self._count = time.monotonic(), 0.0, 0
+
+    def waited(self, seconds: float) -> None:
+        self._idle_s += seconds
+
+    def done(self, count: int) -> None:
+        """`count` more positions are in the model."""
+        self._count += count
+        busy_s = time.monotonic() - self._since - self._idle_s
+        if busy_s < 0.5 and self.rate:
+            return
+        found, share = self._count / max(busy_s, 1e-3), min(1.0, busy_s / 5.0)
+        self.rate = found if not self.rate else self.rate + share * (found - self.rate)
+        self._since, self._idle_s, self._count = time.monotonic(), 0.0, 0

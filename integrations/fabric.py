@@ -1,0 +1,231 @@
+"""Lightning Fabric 2.6: one line makes a `Fabric` elastic.
+
+    fabric = ElasticFabric(Fabric(), save_to="checkpoints")
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loader)
+    for epoch in fabric.epochs(3):
+        for batch in loader: ...
+    fabric.finish()
+
+Fabric's callbacks hear of models and optimizer steps but not of loaders or loops, so this is a wrapper. It puts its own
+loaders in the place of Fabric's, which would shard them again, and lets `step`, `zero_grad` and clipping act only where
+a step ends: the loop stays one without accumulation, whatever the world size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from lightning.fabric.utilities import move_data_to_device
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks.data.loader import ElasticLoader, supports
+from dlrover_hooks.integrations.loop import Loop, Window, is_training, keeps_own_state, shared_config
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class ElasticFabric:
+    """A `Fabric` whose training loop can be broken off anywhere and goes on at any world size.
+
+    Everything that is not named here is the wrapped Fabric's. What is set up is restored in that call; cuts are taken
+    when the training loader is asked for the batch after a step. Do not accumulate by hand and do not divide the loss:
+    `global_batch_size` says how many samples a step has, and `backward` and `optimizer.step()` follow it.
+
+    Args:
+        fabric: a launched Fabric with which nothing was set up.
+        save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
+        shared: the shared keywords, see `dlrover_hooks.config.Config`.
+
+    All methods run on the training thread. Raises UsageError for settings that cannot work.
+    """
+
+    def __init__(self, fabric: Fabric, save_to: str | None = None, **shared: Any) -> None:
+        self.fabric, self.config = fabric, shared_config(save_to, shared)
+        self.loop: Loop | None = None
+        """The seat in the job, from the first `setup` to `finish`; None when standing aside."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["fabric"], name)
+
+    # ---- coming up --------------------------------------------------------------------------------------------------
+
+    def setup(self, module: nn.Module, *optimizers: Any, scheduler: Any = None, **options: Any) -> Any:
+        """As `Fabric.setup`; then all of it is restored."""
+        made = self.fabric.setup(module, *optimizers, scheduler=scheduler, **options)
+        model, *others = made if isinstance(made, tuple) else (made,)
+        if (loop := self._come_up()) is not None:
+            loop.add_model(model.module, model._forward_module)
+            for one in others[: len(optimizers)]:
+                self._keep_optimizer(loop, one)
+            if scheduler is not None:
+                self.include(others[-1])
+        return made
+
+    def setup_module(self, module: nn.Module, **options: Any) -> Any:
+        """As `Fabric.setup_module`; then it is restored."""
+        return self.setup(module, **options)
+
+    def setup_optimizers(self, *optimizers: Any) -> Any:
+        """As `Fabric.setup_optimizers`; then they are restored."""
+        made = self.fabric.setup_optimizers(*optimizers)
+        if (loop := self._come_up()) is not None:
+            for one in made if isinstance(made, tuple) else (made,):
+                self._keep_optimizer(loop, one)
+        return made
+
+    def setup_dataloaders(self, *dataloaders: Any, move_to_device: bool = True, **options: Any) -> Any:
+        """As `Fabric.setup_dataloaders`, except that the shuffled ones, which are for training, are made elastic.
+
+        One that keeps a state of its own is returned untouched and kept in the cut. A training loader that is not
+        shuffled: give `elastic_loader(loader)`.
+        """
+        given = list(dataloaders)
+        made = [self._loader(one, given, move_to_device, options) for one in given]
+        return made[0] if len(made) == 1 else made
+
+    def include(self, *objects: Any) -> None:
+        """Restore anything else that has `state_dict` and `load_state_dict`, and keep it in every cut.
+
+        Always in the same order. A scheduler included here (or given to `setup`) only steps where a step ends.
+        """
+        if (loop := self._come_up()) is None:
+            return
+        for one in objects:
+            if isinstance(one, LRScheduler):
+                loop.add("scheduler", one)
+                _gate(one, loop.window)
+            else:
+                loop.add("object", one)
+
+    def _come_up(self) -> Loop | None:
+        if self.loop is None and (reason := self._stand_aside()) is not None:
+            log.warning("dlrover-hooks stands aside: %s", reason)
+        elif self.loop is None:
+            place = settings.place(rank=self.fabric.global_rank, world_size=self.fabric.world_size)
+            self.loop = Loop(self.config, place)
+        return self.loop
+
+    def _stand_aside(self) -> str | None:
+        if self.config.disable:
+            return "DLROVER_HOOKS_DISABLE is set"
+        if not isinstance(self.fabric.strategy, DDPStrategy | SingleDeviceStrategy):
+            return f"{type(self.fabric.strategy).__name__} is not supported yet (DDP and a single device are)"
+        return None
+
+    def _keep_optimizer(self, loop: Loop, optimizer: Any) -> None:
+        loop.add_optimizer(optimizer.optimizer)
+        inner = optimizer.optimizer
+        optimizer.step = _at_step_end(loop.window, optimizer.step)
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if loop.window.may_zero():
+                inner.zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = zero_grad
+
+    def _loader(self, loader: Any, beside: list[Any], move: bool, options: dict[str, Any]) -> Any:
+        if (loop := self._come_up()) is None:
+            return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
+        if keeps_own_state(loader):
+            log.warning("%s keeps its own state: exactly-once data is its promise, it is not wrapped", type(loader))
+            loop.add_own_loader(loader)
+            return loader
+        if not is_training(loader, beside):
+            return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
+        if (reason := supports(loader)) is not None:
+            log.warning("a training loader goes to Fabric as it is (%s)", reason)
+            return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
+        elastic = loop.elastic(loader, accumulate=1, seed=settings.global_seed())
+        return SetUpLoader(elastic, loop.window, self.fabric.device if move else None)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs left of n, an interrupted one included: over restarts exactly n (`range(n)` would repeat)."""
+        return self.loop.epochs(n) if self.loop is not None else iter(range(n))
+
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """As `Fabric.backward` of a mean loss, divided and weighted so that a step has the mean over its samples."""
+        if self.loop is None:
+            self.fabric.backward(tensor, *args, **kwargs)
+            return
+        window = self.loop.window
+        scale = window.scale() / window.micro_batches
+        self.fabric.backward(tensor if scale == 1.0 else tensor * scale, *args, **kwargs)
+        window.pending = not window.ends
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As Fabric's; inside a window, where gradients are not whole, it does nothing."""
+        if self.loop is None or self.loop.window.ends:
+            return self.fabric.clip_gradients(*args, **kwargs)
+        return None
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Training is over: make the last step durable and give up the seat. Safe to call twice."""
+        if self.loop is not None:
+            self.loop.finish()
+
+    def close(self, reason: p.Departure = p.Departure.STOPPED) -> None:
+        """Give up the seat without an end: the job is to be resumed. Happens by itself when the process ends."""
+        if self.loop is not None:
+            self.loop.close(reason)
+
+
+class SetUpLoader:
+    """A training loader as Fabric's loop gets it: elastic, batches on the device. What it lacks, `elastic` has."""
+
+    def __init__(self, elastic: ElasticLoader, window: Window, device: torch.device | None) -> None:
+        self.elastic, self.device, self._window = elastic, device, window
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "elastic" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.elastic, name)
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in a whole epoch, after a resume too."""
+        return len(self.elastic)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch after a restore, else an epoch; `break` ends it, the next one begins the next epoch."""
+        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            for batch in batches:
+                self._window.received()
+                yield batch if self.device is None else move_data_to_device(batch, self.device)
+        finally:
+            self._window.over()
+
+
+def _gate(scheduler: LRScheduler, window: Window) -> None:
+    """A scheduler's `state_dict` is all its attributes, so it gets the gate by its class, not by an attribute."""
+    kind = type(scheduler)
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        if window.ends:
+            kind.step(self, *args, **kwargs)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+
+
+def _at_step_end(window: Window, act: Callable[..., Any]) -> Callable[..., Any]:
+    """`act`, which does nothing inside a window."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return act(*args, **kwargs) if window.ends else None
+
+    return step

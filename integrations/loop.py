@@ -1,0 +1,330 @@
+"""A hand-written loop's seat in a job, for frameworks that hand their objects over one by one (Accelerate, Fabric).
+
+`Loop` keeps the parts of one consistent cut, restores each as it is handed over, and cuts at quiet points. `Window`
+says, for each micro-batch, whether its step ends with it and what its loss is to be multiplied by.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint import tree
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
+from dlrover_hooks.data.sampler import ElasticSampler
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.torch import Stateful, exact_optimizer_states, keep_buckets
+from dlrover_hooks.session import Restored, Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class StatefulLoader(Stateful, Protocol):
+    """A training loader with a place of its own (torchdata, litdata, streaming): kept in the cut, never wrapped."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def shared_config(save_to: str | None, shared: dict[str, Any]) -> Config:
+    """The shared keywords of an adapter, checked. UsageError for a name that is none of them."""
+    known = {field.name for field in msgspec.structs.fields(Config)} - {"named"}
+    if unknown := sorted(set(shared) - known):
+        raise UsageError(f"unknown keyword {', '.join(unknown)}", hint=f"known are {', '.join(sorted(known))}")
+    return settings.load(save_to=save_to, **shared)
+
+
+class Window:
+    """The accumulation window of the loop, led by its first elastic loader: as long as this rank's share of the step.
+
+    Without an elastic loader every micro-batch is a step. Training thread only.
+    """
+
+    def __init__(self) -> None:
+        self.loader: ElasticLoader | None = None
+        self.pending = False
+        """True from a micro-batch's backward to the end of its step: gradients that must not be zeroed."""
+        self.hooked = False
+        """True when a communication hook weighs the gradients (DL-88)."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._inside = False
+        self._models: list[DistributedDataParallel] = []
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Weigh the model's gradients, and reduce them once in a window."""
+        weighed = weigh_gradients(model, self._weight)
+        self.hooked = bool(weighed) and (self.hooked or not self._models)
+        if not weighed:
+            log.info("losses are weighted instead of gradients: %s", weighed.reason)
+        self._models.append(model)
+
+    @property
+    def micro_batches(self) -> int:
+        """This rank's micro-batches in a full step."""
+        return self.loader.sampler.plan.micro_batches if self.loader is not None else 1
+
+    @property
+    def ends(self) -> bool:
+        """The micro-batch last received is this rank's last in its step; true outside the loop, too."""
+        return self.loader is None or not self._inside or self.loader.step_ends
+
+    def scale(self) -> float:
+        """Factor for the loss of the micro-batch last received, besides the division by `micro_batches`."""
+        if self.loader is None:
+            return 1.0
+        sampler = self.loader.sampler
+        return sampler.loss_scale * (1.0 if self.hooked else sampler.weight * sampler.plan.world_size)
+
+    def received(self) -> None:
+        """A micro-batch is about to be given to the loop: from here on DDP reduces gradients or does not."""
+        self._inside = True
+        for model in self._models:
+            model.require_backward_grad_sync = self.ends
+
+    def over(self) -> None:
+        """The loop over the loader ended. Gradients of a window that was broken off belong to no step."""
+        for optimizer in self.optimizers if self.pending else ():
+            optimizer.zero_grad()
+        self._inside = self.pending = False
+        for model in self._models:
+            model.require_backward_grad_sync = True
+
+    def may_zero(self) -> bool:
+        """May gradients be zeroed? Not inside a window, be `zero_grad` called before the backward or after the step."""
+        return self.micro_batches == 1 or not self.pending
+
+    def _weight(self) -> float:
+        if self.loader is not None:
+            return self.loader.weight
+        return 1.0 / torch.distributed.get_world_size()
+
+
+class Loop:
+    """One life of one worker whose loop is the user's own.
+
+    Joins and learns what is restored at once; each part handed over later gets its restored state in that call, by the
+    order within its kind. The first optimizer's steps count. All methods run on the training thread.
+
+    Raises:
+        UsageError: parts of the restored checkpoint were not handed over (at the first quiet point).
+    """
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.config, self.place, self.window = config, place, Window()
+        self.session = Session(config, place)
+        self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
+        try:
+            self.session.join()
+            self.restored: Restored | None = self.session.restore_plan()
+        except BaseException:
+            self.close(p.Departure.FAILED)
+            raise
+        self._saved: dict[str, Any] = self.restored.state if self.restored is not None else {}
+        self.step: int = self._saved.get("step", 0)
+        self.first_world: int = self._saved.get("first_world", place.world_size)
+        """The world size of the job's first start: what schedules were made for."""
+        self._epoch: int = self._saved.get("epoch", 0)
+        self._parts: dict[str, list[Stateful]] = {}
+        self._buckets: list[BucketOrder] = []
+        self._own: list[dict[str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._loaders: list[ElasticLoader] = []
+        self._checked, self._asked = False, True
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def add(self, kind: str, part: Stateful) -> None:
+        """Make `part` the next of its kind in every cut, and put its restored state into it."""
+        parts = self._parts.setdefault(kind, [])
+        saved = self._saved.get("parts", {}).get(kind, [])
+        if len(parts) < len(saved):
+            part.load_state_dict(saved[len(parts)])
+        parts.append(part)
+
+    def has(self, kind: str) -> bool:
+        """Was a part of this kind handed over?"""
+        return kind in self._parts
+
+    def add_model(self, module: nn.Module, wrapped: nn.Module) -> None:
+        """`module` with its own parameter names, and what the framework made of it."""
+        self.add("model", module)
+        handle = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(wrapped))
+        self._undo.append(handle.remove)
+        if isinstance(wrapped, DistributedDataParallel):
+            self.window.follow(wrapped)
+            orders = self._saved.get("bucket_orders", [])
+            saved = orders[len(self._buckets)] if len(self._buckets) < len(orders) else ()
+            self._buckets.append(keep_buckets(wrapped, saved))
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The bare optimizer; the first one's steps are the steps of the run."""
+        self.add("optimizer", optimizer)
+        self.window.optimizers.append(optimizer)
+        index = len(self._parts["optimizer"]) - 1
+        saved = self._saved.get("parts", {}).get("optimizer", [])[index : index + 1]
+        exact_optimizer_states([optimizer] if saved else [], saved)
+        if index == 0:
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
+
+    def add_own_loader(self, loader: StatefulLoader) -> None:
+        """A training loader with a state of its own. Its state is taken when the optimizer steps."""
+        self.add("loader", loader)
+        self._own.append(loader.state_dict())
+
+    def elastic(self, loader: Any, *, accumulate: int, seed: int) -> ElasticLoader:
+        """`loader` made elastic, watched, and put where the restored cut stood.
+
+        `accumulate`: what the user asked for, as long as nobody says otherwise. The first loader decides how many
+        micro-batches a step has; all others follow.
+        """
+        name = f"train.{len(self._loaders)}" if self._loaders else "train"
+        made = elastic_loader(
+            loader,
+            global_batch_size=self._batch_of(loader, name, accumulate),
+            seed=seed,
+            name=name,
+            num_replicas=self.place.world_size,
+            rank=self.place.rank,
+        )
+        self.session.watch(name, made.sampler)
+        made.before_batch.append(self.quiet)
+        self._undo.append(lambda: made.before_batch.remove(self.quiet))
+        self._loaders.append(made)
+        self.window.loader = self.window.loader or made
+        if made.sampler.plan.total != self.window.loader.sampler.plan.total:
+            raise UsageError(
+                f"loader {name!r} has {made.sampler.plan.total} micro-batches in a step, 'train' has "
+                f"{self.window.loader.sampler.plan.total}",
+                hint="loaders of one loop step together: give all of them the same number",
+            )
+        return made
+
+    def _batch_of(self, loader: Any, name: str, accumulate: int) -> int:
+        if self.window.loader is not None:
+            return self.window.loader.sampler.plan.total * (loader.batch_size or 1)
+        state = self.session.restored_data(name)
+        fresh = (loader.batch_size or 1) * self.place.world_size * accumulate
+        return self.config.global_batch_size or (state["G"] if state is not None else fresh)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs left of n, over all restarts: see `ElasticLoader.epochs`."""
+        if self.window.loader is not None:
+            yield from self.window.loader.epochs(n)
+            return
+        for epoch in range(self._epoch, n):
+            self._epoch = epoch
+            yield epoch
+        self._epoch = n
+
+    def quiet(self) -> None:
+        """A quiet point: everything of the last step is over, the next batch was not fetched yet."""
+        if not self._end.alive:
+            return
+        if not self._checked:
+            self._check()
+        self.session.before_fetch(self.step)
+        if self.session.batch_requested(self.step):
+            self.session.cut(self.step, self.state())
+
+    def _check(self) -> None:
+        self._checked = True
+        for kind, saved in self._saved.get("parts", {}).items():
+            if len(saved) != len(self._parts.get(kind, [])):
+                raise UsageError(
+                    f"the checkpoint has {len(saved)} of kind {kind!r}, here are {len(self._parts.get(kind, []))}",
+                    hint="prepare everything before the loop, always in the same order, or start anew (resume='never')",
+                )
+        tree.flatten(self.state())  # what cannot be saved is named before anything is trained
+
+    def _before_forward(self, model: nn.Module) -> None:
+        """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""
+        if self._asked and not self._loaders and model.training and torch.is_grad_enabled():
+            self._asked = False
+            self.quiet()
+
+    def _stepped(self) -> None:
+        self.step += 1
+        self._asked = True
+        self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
+        self.session.stepped()
+
+    def state(self) -> dict[str, Any]:
+        """The `state` part of a cut."""
+        parts = {kind: [part.state_dict() for part in parts] for kind, parts in self._parts.items() if kind != "loader"}
+        return {
+            "step": self.step,
+            "epoch": self._epoch,
+            "first_world": self.first_world,
+            "parts": parts | ({"loader": self._own} if self._own else {}),
+            "bucket_orders": [order.names for order in self._buckets],
+        }
+
+    def marked(self) -> dict[str, dict[str, Any]]:
+        """The data state that includes the step just taken, for a checkpoint of the user's own."""
+        return {one.name: one.state_dict() | {"cursor": one.sampler.progress.marked} for one in self._loaders}
+
+    def place_at(self, states: dict[str, dict[str, Any]]) -> None:
+        """Put the elastic loaders where a checkpoint of the user's own stood."""
+        for loader in self._loaders:
+            loader.load_state_dict(states[loader.name])
+        self.session.forget_restored()
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Training ended: make the last step durable, then leave as DONE."""
+        if not self._end.alive:
+            return
+        try:
+            if self.window.loader is not None:
+                self.window.loader.finish()
+            self.session.finish(self.step, self.state())
+        finally:
+            self.close(p.Departure.DONE)
+
+    def close(self, reason: p.Departure) -> None:
+        """Give up the seat as it is. Safe to call twice."""
+        if self._end.detach() is None:
+            return
+        while getattr(self, "_undo", None):
+            self._undo.pop()()
+        self.session.leave(reason, getattr(self, "step", 0))
+
+
+def is_training(loader: Any, beside: list[Any]) -> bool:
+    """Is `loader` for training, among the loaders handed over in the same call?
+
+    The shuffled ones are, and those that are elastic or have an ElasticSampler already; if there is none, the first one,
+    provided that an optimizer comes along.
+    """
+    loaders = [one for one in beside if isinstance(one, torch.utils.data.DataLoader | ElasticLoader)]
+    shuffled = [one for one in loaders if _shuffles(one)]
+    if shuffled or not any(isinstance(one, torch.optim.Optimizer) for one in beside):
+        return loader in shuffled
+    return loader is loaders[0]
+
+
+def _shuffles(loader: Any) -> bool:
+    if isinstance(loader, ElasticLoader):
+        return True
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, ElasticSampler):
+        return True
+    return not isinstance(sampler, torch.utils.data.SequentialSampler) and getattr(sampler, "shuffle", True)
+
+
+def keeps_own_state(loader: Any) -> bool:
+    """A loader with a place of its own, which `elastic_loader` leaves alone."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and supports(loader) is not None

@@ -1,0 +1,92 @@
+"""The ledger under the load of 10 000 workers: 1e9 samples, shards of 8192, two leases each, random order.
+
+Core only: `jobs.apply` with idempotency keys, no journal, no HTTP. Workers acknowledge whole leases.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core.events import Key
+
+SAMPLES = 10**9
+SHARD = 8192
+WORKERS = 10_000
+HELD = 2
+
+
+class Load:
+    """A job of free holders on one dataset. `turn` is one request: acknowledge the oldest lease, take another."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.state, self.now, self.requests = jobs.Master(), 1000.0, 0
+        self.names = [f"worker-{index}" for index in range(WORKERS)]
+        self.held: dict[str, list[p.Lease]] = {}
+        self._random = random.Random(seed)
+        whole = (p.Partition(end=SAMPLES),)
+        for name in self.names:
+            self._send(
+                p.OpenLedger("job", name, "data", "f", whole, SAMPLES, batch_size=32, shard_size=SHARD, free=True)
+            )
+            self.held[name] = list(self._send(p.TakeLeases("job", name, "data", 1, HELD)).leases)
+
+    def _send(self, event: p.OpenLedger | p.TakeLeases) -> p.Leases:
+        self.requests += 1
+        self.now += 0.0005
+        key = Key(event.incarnation, "main", self.requests)
+        return jobs.apply(self.state, event, self.now, key).reply  # pyright: ignore[reportReturnType]
+
+    def turn(self) -> int:
+        """Some worker's request. Returns the first position that it got."""
+        name = self._random.choice(self.names)
+        lease = self.held[name].pop(0)
+        event = p.TakeLeases("job", name, "data", 1, 1, acks=(p.Ack(lease.id, lease.hi),), rate=2000.0)
+        got = self._send(event).leases
+        self.held[name] += got
+        return got[0].lo
+
+    def half_way(self) -> None:
+        """Go on until half of the samples were handed out."""
+        while self.turn() < SAMPLES // 2:
+            pass
+
+
+_LOADS: list[Load] = []
+
+
+def half_way() -> Load:
+    """The state half way, made once in a process (some seconds)."""
+    if not _LOADS:
+        load = Load()
+        load.half_way()
+        _LOADS.append(load)
+    return _LOADS[0]
+
+
+def ack_us_10k_workers(requests: int = 10_000) -> float:
+    """Microseconds of CPU for one acknowledgement and one new lease, in one request: the median of batches of 500."""
+    load = half_way()
+    batches = []
+    for _ in range(max(1, requests // 500)):
+        began = time.process_time()
+        for _ in range(500):
+            load.turn()
+        batches.append((time.process_time() - began) / 500)
+    return 1e6 * sorted(batches)[len(batches) // 2]
+
+
+def cut_bytes_1e9_10k_workers() -> int:
+    """Bytes of what is done half way, as it lies in a checkpoint."""
+    (books,) = half_way().state.jobs["job"].ledgers.named["data"].books.values()
+    return len(books.done.encode())
+
+
+if __name__ == "__main__":
+    print(f"ack_us_10k_workers {ack_us_10k_workers():.1f}")
+    print(f"cut_bytes_1e9_10k_workers {cut_bytes_1e9_10k_workers()}")
+    state = half_way().state
+    began = time.perf_counter()
+    print(f"snapshot {len(jobs.encode(state)) / 2**20:.1f} MiB in {1000 * (time.perf_counter() - began):.0f} ms")

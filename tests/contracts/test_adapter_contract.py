@@ -1,0 +1,163 @@
+"""The promises of data and checkpoint, the same for every adapter (DL-57, DL-81, DL-87, DL-88, DL-90, ED-25, ED-35).
+
+The trials run in as few processes as can be: one alone, then two, three and one again for the job that is resized.
+What they did is judged here. A new framework: its `<framework>_trial.py`, and its name in `FRAMEWORKS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.contracts.run_trials import FRAMEWORKS
+from tests.contracts.spawn import by_step, plan, spawn, survived
+from tests.contracts.trial import EVALUATED
+from tests.e2e.master_process import LiveMaster
+
+HERE = [name for name in FRAMEWORKS if importlib.util.find_spec(name if name != "fabric" else "lightning")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+Lives = Callable[[str, str], list[dict[str, Any]]]
+
+ALONE: dict[str, dict[str, Any]] = {
+    "accumulate": {"accumulate": 2},
+    "short window": {"accumulate": 3, "samples": 21},
+    "leave": {"leave": 7},
+    "loaders": {"second": 31, "own": True, "accumulate": 2},
+}
+RESIZED: dict[str, Any] = {"noise": False, "epochs": 3, "samples": 23}
+G = 8  # N = 4 micro-batches: two each for two ranks; two, one and one for three
+STEPS = 9
+RESIZES = ((2, 2, 2), (3, 1, 5), (1, 4, None))
+"""(world size, what accumulate_grad_batches the user would write there, crash)."""
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[str]:
+    """A name for all jobs; whatever keeper they left behind is ended."""
+    name = f"contract-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(job: str) -> Lives:
+    """Reports of a framework's lives in one process, by plan."""
+    plans = [plan(f"{name} calm", job, given, [None]) for name, given in ALONE.items()]
+    plans += [plan(name, job, given, "every") for name, given in ALONE.items()]
+    plans += [plan("single", job, RESIZED | {"accumulate": 4}, [None])]
+    plans += [plan("disabled", job, {"accumulate": 1}, [None], environ={"DLROVER_HOOKS_DISABLE": "1"})]
+    found = spawn(1, plans, frameworks=HERE)
+    return lambda framework, name: [one for one in found if (one["framework"], one["plan"]) == (framework, name)]
+
+
+@pytest.fixture(scope="module")
+def resized(job: str, tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    """Reports of every rank of a job that ran with two, then three workers, then one."""
+    master = LiveMaster(tmp_path_factory.mktemp("master"))
+    found: list[dict[str, Any]] = []
+    try:
+        for world, accumulate, crash in RESIZES:
+            given = RESIZED | {"accumulate": accumulate, "shared": {"global_batch_size": G}}
+            rows = spawn(world, [plan("resized", job, given, [crash])], master, HERE)
+            found += [row | {"world": world} for row in rows]
+    finally:
+        master.close()
+    return lambda framework, _: [one for one in found if one["framework"] == framework]
+
+
+@pytest.mark.parametrize("framework", HERE)
+@pytest.mark.parametrize("name", ALONE)
+def test_broken_off_in_every_step_it_is_the_undisturbed_run(framework: str, name: str, alone: Lives) -> None:
+    """Bit for bit: weights, moments, learning rate, and every sample in its step; mid-epoch and at epoch ends."""
+    (calm,), lives = alone(framework, f"{name} calm"), alone(framework, name)
+    assert [life["restored"] for life in lives] == [None, *range(1, calm["step"])]
+    assert survived(lives) == [tuple(one) for one in calm["seen"]]
+    last = lives[-1]
+    assert [key for key in ("step", "weights", "moments", "lr") if last[key] != calm[key]] == []
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_no_sample_is_lost_or_trained_twice(framework: str, alone: Lives) -> None:
+    """Over all lives, each id once in an epoch, the short last window included."""
+    for name in ("accumulate", "short window"):
+        samples = ALONE[name].get("samples", 23)
+        visits = Counter((epoch, one) for epoch, _, _, one in survived(alone(framework, name)))
+        assert visits == Counter((epoch, one) for epoch in range(2) for one in range(samples))
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_an_epoch_that_was_left_is_over(framework: str, alone: Lives) -> None:
+    """`break` and `limit_train_batches`: the next epoch begins in its own order, after a restart too."""
+    seen = survived(alone(framework, "leave"))
+    visits = Counter((epoch, one) for epoch, _, _, one in seen)
+    assert set(visits.values()) == {1}
+    assert Counter(epoch for epoch, _ in visits) == {0: 14, 1: 14}
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_several_loaders_have_one_cursor_each_in_one_cut(framework: str, alone: Lives) -> None:
+    """The longer one is left in mid-epoch with the shorter; neither loses its place over a restart."""
+    seen = survived(alone(framework, "loaders"))
+    visits = Counter((epoch, loader, one) for epoch, _, loader, one in seen)
+    assert set(visits.values()) == {1}
+    assert Counter(loader for _, loader, _ in visits) == {"train": 46, "second": 48}
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_a_loader_that_keeps_its_own_state_is_not_wrapped(framework: str, alone: Lives) -> None:
+    """And its state belongs to the step, not to the batch that was fetched meanwhile: no number twice, none missing."""
+    lives = alone(framework, "loaders")
+    assert all(life["untouched"] for life in lives)
+    own: list[int] = []
+    for life in lives:
+        own = own[: 2 * (life["restored"] or 0)] + life["own"]
+    assert own == list(range(len(own)))
+    assert len(own) == 24
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_evaluation_loaders_are_left_alone(framework: str, alone: Lives) -> None:
+    for name in ("accumulate calm", "leave calm", "loaders calm"):
+        (calm,) = alone(framework, name)
+        assert calm["untouched"]
+        assert calm["evaluated"] == [list(range(EVALUATED))] * 2
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_disabled_it_does_nothing(framework: str, alone: Lives) -> None:
+    """DLROVER_HOOKS_DISABLE=1: no seat, no cut, the framework's own loop."""
+    (life,) = alone(framework, "disabled")
+    assert not life["active"]
+    visits = Counter((epoch, one) for epoch, _, _, one in life["seen"])
+    assert visits == Counter((epoch, one) for epoch in range(2) for one in range(23))
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_resized_from_two_to_three_to_one_it_is_the_single_run(framework: str, alone: Lives, resized: Lives) -> None:
+    """N = 4 micro-batches on 2, 3 and 1 ranks: the same samples in each step, each id once in an epoch, and weights
+    within 1e-12 of one process (float64), short windows included.
+    """
+    (single,), lives = alone(framework, "single"), resized(framework, "")
+    assert {(life["world"], life["restored"]) for life in lives} == {(2, None), (3, 2), (1, 5)}
+    seen = survived(lives)
+    assert by_step(seen) == by_step([tuple(one) for one in single["seen"]])
+    assert set(Counter((epoch, one) for epoch, _, _, one in seen).values()) == {1}
+    last = lives[-1]
+    assert last["step"] == single["step"] == STEPS
+    assert last["lr"] == single["lr"]
+    assert max(abs(a - b) for a, b in zip(last["weights"], single["weights"], strict=True)) < 1e-12
+
+
+def test_gathered_metrics_have_no_padded_duplicates(resized: Lives) -> None:
+    """Accelerate gathers 9 samples from two and from three processes as 9."""
+    found = [ids for life in resized("accelerate", "") for ids in life["evaluated"]]
+    assert found
+    assert all(sorted(ids) == list(range(EVALUATED)) for ids in found)

@@ -1,0 +1,60 @@
+"""The contract's trial in a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
+
+
+def train(given: Given, crash: int | None) -> Report:
+    """See `Trial`."""
+    made, report = Setup(given), Report()
+    ddp = DistributedDataParallel(made.net) if dist.is_initialized() else None
+    model = ddp or made.net
+    size = given.shared.get("global_batch_size") or given.batch * given.accumulate * given.world
+    loader = elastic_loader(made.train, optimizer=made.optimizer, global_batch_size=size)
+    loaders = [loader]
+    if made.second is not None:
+        loaders.append(elastic_loader(made.second, optimizer=made.optimizer, global_batch_size=size, name="second"))
+    feeds = [*loaders, *([made.own] if made.own is not None else [])]
+    checkpoints = AsyncCheckpointer(
+        model=model, optimizer=made.optimizer, loader=loaders, extra=[made.schedule, *feeds[len(loaders) :]],
+        **keywords(given),
+    )  # fmt: skip
+    report.restored = checkpoints.restored.generation.step if checkpoints.restored else None
+    report.active = checkpoints.session is not None
+    with contextlib.suppress(Crash), checkpoints:
+        report.crashed = True
+        for epoch in loader.epochs(given.epochs):
+            for batches in zip(*feeds, strict=False):
+                if checkpoints.step == crash:
+                    raise Crash
+                (x, ids), *others = batches
+                if loader.weight:
+                    report.note(epoch, checkpoints.step, "train", ids)
+                if made.own is not None:
+                    report.own += others.pop().tolist()
+                if others:
+                    report.note(epoch, checkpoints.step, "second", others[0][1])
+                weight = 1.0 if ddp is not None else loader.weight  # DDP's hook has it
+                scale = weight * loader.loss_scale / loader.sampler.plan.micro_batches
+                with contextlib.nullcontext() if loader.step_ends or ddp is None else ddp.no_sync():
+                    loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)
+                    (loss * scale).backward()
+                if loader.step_ends:
+                    made.optimizer.step()
+                    made.schedule.step()
+                    made.optimizer.zero_grad()
+                if given.leave and checkpoints.step == (epoch + 1) * given.leave:
+                    break
+            report.evaluated.append([one for _, ids in made.evaluation for one in ids.tolist()])
+        report.crashed = False
+    report.step = checkpoints.step
+    report.end(made.net, made.optimizer, made.schedule)
+    return report

@@ -1,0 +1,147 @@
+"""Leased shards with real processes: workers and the master are killed, and every sample is acknowledged once."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_hooks.protocol import LedgerView, ShowLedger
+from tests.e2e.master_process import LiveMaster
+from tests.e2e.session_life import pause, until
+
+ROOT = Path(__file__).parents[2]
+JOB = "shards"
+
+
+class Crew:
+    """Workers of one job; all end with the test."""
+
+    def __init__(self, folder: Path, master: LiveMaster) -> None:
+        self.folder, self.master = folder, master
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, **options: Any) -> subprocess.Popen[bytes]:
+        number = len(self.processes)
+        command = [sys.executable, "-m", "tests.e2e.shards_worker", str(self.folder / f"log{number}")]
+        command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        env |= {"DLROVER_HOOKS_MASTER": self.master.url, "DLROVER_HOOKS_TOKEN": self.master.token or ""}
+        env |= {"DLROVER_HOOKS_JOB": JOB, "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"err{number}").open("wb") as errors:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=errors, start_new_session=True)
+        self.processes.append(process)
+        return process
+
+    def log(self, number: int) -> list[Any]:
+        path = self.folder / f"log{number}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def seen(self) -> list[tuple[int, int]]:
+        logs = [self.log(number) for number in range(len(self.processes))]
+        return [(epoch, sample) for log in logs for epoch, batch, _ in log for sample in batch]
+
+    def trained(self, number: int, batches: int) -> None:
+        until(lambda: len(self.log(number)) >= batches or self.processes[number].poll() is not None, f"{batches} steps")
+
+    def ended(self, process: subprocess.Popen[bytes], within_s: float = 40.0) -> None:
+        number = self.processes.index(process)
+        assert process.wait(within_s) == 0, (self.folder / f"err{number}").read_text()[-3000:]
+
+    def ledger(self) -> LedgerView:
+        return self.master.client("onlooker").call(ShowLedger(JOB, "train"))
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+
+
+@pytest.fixture
+def crew(tmp_path: Path, live_master: LiveMaster) -> Iterator[Crew]:
+    made = Crew(tmp_path, live_master)
+    yield made
+    made.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_every_sample_is_acknowledged_once(crew: Crew, pytestconfig: pytest.Config) -> None:
+    """DL-63, DL-65..69, DL-71..73, EZ-11..15: three workers of different speed, killed and replaced at random times,
+    and the master too; every sample of both epochs is in the books once, and was trained on at least once.
+    """
+    n, epochs = 1500, 2
+    rng = random.Random(seed := time.time_ns() % 10_000)
+    print(f"seed {seed}")
+    speeds = [0.001, 0.004, 0.012]
+    live = [crew.start(n=n, epochs=epochs, step_s=s, workers=k) for s, k in zip(speeds, (0, 2, 0), strict=True)]
+    crew.trained(0, 3)
+    for kill in range(6):
+        crew.trained(rng.randrange(3), 5)
+        deadline = time.monotonic() + rng.uniform(0.1, 0.5)
+        while time.monotonic() < deadline:
+            pause()
+        if kill % 3 == 2:
+            crew.master.kill()
+            crew.master.restart()
+            continue
+        which = rng.randrange(3)
+        if live[which].poll() is None:
+            os.killpg(live[which].pid, signal.SIGKILL)
+            live[which].wait(10)
+            live[which] = crew.start(n=n, epochs=epochs, step_s=speeds[which])
+    for process in live:
+        crew.ended(process)
+    view = crew.ledger()
+    assert (view.done, view.todo, view.leases, view.quarantined) == (n * epochs, 0, 0, ())
+    assert set(crew.seen()) == {(epoch, sample) for epoch in range(epochs) for sample in range(n)}
+
+
+def test_a_worker_that_is_alone_in_killing_itself_loses_nothing(crew: Crew) -> None:
+    """DL-69, DL-73: what was acknowledged is not handed out again, what was not is."""
+    first = crew.start(n=400, step_s=0.005)
+    crew.trained(0, 20)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait(10)
+    crew.ended(crew.start(n=400))
+    counts = collections.Counter(sample for _, sample in crew.seen())
+    assert sorted(counts) == list(range(400))
+    twice = sum(counts.values()) - 400
+    assert twice <= 32 + 4, "at most one shard and the batch in work is trained again"
+    assert crew.ledger().done == 400
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_of_different_speed_train_in_step(crew: Crew, tmp_path: Path, workers: int) -> None:
+    """DL-87, DL-88 over leases: as many steps on each rank, each sample once, weights that add up to one exactly."""
+    ranks = [
+        crew.start(n=501, rank=rank, store=tmp_path / "store", step_s=step_s, workers=workers, epochs=2, shard=24)
+        for rank, step_s in enumerate((0.0, 0.004))
+    ]
+    for process in ranks:
+        crew.ended(process)
+    logs = [crew.log(rank) for rank in range(2)]
+    assert len(logs[0]) == len(logs[1]) > 0
+    seen: collections.Counter[tuple[int, int]] = collections.Counter()
+    ghosts = 0
+    for step in zip(*logs, strict=True):
+        assert len({epoch for epoch, _, _ in step}) == 1
+        real = [len(batch) if weight else 0 for _, batch, weight in step]
+        assert [weight for _, _, weight in step] == [size / sum(real) for size in real]
+        ghosts += real.count(0)
+        seen.update((epoch, sample) for epoch, batch, weight in step if weight for sample in batch)
+    assert seen == collections.Counter((epoch, sample) for epoch in range(2) for sample in range(501))
+    assert ghosts <= 12, "at most a lease in each epoch"
+    view = crew.ledger()
+    assert (view.done, view.todo, view.leases) == (2 * 501, 0, 0)

@@ -1,0 +1,116 @@
+"""Lightning where the global batch is not evenly shareable: N = 5 micro-batches on 2, then on 3 workers.
+
+Lightning counts batches on each rank; validation, schedulers and logging must all the same come together, after the
+same optimizer steps as in one process (DL-87, DL-88, ED-34).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from dlrover_hooks.data.batch import Plan
+from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.integrations._lightning_units import EvenLoader, epoch_batches, is_uneven
+from tests.contracts.spawn import by_step, plan, spawn, survived
+from tests.contracts.trial import Numbers
+from tests.e2e.master_process import LiveMaster
+
+GIVEN: dict[str, Any] = {"noise": False, "epochs": 2, "samples": 43, "shared": {"global_batch_size": 10}}
+STEPS = 5  # of an epoch: four full ones, and one of 3 samples
+VARIANTS: dict[str, dict[str, Any]] = {
+    "share": {"val_check_interval": 0.4, "frequency": 2},
+    "count": {"val_check_interval": 2, "limit_train_batches": 3},
+    "over epochs": {"val_check_interval": 1.0, "max_steps": 7},
+}
+EVALUATED_AT = {"share": [2, 4, 7, 9], "count": [2, 5], "over epochs": [5]}
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[str]:
+    name = f"uneven-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_resumed_from_two_to_three_ranks_it_is_the_single_run(job: str, live_master: LiveMaster) -> None:
+    """Shares (3, 2), then (2, 2, 1). The script is the same everywhere; it counts in its own batches.
+
+    Each batch logs with sync_dist: a rank with fewer batches would hang.
+    """
+    plans = {name: GIVEN | {"options": options} for name, options in VARIANTS.items()}
+    alone = spawn(1, [plan(f"{name} 1", job, given, [None]) for name, given in plans.items()], None, ["lightning"])
+    two = spawn(2, [plan(name, job, given, [3]) for name, given in plans.items()], live_master, ["lightning"])
+    three = spawn(3, [plan(name, job, given, [None]) for name, given in plans.items()], live_master, ["lightning"])
+    for name, given in plans.items():
+        (single,) = [one for one in alone if one["plan"] == f"{name} 1"]
+        lives = [one for one in (*two, *three) if one["plan"] == name]
+        seen = survived(lives)
+        assert by_step(seen) == by_step([tuple(one) for one in single["seen"]])
+        assert set(Counter((epoch, one) for epoch, _, _, one in seen).values()) == {1}
+        assert single["evaluated_at"] == EVALUATED_AT[name]
+        for rank in range(3):
+            ours = [at for life in three if (life["plan"], life["rank"]) == (name, rank) for at in life["evaluated_at"]]
+            before = [at for life in two if (life["plan"], life["rank"]) == (name, 0) for at in life["evaluated_at"]]
+            assert before + ours == EVALUATED_AT[name], rank
+        for last in (life for life in three if life["plan"] == name):
+            assert (last["step"], last["restored"]) == (single["step"], 3), given
+            assert last["lr"] == single["lr"]
+            assert max(abs(a - b) for a, b in zip(last["weights"], single["weights"], strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize(("n", "batch", "total", "world"), [(43, 2, 5, 3), (23, 2, 4, 3), (9, 4, 4, 2), (20, 4, 5, 5)])
+def test_every_rank_gets_as_many_batches_and_only_its_own_samples(n: int, batch: int, total: int, world: int) -> None:
+    """What a rank lacks in a step it repeats as a ghost; real samples come once over all ranks, ghosts aside."""
+    lengths, visits, ends = set(), Counter[int](), []
+    for rank in range(world):
+        elastic = elastic_loader(
+            DataLoader(Numbers(n, False), batch, shuffle=True),
+            global_batch_size=batch * total,
+            num_replicas=world,
+            rank=rank,
+        )
+        loader = EvenLoader(elastic)
+        got = [(ids, loader.ghost or loader.weight == 0) for _, ids in loader]
+        lengths |= {len(got), len(loader)}
+        visits.update(one for ids, ghost in got if not ghost for one in ids.tolist())
+        ends.append([elastic.step_ends])
+    assert len(lengths) == 1
+    assert visits == Counter(range(n))
+
+
+def test_a_ghost_is_not_the_object_that_the_loop_had() -> None:
+    """A training step may empty the batch's dict."""
+    elastic = elastic_loader(
+        DataLoader([{"x": torch.tensor(i)} for i in range(8)], 2),  # pyright: ignore[reportArgumentType]
+        global_batch_size=6,
+        num_replicas=2,
+        rank=1,
+    )
+    loader = EvenLoader(elastic)
+    assert [batch.pop("x").numel() for batch in loader if batch] == [2] * len(loader)
+
+
+@pytest.mark.parametrize(
+    ("plan", "uneven", "batches"),
+    [
+        (Plan(40, 2, 8, 0, 2), False, 10),
+        (Plan(43, 2, 10, 0, 3), True, 9),
+        (Plan(41, 4, 16, 0, 2), True, 6),  # 9 samples are left: 4 in one micro-batch, 5 in two
+        (Plan(41, 4, 16, 0, 2, "drop"), False, 4),
+    ],
+)
+def test_where_ranks_differ(plan: Plan, uneven: bool, batches: int) -> None:
+    assert is_uneven(plan) == uneven
+    assert epoch_batches(plan) == batches
