@@ -357,7 +357,7 @@ class OpenLedger(Message, frozen=True):
 
 
 class Ledger(Message, frozen=True):
-    """`fence` outdates every older lease. `done`: what the restored checkpoint holds, by partition, as `encode`d ranges.
+    """`fence` outdates every older lease. `done`: what the restored checkpoint holds, by partition, `encode`d.
 
     Only rank 0 is told `done`: it keeps it in the next checkpoints for all.
     """

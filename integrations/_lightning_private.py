@@ -69,8 +69,17 @@ def unwrap(trainer: Trainer) -> None:
 
 
 def dump(trainer: Trainer) -> dict[str, Any]:
-    """The whole training state as Lightning itself would save it, hooks included."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    """The whole training state as Lightning itself would save it, hooks included.
+
+    A batch that was handed out but not trained is not counted: Lightning takes it back for the epoch, but not in total
+    nor as the epoch's last one, and would validate at other steps, or leave the last batch out.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    if progress["current"]["ready"] > progress["current"]["processed"]:
+        progress["total"]["ready"] -= 1
+        progress["is_last_batch"] = False
+    return checkpoint
 
 
 def replace_loader_states(trainer: Trainer, checkpoint: dict[str, Any], state_of: Callable[[Any], Any]) -> None:
@@ -83,13 +92,34 @@ def replace_loader_states(trainer: Trainer, checkpoint: dict[str, Any], state_of
 
 
 def load_pending_loader_states(trainer: Trainer) -> None:
-    """Lightning forgets the loaders' states of a `ckpt_path` if the loaders were needed before it was read
-    (`estimated_stepping_batches` in `configure_optimizers`): the data would silently start over.
+    """Lightning forgets the loaders' states of a `ckpt_path` that was written at an epoch's end, or if the loaders were
+    needed before it was read (`estimated_stepping_batches` in `configure_optimizers`): the data would start over.
     """
     loop = trainer.fit_loop
-    if loop._combined_loader_states_to_load and loop._combined_loader is not None and loop._data_fetcher is not None:
-        loop._load_combined_loader_states()
+    states = loop._combined_loader_states_to_load
+    if states and loop._combined_loader is not None and loop._data_fetcher is not None:
+        loop._combined_loader._load_state_dicts(states)
+        loop._combined_loader_states_to_load = []
         iter(loop._data_fetcher)
+
+
+def epoch_is_over(trainer: Trainer) -> bool:
+    """No batch of this epoch is left: it was read to its end, or to `limit_train_batches`."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    trained = progress.current.ready == progress.current.processed
+    return trained and (bool(progress.is_last_batch) or progress.current.ready >= trainer.fit_loop.max_batches)
+
+
+def come_first(trainer: Trainer, callback: Callback) -> None:
+    """Have `callback` hear of everything before the other callbacks do. Call in `setup`."""
+    found = cast(Any, trainer).callbacks
+    found.remove(callback)
+    found.insert(0, callback)
+
+
+def stop(trainer: Trainer) -> None:
+    """Train nothing: as if it had been stopped early. Call in `on_train_start`."""
+    trainer.should_stop = True
 
 
 def batches_that_stepped(checkpoint: dict[str, Any]) -> int:
@@ -117,12 +147,6 @@ def count_batches_anew(trainer: Trainer, per_step: int) -> None:
 
 def fast_dev_run(trainer: Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
-
-
-def fixed_devices(trainer: Trainer) -> Any | None:
-    """What `devices=` is fixed to, None if it follows the machine. On CPU Lightning has turned "auto" into 1 by now."""
-    devices = trainer._accelerator_connector._devices_flag
-    return None if devices == "auto" else devices
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

@@ -88,6 +88,8 @@ class ElasticCallback(Callback):
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._fix_steps: int | None = None
+        self._handover: dict[str, dict[str, Any]] = {}
+        """Where the data stood at the end of the fit before: the same Trainer may fit again."""
 
     @property
     def restored(self) -> Restored | None:
@@ -110,7 +112,8 @@ class ElasticCallback(Callback):
             rank_zero_info(f"dlrover-hooks stands aside: {reason}")
             return
         place = settings.place(rank=trainer.global_rank, world_size=trainer.world_size)
-        self._explain_devices(trainer)
+        _check_devices(trainer)
+        private.come_first(trainer, self)  # a cut must not hold what others do with the batch that follows it
         self.session = Session(self.config, place, checkpoint=self._checkpoint)
         try:
             self.session.join()
@@ -136,15 +139,6 @@ class ElasticCallback(Callback):
         if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
             return f"{type(trainer.strategy).__name__} is not supported yet (DDP and single device are)"
         return None
-
-    def _explain_devices(self, trainer: Trainer) -> None:
-        devices = private.fixed_devices(trainer)
-        if devices is not None and trainer.world_size > 1:
-            rank_zero_info(
-                f"dlrover-hooks: Trainer(devices={devices!r}) must equal the workers started on each node, or "
-                "Lightning refuses to start (ValueError about the number of processes). With GPUs devices='auto' "
-                "follows the launcher; on CPU use devices=int(os.environ.get('WORLD_SIZE', 1))."
-            )
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
         """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
@@ -177,6 +171,7 @@ class ElasticCallback(Callback):
             return loader
         before = self._loaders.get(name)
         state = before.sampler.handover() if before is not None else self.session.restored_data(name)
+        state = state or self._handover.get(name)
         wrapped: ElasticLoader | EvenLoader = elastic_loader(
             loader,
             global_batch_size=self._batch_of(trainer, name, loader, state),
@@ -241,6 +236,8 @@ class ElasticCallback(Callback):
             lightning = self._restored.state["lightning"]
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
+            if self._restored.state["stopped"] == _limits(trainer):
+                private.stop(trainer)
         else:
             private.load_pending_loader_states(trainer)
         if self._units is not None and not _has_schedule(trainer):
@@ -292,6 +289,7 @@ class ElasticCallback(Callback):
         if self._fix_steps is not None:
             private.set_batches_that_stepped(trainer, self._fix_steps)
             self._fix_steps = None
+            _resume_schedule(trainer)
         if not self._loaders:
             self.session.before_fetch(trainer.global_step)
         if self.session.batch_requested(trainer.global_step):
@@ -303,7 +301,11 @@ class ElasticCallback(Callback):
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
                 checkpoint[key] = _plain(checkpoint[key])
-        return {"lightning": checkpoint, "bucket_order": self._buckets.names if self._buckets is not None else []}
+        return {
+            "lightning": checkpoint,
+            "bucket_order": self._buckets.names if self._buckets is not None else [],
+            "stopped": _limits(trainer) if trainer.should_stop else None,
+        }
 
     def _own_state(self, loader: Any) -> dict[str, Any] | None:
         """Where a loader that keeps its own state stood at the step: by now it has handed out the next batch."""
@@ -311,13 +313,17 @@ class ElasticCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
-        private.replace_loader_states(trainer, checkpoint, _marked)
+        over = private.epoch_is_over(trainer)
+        private.replace_loader_states(trainer, checkpoint, lambda loader: _marked(loader, over))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.session is not None:
-            self.session.finish(trainer.global_step, self._state(trainer))
+        if self.session is None:
+            return
+        for loader in self._loaders.values() if private.epoch_is_over(trainer) else ():
+            loader.sampler.begin()  # an epoch that was cut short by a limit is over all the same
+        self.session.finish(trainer.global_step, self._state(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         stopped = isinstance(exception, KeyboardInterrupt)
@@ -335,6 +341,7 @@ class ElasticCallback(Callback):
             self._units.restore(trainer)
         self._hook = self._buckets = self._restored = self._units = None
         self._weighed = False
+        self._handover = {name: _marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()
         self._own.clear()
         if session is not None:
@@ -345,11 +352,37 @@ def _has_schedule(trainer: Trainer) -> bool:
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
 
 
-def _marked(loader: Any) -> dict[str, Any] | None:
-    """The data state that includes the step just taken; None for a loader that is not ours."""
+def _check_devices(trainer: Trainer) -> None:
+    """Raises UsageError where each of a launcher's workers would train alone."""
+    workers = settings.place().world_size
+    if workers == trainer.world_size:
+        return
+    raise UsageError(
+        f"the launcher started {workers} worker(s), but this Trainer has a world of {trainer.world_size}",
+        hint="on CPU use Trainer(devices=int(os.environ.get('WORLD_SIZE', 1))), where devices='auto' means one; with "
+        "GPUs devices='auto' follows the launcher",
+    )
+
+
+def _limits(trainer: Trainer) -> list[int | None]:
+    return [trainer.max_epochs, trainer.max_steps]
+
+
+def _resume_schedule(trainer: Trainer) -> None:
+    """Lightning sets a scheduled factor at an epoch's start only: one that is resumed in its middle needs it, too."""
+    for callback in private.callbacks(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def _marked(loader: Any, over: bool) -> dict[str, Any] | None:
+    """The data state with the step just taken in it, at the next epoch's start if this one is `over`; None for a loader
+    that is not ours.
+    """
     if not isinstance(loader, ElasticLoader | EvenLoader):
         return None
-    return loader.state_dict() | {"cursor": loader.sampler.progress.marked}
+    progress = loader.sampler.progress
+    return loader.state_dict() | {"cursor": max(progress.marked, progress.following()) if over else progress.marked}
 
 
 def _plain(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -306,8 +306,8 @@ class Loop:
 def is_training(loader: Any, beside: list[Any]) -> bool:
     """Is `loader` for training, among the loaders handed over in the same call?
 
-    The shuffled ones are, and those that are elastic or have an ElasticSampler already; if there is none, the first one,
-    provided that an optimizer comes along.
+    The shuffled ones are, and those that are elastic or have an ElasticSampler already. If there is none, the first one
+    is, provided that an optimizer comes along.
     """
     loaders = [one for one in beside if isinstance(one, torch.utils.data.DataLoader | ElasticLoader)]
     shuffled = [one for one in loaders if _shuffles(one)]

@@ -102,8 +102,10 @@ class Runtime:
                 if member.live:
                     within_s = self.nodes.lease_s if trains else GRACE_S
                     nodes.expect(self.nodes, (name, member.incarnation), now, within_s)
-            for agent in (*job.rounds.waiting, *job.ledgers.free):
+            for agent in job.rounds.waiting:
                 nodes.expect(self.nodes, (name, agent), now, self.nodes.lease_s)
+            for holder in job.ledgers.free:  # it may not beat at all
+                nodes.expect(self.nodes, (name, holder), now, GRACE_S)
             if job.live and not job.finished and job.settings.save_to is not None:
                 self._deposits.claim_again(name, job.settings.save_to, job.settings.options)
         for effect in jobs.unfinished_effects(self.state):

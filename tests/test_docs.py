@@ -130,9 +130,12 @@ def test_callback_arguments_are_the_documented_ones() -> None:
 
 def public() -> list[object]:
     """What a user can import and is promised: the lazy names and each adapter's own."""
+    from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader
+    from dlrover_hooks.integrations.fabric import ElasticFabric, SetUpLoader
     from dlrover_hooks.integrations.lightning import ElasticCallback
 
-    return [ElasticCallback, *(getattr(dlrover_hooks, name) for name in dlrover_hooks._PUBLIC)]
+    adapters = [ElasticAccelerator, PreparedLoader, ElasticCallback, ElasticFabric, SetUpLoader]
+    return [*adapters, *(getattr(dlrover_hooks, name) for name in dlrover_hooks._PUBLIC)]
 
 
 def test_every_public_name_has_its_contract_written_down() -> None:

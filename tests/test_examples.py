@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINES = 80
 CHANGED = 5
-PLAIN = ROOT / "examples/lightning/plain.py"
-ELASTIC = ROOT / "examples/lightning/train.py"
+FRAMEWORKS = ("lightning", "accelerate")
+PAGES = (("README.md", "lightning"), ("docs/lightning.md", "lightning"), ("docs/accelerate.md", "accelerate"))
 SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.py") if "demo" not in path.relative_to(ROOT).parts)
 
 
@@ -43,16 +43,38 @@ def test_an_example_is_short_and_compiles(script: Path) -> None:
     assert len(text.splitlines()) <= LINES
 
 
-def test_elastic_lightning_is_a_small_change() -> None:
+def change(framework: str) -> list[str]:
+    """From `plain.py` to `train.py` of that framework."""
+    folder = ROOT / "examples" / framework
+    return changes(folder / "plain.py", folder / "train.py")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_becoming_elastic_is_a_small_change(framework: str) -> None:
     """Five lines of diff: added and removed ones are both counted."""
-    assert 0 < len(changes(PLAIN, ELASTIC)) <= CHANGED
+    assert 0 < len(change(framework)) <= CHANGED
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/lightning.md"])
-def test_the_diff_shown_is_the_real_one(page: str) -> None:
+@pytest.mark.parametrize(("page", "framework"), PAGES)
+def test_the_diff_shown_is_the_real_one(page: str, framework: str) -> None:
     """Spaces at the front aside: a page may show a line without its surrounding block."""
-    real = [line[0] + line[1:].strip() for line in changes(PLAIN, ELASTIC)]
+    real = [line[0] + line[1:].strip() for line in change(framework)]
     assert real in [[line[0] + line[1:].strip() for line in block] for block in shown(ROOT / page)]
+
+
+@pytest.mark.slow
+def test_the_accelerate_example_learns_and_resumes(tmp_path: Path) -> None:
+    """Two epochs, then the same command with a third one: it goes on where it was (DL-57)."""
+    losses: list[list[float]] = []
+    for epochs in ("2", "3"):
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DLROVER_HOOKS_JOB": tmp_path.name}
+        command = [sys.executable, str(ROOT / "examples/accelerate/train.py"), "--epochs", epochs, "--windows", "300"]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=25)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append([float(one) for one in re.findall(r"validation loss (\S+)", done.stdout)])
+    assert [len(one) for one in losses] == [2, 1]
+    assert losses[1][0] < losses[0][0]
 
 
 @pytest.mark.slow

@@ -185,8 +185,11 @@ class Read(NamedTuple):
     end: int | None = None
 
 
+_WHOLE = Read()
+
+
 class Samples(NamedTuple):
-    """What `Reading` gives to `Collated`."""
+    """What `Reading` gives to `Collated` when something is to be said: the first samples, and what came then."""
 
     samples: Sequence[Any]
     read: Read
@@ -201,33 +204,39 @@ class Reading:
     def __len__(self) -> int:
         raise TypeError("how many batches there are depends on the other workers")
 
-    def __getitems__(self, pick: Pick) -> Samples:
+    def __getitems__(self, pick: Pick) -> Sequence[Any] | Samples:
+        """The samples of a batch; or, with what went wrong, those before it."""
         if isinstance(self.source, Stream):
             return self._offsets(self.source, pick)
         numbers, source = pick.numbers or [], self.source
-        found = _attempt(lambda: source.__getitems__(numbers)) if numbers else []
-        if isinstance(found, Read):
+        try:
+            found = source.__getitems__(numbers) if numbers else []
+        except HooksError:
+            raise
+        except Exception:
             return _one_by_one(numbers, source.__getitem__, source.place)
         if len(found) != len(numbers):
             raise UsageError(f"the dataset gave {len(found)} samples for {len(numbers)} numbers")
-        return Samples(found, Read(good=len(found)))
+        return found
 
-    def _offsets(self, stream: Stream, pick: Pick) -> Samples:
+    def _offsets(self, stream: Stream, pick: Pick) -> Sequence[Any] | Samples:
         partition, lo, hi = pick.partition, pick.lo, pick.hi
-        found = _attempt(lambda: stream.read(partition, lo, hi)) if lo < hi else []
-        if isinstance(found, Read):
-            found = _one_by_one(
+        try:
+            found = stream.read(partition, lo, hi) if lo < hi else []
+        except HooksError:
+            raise
+        except Exception:
+            return _one_by_one(
                 list(range(lo, hi)),
                 lambda offset: stream.read(partition, offset, offset + 1)[0],
                 lambda offset: stream.place(partition, offset),
             )
-            return found
         if len(found) > hi - lo:
             raise UsageError(f"the stream gave {len(found)} records for offsets [{lo}, {hi}) of {partition!r}")
         if len(found) == hi - lo:
-            return Samples(found, Read(good=len(found)))
+            return found
         end = lo + len(found) if found else _end_before(stream, partition, lo)
-        return Samples(found, Read(good=len(found), end=end))
+        return Samples(found, Read(end=end))
 
 
 class Collated:
@@ -236,15 +245,17 @@ class Collated:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, found: Samples) -> Read:
-        read = found.read
-        if not read.good:
+    def __call__(self, found: Sequence[Any] | Samples) -> Read:
+        samples, read = found if isinstance(found, Samples) else (found, _WHOLE)
+        if not samples:
             return read
-        samples = found.samples
-        batch = _attempt(lambda: self.collate(samples), what="collate_fn")
-        if isinstance(batch, Read):
-            return batch._replace(bad=read.good)
-        return read._replace(batch=batch)
+        try:
+            batch = self.collate(samples)
+        except HooksError:
+            raise
+        except Exception as error:
+            return _failure("collate_fn", error, len(samples))
+        return Read(batch, len(samples)) if read is _WHOLE else read._replace(batch=batch, good=len(samples))
 
 
 def _end_before(stream: Stream, partition: str, hi: int) -> int:
@@ -263,19 +274,16 @@ def _one_by_one(numbers: list[int], get: Callable[[int], Any], place: Callable[[
     """All samples before the first one that raises."""
     samples: list[Any] = []
     for number in numbers:
-        found = _attempt(lambda number=number: [get(number)], what=place(number))
-        if isinstance(found, Read):
-            return Samples(samples, found._replace(good=len(samples), bad=1))
-        samples += found
-    return Samples(samples, Read(good=len(samples)))
+        try:
+            samples.append(get(number))
+        except HooksError:
+            raise
+        except Exception as error:
+            return Samples(samples, _failure(place(number), error, 1))
+    return Samples(samples, _WHOLE)
 
 
-def _attempt(call: Callable[[], Any], *, what: str = "") -> Any:
-    """What `call` gives, or a Read that says why not. Our own errors are loud: other data than was split, misuse."""
-    try:
-        return call()
-    except HooksError:
-        raise
-    except Exception as error:
-        reason = f"{what}: {type(error).__name__}: {error}"[:_REASON_CHARS]
-        return Read(reason=reason, trace=traceback.format_exc()[-_TRACE_CHARS:])
+def _failure(where: str, error: Exception, count: int) -> Read:
+    """Why `count` samples could not be read. Our own errors never get here: other data than was split is not chance."""
+    reason = f"{where}: {type(error).__name__}: {error}"[:_REASON_CHARS]
+    return Read(bad=count, reason=reason, trace="".join(traceback.format_exception(error))[-_TRACE_CHARS:])

@@ -56,6 +56,7 @@ def work(log: Path, pause_s: float) -> None:
 def main() -> None:
     folder = Path(tempfile.mkdtemp())
     master = subprocess.Popen([sys.executable, "-m", "dlrover_hooks.master", "--port", "0"], stderr=subprocess.PIPE)
+    assert master.stderr is not None
     url = master.stderr.readline().split()[2].decode()
     env = os.environ | {"DLROVER_HOOKS_MASTER": url, "DLROVER_HOOKS_JOB": "lines", "OMP_NUM_THREADS": "1"}
     workers = {

@@ -1,4 +1,4 @@
-"""What a Lightning run meets when it is started again: ends of epochs, limits, other callbacks (DL-57, DL-90, ED-35)."""
+"""What a Lightning run meets when it is started again: an epoch's end, limits, callbacks (DL-57, DL-90, ED-35)."""
 
 import logging
 import uuid
@@ -204,5 +204,5 @@ def test_devices_that_are_not_the_launchers_workers_are_refused(job: str, monkey
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError) as refused:
         fit(job)
-    assert "1 worker" in str(refused.value)
+    assert "started 2 worker(s), but this Trainer has a world of 1" in str(refused.value)
     assert "WORLD_SIZE" in str(refused.value)

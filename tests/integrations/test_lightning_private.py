@@ -203,12 +203,6 @@ def test_fast_dev_run_is_known() -> None:
     assert not private.fast_dev_run(trainer())
 
 
-@pytest.mark.parametrize(("devices", "fixed"), [("auto", 1), (1, 1)])
-def test_fixed_devices(devices: Any, fixed: Any) -> None:
-    """Lightning replaces "auto" by the accelerator's count, 1 on a CPU, before any callback can see it."""
-    assert private.fixed_devices(trainer(devices=devices)) == fixed
-
-
 def test_callbacks_are_those_of_the_trainer() -> None:
     mine = Callback()
     assert mine in private.callbacks(trainer(mine))

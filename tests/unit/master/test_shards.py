@@ -147,6 +147,7 @@ def test_what_kills_its_holders_is_found_and_left_out() -> None:
     poison, reply, lives = 3333, p.Leases(), 0
     while reply.state is not p.LedgerState.FINISHED:
         lives += 1
+        assert lives < 40, "it never ends"
         core.open(f"w{lives}", end=6400, shard_size=6400)
         reply = core.take(f"w{lives}")
         while reply.leases and reply.state is not p.LedgerState.FINISHED:
@@ -160,7 +161,6 @@ def test_what_kills_its_holders_is_found_and_left_out() -> None:
     assert given_up.hi - given_up.lo <= 50
     assert "lost with its holder" in given_up.reason
     assert core.ledger.books[""].done.size == 6400 - (given_up.hi - given_up.lo)
-    assert lives < 40
 
 
 def test_very_many_unreadable_ranges_are_told_in_bounds() -> None:
@@ -347,3 +347,18 @@ def test_the_first_death_of_a_round_counts() -> None:
     core.send(Lost("job", "w1"))
     assert [piece.losses for piece in core.ledger.books[""].returned] == [1, 0]
     assert not math.isinf(core.state.jobs["job"].alarm)
+
+
+def test_losses_are_remembered_through_attempts() -> None:
+    """A range that kills a member each time is found, although every attempt starts the books anew."""
+    core, sizes = Core(), []
+    for attempt in range(1, 5):
+        life = f"life{attempt}-"
+        core.send(join(lives=life))
+        for index in range(2):
+            core.send(attach(f"{life}{index}"))
+        core.open(f"{life}0", free=False, shard_size=80)
+        (lease,) = core.take(f"{life}0", fence=attempt).leases
+        sizes.append(lease.hi - lease.lo)
+        core.send(Lost("job", f"{life}0"))
+    assert sizes == [80, 80, 40, 20]

@@ -1,0 +1,313 @@
+"""`ElasticAccelerator`: what is Accelerate's own, beside the adapter contract (DL-57, DL-69, DL-87, DL-88, ED-25)."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader, _keep_pace
+from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = f"accelerate-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its state in singletons."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Run:
+    """A script's objects, prepared."""
+
+    def __init__(self, job: str, *, samples: int = 23, accumulate: int = 1, **shared: Any) -> None:
+        self.made = Setup(Given(job=job, samples=samples, noise=False))
+        inner = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        self.accelerator: Any = ElasticAccelerator(inner, job=job, save_every=1, **shared)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            self.made.net, self.made.optimizer, self.made.train
+        )
+        self.seen: list[int] = []
+
+    def backward(self, batch: Any) -> None:
+        self.seen += batch[1].tolist()
+        self.accelerator.backward(loss_of(self.model, *batch))
+
+    def weights(self) -> list[float]:
+        return [value for tensor in self.made.net.state_dict().values() for value in tensor.flatten().tolist()]
+
+
+def single(samples: int, size: int, epochs: int = 1, stop: int | None = None) -> list[float]:
+    """Weights of a plain loop over whole batches of `size`, in the same order; `stop`: samples after which to leave."""
+    made = Setup(Given(job="", samples=samples, noise=False))
+    order = elastic_loader(made.train).sampler.order
+    data = [made.train.dataset[index] for index in range(samples)]
+    for epoch in range(epochs):
+        ids = order.indices(epoch, torch.arange(samples).numpy()).tolist()[:stop]
+        for at in range(0, len(ids), size):
+            rows = [data[one] for one in ids[at : at + size]]
+            made.optimizer.zero_grad()
+            x, index = torch.stack([row for row, _ in rows]), torch.tensor([one for _, one in rows])
+            loss_of(made.net, x, index).backward()
+            made.optimizer.step()
+    return [value for tensor in made.net.state_dict().values() for value in tensor.flatten().tolist()]
+
+
+def close_to(ours: list[float], theirs: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("context", [True, False])
+def test_a_loop_written_without_accumulation_accumulates_exactly(job: str, order: str, context: bool) -> None:
+    """`global_batch_size` alone makes windows of 4: with or without `accumulate()`, wherever gradients are zeroed; the
+    last window is short (12 micro-batches, the last of one sample) and flushed.
+    """
+    run = Run(job, global_batch_size=10)
+    for _ in run.accelerator.epochs(1):
+        for batch in run.loader:
+            if order == "first":
+                run.optimizer.zero_grad()
+            if context:
+                with run.accelerator.accumulate(run.model):
+                    run.backward(batch)
+                    run.optimizer.step()
+            else:
+                run.backward(batch)
+                run.optimizer.step()
+            if order == "last":
+                run.optimizer.zero_grad()
+    run.accelerator.finish()
+    assert run.accelerator.loop.step == 3
+    assert close_to(run.weights(), single(23, 10))
+
+
+def test_the_tail_is_flushed(job: str) -> None:
+    """10 micro-batches at accumulation 4 are 3 steps; with an unregistered loader Accelerate made 2."""
+    run = Run(job, samples=20, accumulate=4)
+    for batch in run.loader:
+        with run.accelerator.accumulate(run.model):
+            run.backward(batch)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    run.accelerator.finish()
+    assert run.accelerator.loop.step == 3
+    assert close_to(run.weights(), single(20, 8))
+
+
+def test_a_window_that_is_left_belongs_to_no_step(job: str) -> None:
+    """`break` in mid-window: its gradients must not leak into the first step of the next epoch."""
+    run = Run(job, samples=16, accumulate=2)
+    for _ in run.accelerator.epochs(2):
+        for number, batch in enumerate(run.loader, 1):
+            with run.accelerator.accumulate(run.model):
+                run.backward(batch)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            if number == 3:
+                break
+    run.accelerator.finish()
+    assert run.accelerator.loop.step == 2
+    assert close_to(run.weights(), single(16, 4, epochs=2, stop=4))
+
+
+def test_clipping_waits_for_the_whole_gradient(job: str) -> None:
+    run = Run(job, samples=16, accumulate=2)
+    for number, batch in enumerate(run.loader, 1):
+        run.backward(batch)
+        grads: list[Any] = [one.grad for one in run.made.net.parameters()]
+        before = [grad.clone() for grad in grads]
+        norm = run.accelerator.clip_grad_norm_(run.model.parameters(), 1e-3)
+        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-9 if number % 2 else 1.0)
+        assert norm > 1e-3
+        same = all(torch.equal(a, b) for a, b in zip(before, grads, strict=True))
+        assert same == bool(number % 2)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.accelerator.finish()
+
+
+def test_registered_objects_scheduler_and_rest_are_restored_in_order(job: str) -> None:
+    class Counter_:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"n": self.n}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.n = state["n"]
+
+    def life(crash: int | None) -> tuple[Any, Counter_, Any]:
+        run, counter = Run(job), Counter_()
+        run.accelerator.register_for_checkpointing(counter)
+        schedule = run.accelerator.prepare(run.made.schedule)
+        begun = counter.n, schedule.get_last_lr()
+        for batch in run.loader:
+            if run.accelerator.loop.step == crash:
+                break
+            run.backward(batch)
+            run.optimizer.step()
+            schedule.step()
+            run.optimizer.zero_grad()
+            counter.n += 1
+        run.accelerator.close(p.Departure.FAILED)
+        return begun, counter, schedule.get_last_lr()
+
+    _, first, lr = life(4)
+    begun, _, _ = life(5)
+    assert begun == (4, lr)
+    assert first.n == 4
+
+
+def test_what_is_missing_on_resume_is_named(job: str) -> None:
+    run = Run(job)
+    schedule = run.accelerator.prepare(run.made.schedule)
+    for batch in run.loader:
+        if run.accelerator.loop.step == 2:
+            break
+        run.backward(batch)
+        run.optimizer.step()
+        schedule.step()
+    run.accelerator.close(p.Departure.FAILED)
+    again = Run(job)
+    with pytest.raises(UsageError, match="1 of kind 'scheduler', here are 0"):
+        next(iter(again.loader))
+    again.accelerator.close(p.Departure.FAILED)
+
+
+def test_accelerates_own_checkpoint_holds_the_place_in_the_data(job: str, tmp_path: Path) -> None:
+    """`save_state` in mid-epoch, `load_state` in a new run: each sample once."""
+    run = Run(f"{job}-a")
+    for number, batch in enumerate(run.loader, 1):
+        run.backward(batch)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if number == 5:
+            run.accelerator.save_state(str(tmp_path))
+            break
+    run.accelerator.close(p.Departure.FAILED)
+    again = Run(f"{job}-b")
+    again.accelerator.load_state(str(tmp_path))
+    assert close_to(again.weights(), run.weights())
+    assert again.accelerator.skip_first_batches(again.loader, 5) is again.loader
+    for batch in again.loader:
+        again.seen += batch[1].tolist()
+    again.accelerator.close()
+    assert Counter(run.seen + again.seen) == Counter(range(23))
+
+
+def test_the_scheduler_keeps_the_pace_of_the_first_start(job: str) -> None:
+    """Accelerate steps a scheduler once per process: after two became one it must still make two steps."""
+    run = Run(job)
+    schedule = run.accelerator.prepare(
+        torch.optim.lr_scheduler.LambdaLR(run.made.optimizer, lambda step: 1 / (1 + step))
+    )
+    assert isinstance(schedule, AcceleratedScheduler)
+    _keep_pace(schedule, 2)
+    rates = []
+    for number, batch in enumerate(run.loader):
+        run.backward(batch)
+        run.optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+        if number == 2:
+            break
+    run.accelerator.close()
+    assert rates == pytest.approx([0.3 / 3, 0.3 / 5, 0.3 / 7])
+    assert schedule.state_dict()["last_epoch"] == 6
+
+
+def test_everything_else_is_accelerates(job: str) -> None:
+    run = Run(job, accumulate=2)
+    assert run.accelerator.unwrap_model(run.model) is run.made.net
+    assert run.accelerator.is_main_process
+    run.accelerator.even_batches = False
+    assert not run.accelerator.accelerator.even_batches
+    run.loader.set_epoch(7)
+    assert (len(run.loader), run.loader.total_batch_size, run.loader.total_dataset_length) == (12, 2, 23)
+    assert run.accelerator.gradient_accumulation_steps == 2
+    run.accelerator.end_training()
+    run.accelerator.end_training()
+
+
+def test_settings_that_cannot_work_are_refused(job: str) -> None:
+    with pytest.raises(UsageError, match="save_evry"):
+        ElasticAccelerator(Accelerator(cpu=True), save_evry=3)
+    used = Accelerator(cpu=True)
+    used.prepare(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="prepared something"):
+        ElasticAccelerator(used)
+
+
+def test_split_batches_are_refused(job: str) -> None:
+    from accelerate import DataLoaderConfiguration
+
+    split = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = ElasticAccelerator(split, job=job)
+    with pytest.raises(UsageError, match="split_batches"):
+        accelerator.prepare(DataLoader(Numbers(8, False), 2, shuffle=True))
+    accelerator.close()
+
+
+def test_which_loaders_are_for_training(job: str) -> None:
+    """Shuffled ones; without one the first beside an optimizer; an evaluation loader alone never."""
+    accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job)
+    plain, shuffled = DataLoader(Numbers(8, False), 2), DataLoader(Numbers(8, False), 2, shuffle=True)
+    kinds = [isinstance(one, PreparedLoader) for one in accelerator.prepare(plain, shuffled)]
+    assert kinds == [False, True]
+    assert not isinstance(accelerator.prepare(DataLoader(Numbers(8, False), 2)), PreparedLoader)
+    net = nn.Linear(4, 1)
+    first = DataLoader(Numbers(8, False), 2)
+    made = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), first, DataLoader(Numbers(8, False), 2))
+    assert [isinstance(one, PreparedLoader) for one in made[2:]] == [True, False]
+    accelerator.close()
+
+
+def test_an_exception_in_the_loop_leaves_the_job_to_be_resumed(job: str) -> None:
+    def life(crash: int | None) -> Run:
+        run = Run(job)
+        for batch in run.loader:
+            if run.accelerator.loop.step == crash:
+                raise Crash
+            run.backward(batch)
+            run.optimizer.step()
+        run.accelerator.finish()
+        return run
+
+    with pytest.raises(Crash) as crash:
+        life(6)
+    crash.value.__traceback__ = None
+    del crash
+    import gc
+
+    gc.collect()  # the run is gone, its seat with it
+    assert len(life(None).seen) == 23 - 12

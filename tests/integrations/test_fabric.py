@@ -1,0 +1,111 @@
+"""`ElasticFabric`: what is Fabric's own, beside the adapter contract (DL-57, DL-87, ED-25)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.fabric import ElasticFabric, SetUpLoader
+from tests.contracts.trial import Given, Numbers, Setup, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = f"fabric-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+def elastic(job: str, **shared: Any) -> Any:
+    return ElasticFabric(Fabric(accelerator="cpu", devices=1), job=job, save_every=1, **shared)
+
+
+def test_inside_a_window_nothing_acts(job: str) -> None:
+    """Step, schedule and clipping come once in a window of two, zeroing never inside; the loop knows nothing of it."""
+    made, fabric = Setup(Given(job=job, samples=16, noise=False)), elastic(job, global_batch_size=4)
+    model, optimizer, schedule = fabric.setup(made.net, made.optimizer, scheduler=made.schedule)
+    loader = fabric.setup_dataloaders(made.train)
+    clipped = 0
+    for batch in loader:
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, *batch))
+        clipped += fabric.clip_gradients(model, optimizer, max_norm=10.0) is not None
+        optimizer.step()
+        schedule.step()
+    assert (fabric.loop.step, schedule.last_epoch, clipped) == (4, 4, 4)
+    schedule.step()  # after the loop, once an epoch: acts
+    assert schedule.last_epoch == 5
+    assert "step" not in schedule.state_dict()
+    fabric.finish()
+    fabric.finish()
+
+
+def test_parts_set_up_one_by_one_are_restored(job: str) -> None:
+    """`setup_module`, `setup_optimizers`, `include`: each gets its state in the call."""
+
+    def life(until: int) -> tuple[Any, list[float], int]:
+        made, fabric = Setup(Given(job=job, noise=False)), elastic(job)
+        model = fabric.setup_module(made.net)
+        optimizer = fabric.setup_optimizers(made.optimizer)
+        fabric.include(made.schedule)
+        began = [value for one in made.net.state_dict().values() for value in one.flatten().tolist()]
+        lr = made.schedule.last_epoch
+        loader = fabric.setup_dataloaders(made.train)
+        for batch in loader:
+            if fabric.loop.step == until:
+                break
+            fabric.backward(loss_of(model, *batch))
+            optimizer.step()
+            made.schedule.step()
+            optimizer.zero_grad()
+        fabric.close(p.Departure.FAILED)
+        ended = [value for one in made.net.state_dict().values() for value in one.flatten().tolist()]
+        return began, ended, lr
+
+    _, ended, _ = life(4)
+    began, _, lr = life(5)
+    assert began == ended
+    assert lr == 4
+
+
+def test_which_loaders_are_for_training(job: str) -> None:
+    fabric = elastic(job)
+    plain, shuffled = DataLoader(Numbers(8, False), 2), DataLoader(Numbers(8, False), 2, shuffle=True)
+    kinds = [isinstance(one, SetUpLoader) for one in fabric.setup_dataloaders(plain, shuffled)]
+    assert kinds == [False, True]
+    ordered = fabric.setup_dataloaders(elastic_loader(DataLoader(Numbers(8, False), 2), name="ordered"))
+    assert [one for _, ids in ordered for one in ids.tolist()] == list(range(8))
+    fabric.close()
+
+
+def test_loaders_of_one_loop_share_their_steps(job: str) -> None:
+    """The second follows the first's number of micro-batches; one that cannot is refused."""
+    fabric = elastic(job, global_batch_size=8)
+    first, second = fabric.setup_dataloaders(
+        DataLoader(Numbers(16, False), 2, shuffle=True), DataLoader(Numbers(16, False), 1, shuffle=True)
+    )
+    assert (first.sampler.plan.total, second.sampler.plan.global_batch_size) == (4, 4)
+    with pytest.raises(UsageError, match="micro-batches in a step"):
+        fabric.setup_dataloaders(elastic_loader(DataLoader(Numbers(8, False), 2, shuffle=True), name="third"))
+    fabric.close()
+
+
+def test_everything_else_is_fabrics(job: str) -> None:
+    fabric = elastic(job)
+    assert fabric.world_size == 1
+    assert torch.equal(fabric.to_device(torch.ones(1)), torch.ones(1))
+    assert list(fabric.epochs(2)) == [0, 1]
