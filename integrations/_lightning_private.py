@@ -145,6 +145,26 @@ def count_batches_anew(trainer: Trainer, per_step: int) -> None:
             setattr(tracker, count, max(0, getattr(tracker, count) + shift))
 
 
+def batches(trainer: Trainer) -> int:
+    """Batches of an epoch."""
+    return int(trainer.fit_loop.max_batches)
+
+
+def set_batches(trainer: Trainer, count: int) -> None:
+    """This epoch has `count` batches; a share of it that calls for validation moves along."""
+    loop = trainer.fit_loop
+    loop.max_batches = count
+    if loop._data_fetcher is not None and loop._data_fetcher.length is not None:
+        loop._data_fetcher.length = count  # until it is iterated again
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch != float("inf"):
+        trainer.val_check_batch = max(1, int(count * trainer.val_check_interval))
+
+
+def batches_done(trainer: Trainer) -> int:
+    """Batches of this epoch that are trained."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
 def fast_dev_run(trainer: Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
 

@@ -84,9 +84,9 @@ def tail_batches(plan: Plan, place: int = 0) -> int:
     return max(msgspec.structs.replace(plan, rank=rank).step(q).micro_batches for rank in range(plan.world_size))
 
 
-def epoch_batches(plan: Plan) -> int:
-    """Batches of a whole epoch, the same on every rank."""
-    return plan.full_steps() * step_batches(plan) + tail_batches(plan)
+def epoch_batches(plan: Plan, place: int = 0) -> int:
+    """Batches of an epoch from `place` on, the same on every rank."""
+    return plan.full_steps(place) * step_batches(plan) + tail_batches(plan, place)
 
 
 def is_uneven(plan: Plan) -> bool:

@@ -25,7 +25,7 @@ from dlrover_hooks.config import Duration
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, is_uneven, step_batches
+from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, step_batches
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
 from dlrover_hooks.session import Restored, Session
@@ -88,6 +88,7 @@ class ElasticCallback(Callback):
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._fix_steps: int | None = None
+        self._whole_epoch: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
 
@@ -243,8 +244,24 @@ class ElasticCallback(Callback):
         if self._units is not None and not _has_schedule(trainer):
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
             self._units.convert_schedulers(trainer)
+            self._continue_epoch(trainer)
         if self._checkpoint:
             tree.flatten(self._state(trainer))
+
+    def _continue_epoch(self, trainer: Trainer) -> None:
+        """An epoch that was begun with another global batch has another number of batches, this once."""
+        sampler = next(iter(self._loaders.values())).sampler if len(self._loaders) == 1 else None
+        if sampler is None or trainer.limit_train_batches != 1.0 or not (place := sampler.cursor % sampler.plan.n):
+            return
+        count = private.batches_done(trainer) + epoch_batches(sampler.plan, place)
+        if count != private.batches(trainer):
+            self._whole_epoch = private.batches(trainer)
+            private.set_batches(trainer, count)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._whole_epoch is not None:
+            private.set_batches(trainer, self._whole_epoch)
+            self._whole_epoch = None
 
     def _prepare_ddp(self, model: DistributedDataParallel) -> None:
         saved = self._restored.state["bucket_order"] if self._restored is not None else []

@@ -7,7 +7,9 @@ about leases: DataLoader workers get numbers of samples, never a lease.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -55,8 +57,8 @@ class Held:
     """A lease while it is here: `lo <= acked <= committed <= received <= end <= hi`.
 
     `end`: where this worker stops, before `hi` after a failure or when the rest is given back. `until`: past this
-    (monotonic seconds) the master may have lent it to somebody else. Changed by the training thread and, `acked` only,
-    by the borrower's, under the borrower's lock.
+    (monotonic seconds) the master may have lent it to somebody else. The training thread writes `committed`, `received`
+    and, last of what belongs to it, `end`; the borrower's thread writes the rest. Nobody needs a lock for that.
     """
 
     def __init__(self, lease: p.Lease, until: float) -> None:
@@ -64,11 +66,12 @@ class Held:
         self.acked = self.committed = self.received = lease.lo
         self.end = lease.hi
         self.failed, self.failed_upto = "", 0
+        self.lost = False
 
     @property
     def whole(self) -> bool:
         """Nothing stopped it so far."""
-        return self.end == self.hi
+        return self.end == self.hi and not self.lost
 
     @property
     def complete(self) -> bool:
@@ -77,17 +80,19 @@ class Held:
 
     def ack(self) -> p.Ack | None:
         """What there is to tell; None: nothing new."""
-        if self.complete:
-            back = not self.whole and not self.failed
-            return p.Ack(lease=self.id, upto=self.end, failed=self.failed, failed_upto=self.failed_upto, back=back)
-        return p.Ack(lease=self.id, upto=self.committed) if self.committed > self.acked else None
+        end, upto = self.end, self.committed
+        if upto >= end:
+            back = end < self.hi and not self.failed
+            return p.Ack(lease=self.id, upto=end, failed=self.failed, failed_upto=self.failed_upto, back=back)
+        return p.Ack(lease=self.id, upto=upto) if upto > self.acked else None
 
     def __str__(self) -> str:
         return f"lease {self.id}, positions [{self.lo}, {self.hi}) of partition {self.partition!r}"
 
 
 class Borrower:
-    """Owns the thread `dlrover-hooks-leases` for one epoch. All methods are the training thread's.
+    """Owns the thread `dlrover-hooks-leases` for one epoch. All methods are the training thread's; only `wait` and
+    `close` ever wait, the others take no lock: a thread that blocks, however shortly, has lost its processor.
 
     Args:
         caller: how to reach the master.
@@ -113,13 +118,15 @@ class Borrower:
         self.waited_s = 0.0
         """How long the training thread waited for a lease, all in all."""
         self._caller, self._lookahead, self._reopen = caller, lookahead, reopen
-        self._ends: dict[str, int] = {}
-        self._changed = threading.Condition(threading.Lock())
         self._ready: deque[Held] = deque()
-        self._held: dict[int, Held] = {}
+        self._ends: dict[str, int] = {}
         self._starving, self._closing = True, False
-        self._flush_at: float | None = None
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Wakes the thread; `put` never blocks."""
+        self._answered = threading.Event()
         self._pace = Pace()
+        self._held: dict[int, Held] = {}
+        self._told_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="dlrover-hooks-leases", daemon=True)
         self._thread.start()
 
@@ -127,29 +134,31 @@ class Borrower:
 
     def take(self) -> Held | None:
         """The next lease, if one is here. Never waits."""
-        with self._changed:
-            held = self._ready.popleft() if self._ready else None
-            self._starving = held is None
-            self._changed.notify_all()
+        held = self._ready.popleft() if self._ready and not self._ends else None
+        self._starving = held is None
+        self._bell.put(None)
         return held
 
     @property
     def ready(self) -> bool:
         """Would `take` give one?"""
-        return bool(self._ready)
+        return bool(self._ready) and not self._ends
 
     @property
     def dry(self) -> bool:
         """Nothing can be taken now: others hold the rest, the epoch is finished, or what is held must go back first."""
-        return not self._ready and (bool(self._ends) or self.state in (LedgerState.WAITING, LedgerState.FINISHED))
+        return not self.ready and (bool(self._ends) or self.state in (LedgerState.WAITING, LedgerState.FINISHED))
 
     def wait(self, seen: LedgerState | None, timeout_s: float) -> None:
         """Until a lease is ready, `state` is another than `seen`, or `timeout_s` passed. Raises `error`, if any."""
         began = time.monotonic()
-        with self._changed:
-            self._starving = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._ready or self.error or self.state is not seen, timeout_s)
+        self._starving = True
+        self._bell.put(None)
+        while (left := began + timeout_s - time.monotonic()) > 0:
+            self._answered.clear()
+            if self.ready or self.error is not None or self.state is not seen:
+                break
+            self._answered.wait(left)
         self.waited_s += time.monotonic() - began
         self._pace.waited(time.monotonic() - began)
         self.surface()
@@ -161,45 +170,32 @@ class Borrower:
 
     def committed(self, held: Held, upto: int) -> None:
         """Positions of `held` before `upto` are in the model."""
-        with self._changed:
-            self._pace.done(upto - held.committed)
-            held.committed = upto
-            first = self._flush_at is None
-            if first:
-                self._flush_at = time.monotonic() + ACK_S
-            if first or held.complete:
-                self._changed.notify_all()
+        self._pace.done(upto - held.committed)
+        held.committed = upto
+        if held.complete:
+            self._bell.put(None)
 
     def stop(self, held: Held, at: int, *, failed: str = "", failed_upto: int = 0) -> None:
         """Go no further than `at`: the rest of `held` goes back once everything before is committed.
 
         failed: why positions [at, failed_upto) could not be read.
         """
-        with self._changed:
-            held.end, held.failed, held.failed_upto = max(at, held.committed), failed, failed_upto
-            self._changed.notify_all()
+        held.failed, held.failed_upto = failed, failed_upto
+        held.end = max(at, held.committed)
+        self._bell.put(None)
 
     def ended(self, partition: str, at: int) -> None:
         """The stream's partition ends at offset `at`: work off what is begun, tell the master, go on."""
-        with self._changed:
-            self._ends[partition] = at
-            for held in self._ready:
-                held.end = held.lo
-            self._ready.clear()
-            self._changed.notify_all()
+        self._ends[partition] = at
+        self._bell.put(None)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Acknowledge what is committed, give the rest back, end the thread. Idempotent.
 
         If the master does not answer in time the rest is lent out again when the lease runs out.
         """
-        with self._changed:
-            self._closing = True
-            self._ready.clear()
-            for held in self._held.values():
-                held.end = min(held.end, held.committed)
-                held.failed = held.failed if held.end == held.received else ""
-            self._changed.notify_all()
+        self._closing = True
+        self._bell.put(None)
         self._thread.join(timeout_s)
 
     # ---- its own thread ----------------------------------------------------------------------------------------------
@@ -221,21 +217,31 @@ class Borrower:
 
     def _next(self) -> p.TakeLeases | p.AwaitShards | dict[str, int] | None:
         """What to ask now; waits while there is nothing. None: the end."""
-        with self._changed:
-            while True:
-                acks, want = self._acks(), self._want()
-                waiting = self.state is LedgerState.WAITING
-                if self._closing or self.state is LedgerState.FINISHED:
-                    return self._request(0, acks) if acks else None
-                if (want and not waiting) or (acks and (self._is_time() or self._awaited())):
-                    return self._request(want, acks)
-                if self._ends and not self._held:
-                    return dict(self._ends)
-                if want and not self._held:
-                    job, incarnation, name, fence, epoch = self.claim
-                    return p.AwaitShards(job, incarnation, name, fence, epoch, timeout_s=POLL_S)
-                late = None if self._flush_at is None else max(0.0, self._flush_at - time.monotonic())
-                self._changed.wait(late if acks else None)
+        while True:
+            if self._closing or self._ends:
+                self._give_up()
+            acks, want = self._acks(), self._want()
+            waiting = self.state is LedgerState.WAITING
+            if self._closing or self.state is LedgerState.FINISHED:
+                return self._request(0, acks) if acks else None
+            if (want and not waiting) or (acks and (self._late_s() <= 0.0 or self._awaited())):
+                return self._request(want, acks)
+            if self._ends and not self._held:
+                return dict(self._ends)
+            if want and not self._held:
+                job, incarnation, name, fence, epoch = self.claim
+                return p.AwaitShards(job, incarnation, name, fence, epoch, timeout_s=POLL_S)
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=max(0.01, self._late_s()) if self._held else None)
+
+    def _give_up(self) -> None:
+        """Leases that are not begun go back, and at the end what is not done of the others."""
+        while self._ready:
+            held = self._ready.popleft()
+            held.end = held.lo
+        for held in self._held.values() if self._closing else ():
+            if held.committed < held.end:
+                held.failed, held.end = "", held.committed
 
     def _want(self) -> int:
         return 0 if self._ends else max(0, self._lookahead + self._starving - len(self._ready))
@@ -248,20 +254,21 @@ class Borrower:
         parting = self._ends or self.state is LedgerState.WAITING
         return bool(parting) and any(held.complete for held in self._held.values())
 
-    def _is_time(self) -> bool:
-        return self._flush_at is not None and time.monotonic() >= self._flush_at
+    def _late_s(self) -> float:
+        """Until it is time to tell what is committed."""
+        return self._told_at + ACK_S - time.monotonic()
 
     def _request(self, count: int, acks: Iterable[p.Ack]) -> p.TakeLeases:
-        self._flush_at = None
+        self._told_at = time.monotonic()
         job, incarnation, name, fence, epoch = self.claim
         return p.TakeLeases(job, incarnation, name, fence, count, epoch, tuple(acks), self._pace.rate)
 
     def _tell_ends(self, ends: dict[str, int]) -> None:
         self._reopen(ends)
-        with self._changed:
-            self._ends = {name: at for name, at in self._ends.items() if name not in ends}
-            self.state = None
-            self._changed.notify_all()
+        self.state = None
+        for name in ends:
+            del self._ends[name]
+        self._answered.set()
 
     def _exchange(self, request: p.TakeLeases) -> None:
         asked_at = time.monotonic()
@@ -291,15 +298,13 @@ class Borrower:
                 self._told((ack,), asked_at)
 
     def _told(self, acks: tuple[p.Ack, ...], at: float) -> None:
-        with self._changed:
-            if any(ack.upto > self._held[ack.lease].acked for ack in acks):
-                self._renew(at)
-            for ack in acks:
-                held = self._held[ack.lease]
-                held.acked = ack.upto
-                if held.complete and held.ack() == ack:  # it may have been stopped there meanwhile: then there is more
-                    del self._held[ack.lease]
-            self._changed.notify_all()
+        if any(ack.upto > self._held[ack.lease].acked for ack in acks):
+            self._renew(at)
+        for ack in acks:
+            held = self._held[ack.lease]
+            held.acked = ack.upto
+            if held.complete and held.ack() == ack:  # it may have been stopped there meanwhile: then there is more
+                del self._held[ack.lease]
 
     def _renew(self, at: float) -> None:
         backlog = 0
@@ -308,25 +313,20 @@ class Borrower:
             held.until = at + max(SHORTEST_S, PATIENCE * backlog / self._pace.rate if self._pace.rate else 0.0)
 
     def _lose(self, ack: p.Ack, error: Stale) -> None:
-        with self._changed:
-            held = self._held.pop(ack.lease)
-            held.end = min(held.end, held.received)
+        held = self._held.pop(ack.lease)
+        held.lost = True
         log.warning(
             "%s: %s is no longer ours (%s); %d of its samples were trained here and are lent out again",
             self.claim, held, error.message, ack.upto - held.acked,
         )  # fmt: skip
 
     def _hear(self, reply: p.Leases, asked_at: float) -> None:
-        with self._changed:
-            for lease in reply.leases:
-                held = self._held[lease.id] = Held(lease, asked_at + lease.within_s)
-                if self._closing:
-                    held.end = held.lo
-                else:
-                    self._ready.append(held)
-            self.state = reply.state or self.state
-            self.quarantined = reply.quarantined or self.quarantined
-            self._changed.notify_all()
+        for lease in reply.leases:
+            held = self._held[lease.id] = Held(lease, asked_at + lease.within_s)
+            self._ready.append(held)
+        self.quarantined = reply.quarantined or self.quarantined
+        self.state = reply.state or self.state
+        self._answered.set()
 
     def _fail(self, error: HooksError) -> None:
         if isinstance(error, MasterAway):
@@ -336,9 +336,8 @@ class Borrower:
             )
         elif isinstance(error, MasterError):
             error = type(error)(f"{self.claim}: {error.message}", hint=error.hint)
-        with self._changed:
-            self.error = error
-            self._changed.notify_all()
+        self.error = error
+        self._answered.set()
 
 
 class Pace:

@@ -61,7 +61,8 @@ class Look(Callback):
 class Elastic(ElasticCallback):
     @property
     def ghost(self) -> bool:
-        return self._loaders["train"].sampler.step.ghost
+        loader = self._loaders["train"]
+        return loader.sampler.step.ghost or getattr(loader, "ghost", False)
 
 
 if __name__ == "__main__":

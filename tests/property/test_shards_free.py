@@ -30,7 +30,7 @@ class Free(ShardWorld):
         self.stream = False
         self.ended = False
 
-    @initialize(stream=st.booleans(), batch=st.integers(1, 3), shard=st.sampled_from([0, 4, 9]))
+    @initialize(stream=st.booleans(), batch=st.integers(1, 3), shard=st.sampled_from([4, 9, 0]))
     def first(self, stream: bool, batch: int, shard: int) -> None:
         self.stream, self.batch, self.shard = stream, batch, shard
         self.come()
@@ -46,13 +46,17 @@ class Free(ShardWorld):
         length = 0 if self.stream else LENGTH
         return p.OpenLedger(JOB, name, DATA, "f", parts, length, self.batch, self.shard, free=True)
 
+    def is_far(self) -> bool:
+        """Handed out as far as the end that nobody knows, or nearly."""
+        return self.ledger is not None and any(self.ledger.books[key].next > hi - 9 for key, (_, hi) in ENDS.items())
+
     @rule()
     def come(self) -> None:
         name = self.named("f")
         self.send(self.opening(name, ended=False))
         self.held[name] = {}
 
-    @precondition(lambda self: bool(self.held))
+    @precondition(lambda self: any(self.held.values()))
     @rule(who=st.integers(0, 9))
     def come_again(self, who: int) -> None:
         """What it held comes back."""
@@ -60,7 +64,7 @@ class Free(ShardWorld):
         self.send(self.opening(name, ended=False))
         self.held[name] = {}
 
-    @precondition(lambda self: self.stream and bool(self.held) and not self.ended)
+    @precondition(lambda self: self.stream and bool(self.held) and not self.ended and self.is_far())
     @rule()
     def tell_the_end(self) -> None:
         """Refused only if somebody said that positions behind are done."""
@@ -77,7 +81,7 @@ class Free(ShardWorld):
     @precondition(lambda self: bool(self.held))
     @rule(
         who=st.integers(0, 9),
-        count=st.integers(0, 3),
+        count=st.integers(0, 6),
         epoch=st.integers(0, EPOCHS - 1),
         share=st.floats(0.0, 1.0),
         how=st.sampled_from(["part", "part", "back", "failed"]),
@@ -86,7 +90,7 @@ class Free(ShardWorld):
         """Say how far the oldest lease is, and take more."""
         name = sorted(self.held)[who % len(self.held)]
         acks: tuple[p.Ack, ...] = ()
-        for lease, at in list(self.held[name].values())[:1]:
+        for lease, at in list(self.held[name].values())[:1]:  # one at a time: it may have run out
             hi = min(lease.hi, ENDS[lease.partition][1]) if self.ended else lease.hi
             upto = max(at, at + int(share * (hi - at)))
             fails = how == "failed" and upto < hi

@@ -362,3 +362,26 @@ def test_losses_are_remembered_through_attempts() -> None:
         sizes.append(lease.hi - lease.lo)
         core.send(Lost("job", f"{life}0"))
     assert sizes == [80, 80, 40, 20]
+
+
+def test_a_stream_cannot_end_before_what_is_done() -> None:
+    """The source contradicts itself, or is another one: refused, nothing changed. What was lent behind is void."""
+    core = Core()
+    parts = (p.Partition("a"), p.Partition("b", end=30))
+    core.open(epoch_length=0, partitions=parts, shard_size=20)
+    assert [(lease.partition, lease.lo, lease.hi) for lease in core.take(count=3).leases] == [
+        ("a", 0, 20),
+        ("b", 0, 20),
+        ("a", 20, 40),
+    ]
+    core.take("w0", p.Ack(1, 20), count=0)
+    before = jobs.encode(core.state)
+    with pytest.raises(BadRequest, match="20 are done"):
+        core.open("w1", epoch_length=0, partitions=(p.Partition("a", end=19), parts[1]))
+    assert jobs.encode(core.state) == before
+    core.open("w1", epoch_length=0, partitions=(p.Partition("a", end=22), parts[1]))
+    assert core.take("w0", p.Ack(3, 22), p.Ack(2, 10, back=True), count=0).state is p.LedgerState.OPEN
+    got = core.take("w0", count=9, rate=0.1)
+    assert [(lease.partition, lease.lo, lease.hi) for lease in got.leases] == [("b", 10, 20), ("b", 20, 30)]
+    core.send(p.Leave("job", "w0", p.Departure.STOPPED))
+    assert [(lease.lo, lease.hi) for lease in core.take("w1", count=9).leases] == [(10, 20), (20, 30)]
