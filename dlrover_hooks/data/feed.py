@@ -81,18 +81,18 @@ class Feed:
 
     def picks(self) -> Iterator[Pick]:
         """What the DataLoader reads next; never waits, and ends with the epoch."""
-        while not self.finished:
+        numbers, issued = self._numbers, self._issued
+        while True:
             piece = self._cut()
-            self._issued.append(piece)
+            if piece is None and self.finished:
+                return
+            issued.append(piece)
             if piece is None:
                 yield Pick()
                 continue
             self._outstanding += 1
             held, lo, hi = piece
-            if self._numbers is None:
-                yield Pick(None, held.partition, lo, hi)
-            else:
-                yield Pick(self._numbers.of(lo, hi, held.hi))
+            yield Pick(numbers.of(lo, hi, held.hi)) if numbers is not None else Pick(None, held.partition, lo, hi)
 
     @property
     def finished(self) -> bool:
@@ -130,23 +130,22 @@ class Feed:
         dry: called each time when all leases here are handed out and the master has no other for now; True: do not
         wait. Raises what the borrower met (no master, a stale fence), and ShardsFailed when nothing can be read.
         """
-        while not self.finished:
-            seen = self.borrower.state
+        while True:
             if not self._outstanding and not self.borrower.ready and not self._left():
-                if self.borrower.dry and dry():
+                seen = self.borrower.state
+                if self.finished or (self.borrower.dry and dry()):
                     return None
                 self.borrower.wait(seen, _WAIT_S)
                 continue
             read = next(self.rows, None)
             if read is None:
-                break
+                return None
             piece = self._issued.popleft()
             if piece is not None:
                 self._outstanding -= 1
                 delivery = self._judge(piece, read)
                 if delivery is not None:
                     return delivery
-        return None
 
     def wait(self, timeout_s: float) -> None:
         """Until there may be something to pull, or the epoch is finished. Raises what the borrower met."""
@@ -154,23 +153,28 @@ class Feed:
             self.borrower.wait(LedgerState.WAITING, timeout_s)
 
     def _judge(self, piece: Piece, read: Read) -> Delivery | None:
-        held, lo, _ = piece
+        held, lo, hi = piece
         if not held.whole:
             return None
         if time.monotonic() >= held.until:
             self._lapse(held)
             return None
         at = lo + read.good
-        if read.reason:
-            self._failed(held, at, read)
-        elif read.end is not None:
-            self.borrower.stop(held, at)
-            self.borrower.ended(held.partition, read.end)
-        if not read.good:
-            return None
+        if at < hi:
+            self._fall_short(held, at, read)
+            if not read.good:
+                return None
+            piece = Piece(held, lo, at)
         self._successes += 1
         held.received = at
-        return Delivery(Piece(held, lo, at), read.batch)
+        return Delivery(piece, read.batch)
+
+    def _fall_short(self, held: Held, at: int, read: Read) -> None:
+        if read.end is None:
+            self._failed(held, at, read)
+            return
+        self.borrower.stop(held, at)
+        self.borrower.ended(held.partition, read.end)
 
     def _failed(self, held: Held, at: int, read: Read) -> None:
         self._failures += 1

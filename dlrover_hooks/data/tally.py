@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_hooks.data.leases import Held
@@ -42,18 +41,18 @@ class Tally:
         """Pieces received since the last mark."""
         return len(self._pieces) - self._marked
 
-    def commit(self) -> Iterator[tuple[Held, int]]:
-        """A quiet point: what is marked is in the model for good. Yields each lease touched, and how far it came."""
-        last: Piece | None = None
-        while self._marked:
-            piece = self._pieces.popleft()
-            self._marked -= 1
-            self.done.setdefault(piece.held.partition, Ranges()).add(piece.lo, piece.hi)
-            if last is not None and last.held is not piece.held:
-                yield last.held, last.hi
-            last = piece
-        if last is not None:
-            yield last.held, last.hi
+    def commit(self) -> list[tuple[Held, int]]:
+        """A quiet point: what is marked is in the model for good. Each lease touched, and how far it came."""
+        came: list[tuple[Held, int]] = []
+        pieces = self._pieces
+        for _ in range(self._marked):
+            held, lo, hi = pieces.popleft()
+            self.done.setdefault(held.partition, Ranges()).add(lo, hi)
+            if came and came[-1][0] is held:
+                came.pop()
+            came.append((held, hi))
+        self._marked = 0
+        return came
 
     def drop(self) -> None:
         """What is not committed is not done here: it goes back."""

@@ -35,8 +35,10 @@ def take(ledger: Ledger, job: str, event: TakeLeases, now: float) -> tuple[Lease
     """Acknowledge, then lend. True with it if whoever waits should look again. Raises Stale, BadRequest: no change."""
     span = books_of.span_of(ledger, job, event.epoch)
     holder = _holder(ledger, job, event)
-    again = [number for ack in event.acks if (number := str(ack.lease)) in holder.over]
-    acks = [(number, ack) for ack in event.acks if (number := str(ack.lease)) not in again]
+    acks = [(str(ack.lease), ack) for ack in event.acks]
+    again = [number for number, _ in acks if number in holder.over]
+    if again:
+        acks = [pair for pair in acks if pair[0] not in again]
     for number, ack in acks:
         _check(ledger, job, event.incarnation, number, ack)
     count, over, news = _acknowledge(ledger, holder, acks)
@@ -108,7 +110,7 @@ def _acknowledge(ledger: Ledger, holder: Holder, acks: list[tuple[str, Ack]]) ->
         over.append(number)
         holder.leases.remove(number)
         books_of.end_lease(ledger, number)
-        news |= lent.at < lent.hi or books_of.epoch_of(ledger, lent.lo) not in ledger.doing
+        news |= lent.at < lent.hi or lent.epoch not in ledger.doing
         if lent.at < lent.hi:
             _sort_rest(ledger, lent, ack)
     return count, over, news
@@ -195,10 +197,10 @@ def _lease(
 ) -> Lease:
     ledger.issued += 1
     number, until = str(ledger.issued), now + within_s
+    epoch = str(piece.lo // ledger.epoch_length) if ledger.epoch_length else "0"
     ledger.leases[number] = Lent(
-        incarnation, partition, piece.lo, piece.lo, piece.hi, until, piece.losses, piece.failures, piece.reason
+        incarnation, partition, epoch, piece.lo, piece.lo, piece.hi, until, piece.losses, piece.failures, piece.reason
     )
-    epoch = books_of.epoch_of(ledger, piece.lo)
     ledger.doing[epoch] = ledger.doing.get(epoch, 0) + 1
     holder.leases.append(number)
     books_of.queue(ledger, incarnation, holder, until)

@@ -26,6 +26,8 @@ class Lent(msgspec.Struct):
 
     holder: str
     partition: str
+    epoch: str
+    """As a key of `doing`; 0 for a stream."""
     lo: int
     at: int
     hi: int
@@ -157,10 +159,9 @@ def queue(ledger: Ledger, incarnation: str, holder: Holder, at: float) -> None:
 def end_lease(ledger: Ledger, number: str) -> Lent:
     """The lease is over. Taking it off its holder's list is the caller's."""
     lent = ledger.leases.pop(number)
-    epoch = epoch_of(ledger, lent.lo)
-    ledger.doing[epoch] -= 1
-    if not ledger.doing[epoch]:
-        del ledger.doing[epoch]
+    ledger.doing[lent.epoch] -= 1
+    if not ledger.doing[lent.epoch]:
+        del ledger.doing[lent.epoch]
     return lent
 
 
@@ -246,11 +247,6 @@ def span_of(ledger: Ledger, job: str, epoch: int) -> Span:
             hint="Open it for more epochs.",
         )
     return epoch * length, (epoch + 1) * length
-
-
-def epoch_of(ledger: Ledger, position: int) -> str:
-    """As a key of `doing`: "0" for a stream."""
-    return str(position // ledger.epoch_length) if ledger.epoch_length else "0"
 
 
 def holder_named(ledger: Ledger, job: str, incarnation: str) -> Holder:

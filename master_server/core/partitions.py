@@ -70,11 +70,16 @@ def span_of(books: Books) -> Span:
 
 def has_todo(books: Books, span: Span) -> bool:
     """Is there anything of `span` to hand out? O(log k)."""
+    return span[1] is None or books.next < span[1] or _first_returned(books, span) is not None
+
+
+def _first_returned(books: Books, span: Span) -> int | None:
+    """Index of the first piece that came back and has positions of `span`."""
+    if not books.returned:
+        return None
     lo, hi = span
     at = bisect_right(books.returned, lo, key=_HI)
-    if at < len(books.returned) and (hi is None or books.returned[at].lo < hi):
-        return True
-    return hi is None or books.next < hi
+    return at if at < len(books.returned) and (hi is None or books.returned[at].lo < hi) else None
 
 
 def todo(books: Books, span: Span) -> int:
@@ -89,8 +94,8 @@ def take(books: Books, span: Span, size: int, batch: int) -> Piece | None:
     Halving finds the position that kills its holders, so that little is given up with it.
     """
     lo, hi = span
-    at = bisect_right(books.returned, lo, key=_HI)
-    if at < len(books.returned) and (hi is None or books.returned[at].lo < hi):
+    at = _first_returned(books, span)
+    if at is not None:
         piece = books.returned[at]
         start, room = max(piece.lo, lo), piece.hi if hi is None else min(piece.hi, hi)
         if piece.losses > 1:

@@ -216,7 +216,7 @@ def run_live(n: int, b: int, N: int, tail: str, kind: str, events: list[tuple[st
     options = {"global_batch_size": b * N, "tail": tail, "order": kind, "seed": 11}
     options |= BLOCKS if kind == "blocks" else {}
     ranks, trained, saved = list[Rank](), list[int](), None
-    committed = 0
+    committed, kinds = 0, iter([event for event, *_ in events[1:]])
     for event, world, steps, extra in events:
         world = min(world, N)
         if event == "live" and ranks:
@@ -227,22 +227,25 @@ def run_live(n: int, b: int, N: int, tail: str, kind: str, events: list[tuple[st
         ranks = ranks[:world]
         for rank, one in enumerate(ranks):
             if event == "recover":
-                for _ in range(extra):
-                    one.batch()
                 one.loader.rollback()
-            one.loader.resize(world, rank)
-            if event == "recover":
                 one.loop = iter(one.loader)
+            one.loader.resize(world, rank)
         ranks += [Rank(state, rank, world, n, b, **options) for rank in range(len(ranks), world)]
         for _ in range(steps):
             parts = [one.step() for one in ranks]
             trained += sorted(i for part in parts for i in part)
             assert len({one.loader.sampler.progress.marked for one in ranks}) == 1
-        if extra != 1:  # else the last step stays a mark: a live resize may come before the quiet point
+        following = next(kinds, "")
+        if following != "live" or extra:  # else the last step stays a mark: a live resize may come before its commit
             for one in ranks:
                 one.loader.sampler.commit()
             saved, committed = ranks[0].loader.state_dict(), len(trained)
             assert all(one.loader.state_dict() == saved for one in ranks)
+        for one in ranks if following in ("recover", "restore") else []:
+            for _ in range(0 if one.loader.sampler.progress.finished else extra):
+                one.batch()
+                if one.loader.sampler.progress.finished:  # beginning the next epoch would say: this one is trained
+                    break
     check_prefix(trained, n, b * N, tail, kind)
 
 
