@@ -260,7 +260,7 @@ class ElasticSampler(DistributedSampler[int]):
 
 _HINTS = {
     "v": "the state was written by another version of dlrover_hooks: use that version, or start anew",
-    "n": "the dataset changed its length: give the old dataset back, or start anew (resume='weights' keeps the model)",
+    "n": "the dataset changed its length: give the old dataset back, or start anew (--fresh or resume='never')",
     "seed": "give the seed of the first start, or start anew",
     "shuffle": "give the shuffle of the first start, or start anew",
     "algo": "the order of this version differs: use the version that wrote the state, or start anew",

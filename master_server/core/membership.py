@@ -21,7 +21,8 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     if job.finished:
         return Joined(job=job.name, run=job.run, finished=True, finished_step=job.finished_step)
     rounds.check(job.rounds, event)
-    broken = rounds.add(job.rounds, event, now)
+    broken = any([rounds.part(job.rounds, name, rounds.LOST) for name in rounds.predecessors(job.rounds, event)])
+    broken = rounds.add(job.rounds, event, now) or broken
     _after_membership(job, now, effects, broken=broken)
     return Joined(job=job.name, run=job.run)
 
@@ -30,9 +31,9 @@ def _starts_anew(job: Job, event: Join) -> bool:
     """`fresh` counts once per launch: on a finished job, or on one that only dead strangers have worked on."""
     if not event.fresh:
         return False
-    current = job.rounds.round
+    current, predecessors = job.rounds.round, rounds.predecessors(job.rounds, event)
     known = current is not None and event.incarnation in current.agents
-    return job.finished or (current is not None and not known and not job.live)
+    return job.finished or (current is not None and not known and job.standing == len(predecessors))
 
 
 def _reset(job: Job, run: str) -> None:
