@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import click
 
 from dlrover_hooks import __version__
-from dlrover_hooks.errors import HooksError
+from dlrover_hooks.errors import HooksError, LaunchError, UsageError
+
+_USAGE, _GAVE_UP = 78, 77
 
 
-@click.group(context_settings={"auto_envvar_prefix": "DLROVER_HOOKS", "help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """Ends with 78, not with click's 2, for a command line that must be mended."""
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        with _exit_code():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _exit_code():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _exit_code() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        error.exit_code = _USAGE  # pyright: ignore[reportAttributeAccessIssue]  # click reads the instance
+        raise
+
+
+@click.group(
+    cls=Commands,
+    context_settings={
+        "auto_envvar_prefix": "DLROVER_HOOKS",
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun's --nproc_per_node
+    },
+)
 @click.version_option(__version__)
 def main() -> None:
     """Hooks that keep training runs alive.
 
     \b
-    dlrover-hooks run --nproc-per-node 2 train.py --lr 1e-3
+    dlrover-hooks run --nproc-per-node 2 --job mine train.py --lr 1e-3
     dlrover-hooks master --port 8780
     """
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@main.command(short_help="Run a script with N workers; restart them if one dies.",
+              context_settings={"allow_interspersed_args": False})  # fmt: skip
 @click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=1,
               show_default=True, help="Workers on this machine.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
@@ -49,24 +83,25 @@ def run(workers: int, max_restarts: int, job: str, fresh: bool, port: int, journ
     Everything after SCRIPT goes to the script. The workers get the environment torchrun would give them.
 
     \b
-    Exit codes: 0 done, 1 the script failed before any progress, 77 gave up, 78 usage, 130 Ctrl-C.
+    Exit codes: 0 done, 1 the script failed (before any progress, or after training was finished),
+    77 gave up, 78 usage, 130 Ctrl-C, 143 SIGTERM.
     """
-    from dlrover_hooks.runtime.launch import USAGE, Launcher, Options, worker_command
+    from dlrover_hooks.runtime.launch import Launcher, Options, worker_command
 
     logging.basicConfig(format="[dlrover-hooks] %(message)s", level=logging.INFO, stream=sys.stderr)
-    options = Options(
-        command=worker_command(script, arguments, module=module), workers=workers, max_restarts=max_restarts, job=job,
-        fresh=fresh, port=port, journal=journal, grace_s=grace_s,
-    )  # fmt: skip
     try:
+        options = Options(
+            command=worker_command(script, arguments, module=module), workers=workers, max_restarts=max_restarts,
+            job=job, fresh=fresh, port=port, journal=journal, grace_s=grace_s,
+        )  # fmt: skip
         code = Launcher(options).run()
     except HooksError as error:
         click.echo(f"dlrover-hooks run: {error}", err=True)
-        code = USAGE
+        code = _USAGE if isinstance(error, (UsageError, LaunchError)) else _GAVE_UP
     sys.exit(code)
 
 
-@main.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@main.command(add_help_option=False, short_help="Serve the master.", context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def master(arguments: tuple[str, ...]) -> None:
     """Serve the master; the same as python -m dlrover_hooks.master (see --help there)."""

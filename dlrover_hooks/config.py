@@ -10,15 +10,17 @@ import os
 import re
 import socket
 import stat
+import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import KeeperAway, UsageError
+from dlrover_hooks.errors import KeeperAway, Stale, UsageError
 
 PREFIX = "DLROVER_HOOKS_"
 Duration = timedelta | str | int
@@ -90,22 +92,84 @@ def _bad_interval(name: str, value: object) -> UsageError:
 
 
 def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
-    """A `Config` from keyword arguments (None means not given), the environment, and defaults."""
+    """A `Config` from keyword arguments (None means not given), the environment, and defaults.
+
+    Raises:
+        UsageError: a value of the wrong type or meaning, or another job than the launcher's.
+    """
     env = os.environ if environ is None else environ
+    if environ is None and _launched(env):
+        tell_launcher()
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(Config):
         if given.get(field.name) is not None:
-            values[field.name] = given[field.name]
+            values[field.name] = _typed(field.name, given[field.name], field.type)
         elif (text := env.get(PREFIX + field.name.upper())) not in (None, ""):
             values[field.name] = _parsed(field.name, text, field.type)
     for name in ("save_every", "persist_every"):
         if name in values:
             values[name] = interval(values[name], name=name)
     job = values.get("job") or _job(env)
+    if _launched(env) and job != _job(env):
+        raise UsageError(
+            f"job={job!r}, but the launcher runs job {_job(env)!r}: its master knows no other",
+            hint=f"give the launcher --job {job}, or leave job= out",
+        )
     values |= {"job": job or f"job-{uuid.uuid4().hex[:12]}", "named": job is not None}
-    config = msgspec.convert(values, Config, strict=False)
+    config = Config(**values)
     _check(config)
     return config
+
+
+def _launched(env: Mapping[str, str]) -> bool:
+    """`dlrover-hooks run` has started this process, and its seat is not used yet."""
+    return bool(env.get(PREFIX + "INCARNATION") and env.get(PREFIX + "JOB"))
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """A keyword's value; paths become text, intervals are looked at later."""
+    if name in ("save_every", "persist_every"):
+        return value
+    if isinstance(value, os.PathLike):  # a path to resume from is never one of the words
+        value = os.path.abspath(value) if name == "resume" else os.fspath(value)
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{name}={value!r} cannot be used: {error}", hint=f"give {name} {_WANTED[name]}") from None
+
+
+_WANTED = {
+    "save_to": "a folder (str or Path) or an fsspec URL",
+    "storage_options": "a dict of fsspec options",
+    "keep": "a whole number",
+    "resume": '"auto", "never", "require", a folder or a URL',
+    "job": "a name (str)",
+    "named": "no value",
+    "global_batch_size": "a whole number of samples",
+    "master": 'an address such as "http://127.0.0.1:8780"',
+    "token": "a text (str)",
+    "on_error": '"raise" or "warn"',
+    "disable": "True or False",
+    "fresh": "True or False",
+}
+
+
+def tell_launcher() -> None:
+    """Let the exit code of this worker say what only it knows: 78, a setting must be mended, so a restart is in vain;
+    75, the master has declared it dead by mistake, so a restart is right. Tracebacks are printed as ever."""
+    if isinstance(sys.excepthook, _LastWords):
+        return
+    sys.excepthook = _LastWords(sys.excepthook)
+
+
+class _LastWords:
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        if isinstance(error, (UsageError, Stale)):
+            raise SystemExit(78 if isinstance(error, UsageError) else 75)
 
 
 def _parsed(name: str, text: str, kind: Any) -> Any:

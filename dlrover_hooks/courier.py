@@ -43,7 +43,11 @@ class Courier:
         self.newest_complete: p.Generation | None = None
         self.newest_committed: p.Generation | None = None
         self.failed: set[p.Generation] = set()
-        """Generations that this rank could not make durable; `Session.finish` saves the last one again."""
+        """Generations that this rank could not make durable; the last one of a run is saved again (`LastSave`)."""
+        self.broken: dict[p.Generation, StorageFailed] = {}
+        """Those of them that the storage did not take, which would not help."""
+        self.newest_stored: p.Generation | None = None
+        """The newest one whose file, written by this rank, the master knows of."""
         self.cadence = p.Cadence()
         self.step = 0
         self.step_s = 0.0
@@ -117,11 +121,12 @@ class Courier:
             self._to_persist.remove(generation)
         self._unsent.append(self._vote(generation, p.VoteKind.FAILED, reason=reason))
         if not gone:
-            self.error = self.error or StorageFailed(
+            self.broken[generation] = StorageFailed(
                 f"rank {self._rank} could not make {generation} durable: {reason}",
                 hint="make room or mend the checkpoint URL; memory checkpoints go on; "
                 'on_error="warn" trains on regardless',
             )
+            self.error = self.error or self.broken[generation]
 
     def _plan_persist(self, generation: p.Generation) -> None:
         if self._engine is not None and generation not in self._to_persist:
@@ -148,8 +153,10 @@ class Courier:
             reply = self._call(self._unsent[0], "vote")
             if reply is None:
                 return
-            self._unsent.popleft()
+            vote = self._unsent.popleft()
             if isinstance(reply, p.Voted):
+                if vote.kind is p.VoteKind.STORED:
+                    self.newest_stored = vote.generation
                 self.newest_committed = reply.newest_committed or self.newest_committed
                 self._heard(reply.newest_complete, reply.cadence)
 

@@ -147,6 +147,8 @@ class Join(Message, frozen=True):
     last_call_s: float = 0.3
     fresh: bool = False
     """Start a new run even if older generations of this job are found."""
+    sole: bool = False
+    """No other agent of this node lives (a launcher has made sure of that): their seats there are given up."""
 
 
 class Joined(Message, frozen=True):
@@ -498,6 +500,9 @@ class JobView(Message, frozen=True):
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
+    begun_step: int | None = None
+    """Where the current attempt began: the restored step, 0 for a fresh start; None until that is chosen."""
+    save_to: str | None = None
 
 
 class Problem(Message, frozen=True):

@@ -18,14 +18,23 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks import rng
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint import stock
 from dlrover_hooks.checkpoint.cadence import save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
 from dlrover_hooks.data.cut import Cut, Source, united
-from dlrover_hooks.errors import CheckpointError, MasterAway, MasterError, NoCheckpoint, Stale, UsageError
+from dlrover_hooks.errors import (
+    CheckpointError,
+    HooksError,
+    MasterAway,
+    MasterError,
+    NoCheckpoint,
+    Stale,
+    UsageError,
+)
+from dlrover_hooks.last_save import LastSave
 
 if TYPE_CHECKING:
     from dlrover_hooks.alone import Alone, Ear
@@ -35,8 +44,6 @@ log = logging.getLogger("dlrover_hooks")
 
 FORM_S = 900.0
 """Deadline for all workers of a round to come up and load; torchrun's own rendezvous timeout."""
-FINISH_S = 600.0
-"""Deadline for the last generation to become durable."""
 
 
 class Leased(Source, Protocol):
@@ -56,6 +63,8 @@ class Restored(msgspec.Struct, frozen=True):
     """By leased dataset: the state of one of the saved ranks."""
     rng: dict[str, Any] | None
     """None at a new world size: the rank was reseeded instead."""
+    ended: bool = False
+    """`rng` is of the end of a training, so before the next epoch's iterator was made; others are of a fetch."""
 
 
 class Session:
@@ -85,7 +94,7 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._last_step: tuple[int, float] | None = None
         self._at_step_end = False
-        self._said = ""
+        self._said = set[str]()
         self._left = False
         self._caller = self._connect()
         self._engine = self._start_engine() if checkpoint else None
@@ -112,24 +121,32 @@ class Session:
             NoCheckpoint: `resume="require"` and nothing whole was found.
             MasterAway: the round did not come together within its deadline.
         """
-        plan, deadline = p.Plan(number=0), time.monotonic() + FORM_S
+        plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
         while plan.phase is not p.Phase.TRAINING and plan.finished_step is None:
             plan = self._next_plan(plan, deadline)
             if plan.refused is not None:
                 raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
+                tried = True
                 self._load(plan, plan.restore)
         self.finished_step = plan.finished_step
         if plan.finished_step is None:
+            if plan.restore is None and (tried or plan.attempt == 1):
+                stock.refuse_nothing(self.config)
             self._begin(plan)
         return self._restored
 
     def watch(self, name: str, source: Source, state: dict[str, Any] | None = None) -> None:
-        """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any)."""
+        """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any).
+
+        Call it before the source is iterated: a random state of a training's end is put back here.
+        """
         self._data.watch(name, source)
         state = state if state is not None else self.restored_data(name)
         if state is not None:
             source.load_state_dict(state)
+        if self._restored is not None and self._restored.ended:
+            self._restore_rng()
 
     def lease(self, name: str, source: Leased) -> None:
         """Make `source` part of every cut under `name`; the master lends it out, from where the restore left it."""
@@ -150,15 +167,22 @@ class Session:
 
     def stepped(self) -> None:
         """The optimizer stepped. Only a mark: schedulers, scaler, EMA and validation are still to come."""
-        self._at_step_end = True
+        self._at_step_end, self._rng = True, None
         self._data.mark()
 
     def before_fetch(self, step: int) -> None:
-        """The next batch is about to be fetched: remember the random state if a cut follows, restore a restored one."""
+        """The next batch is about to be fetched: remember the random state if a cut follows, restore a restored one.
+
+        Of several loaders the first one to fetch after a step counts.
+        """
+        self._restore_rng()
+        if self._rng is None and self._cut_due(step):
+            self._rng = rng.capture()
+
+    def _restore_rng(self) -> None:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
-        self._rng = rng.capture() if self._cut_due(step) else None
 
     def batch_requested(self, step: int) -> bool:
         """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
@@ -177,25 +201,22 @@ class Session:
             self._courier.saved(saved.generation, saved.copy_s)
 
     def finish(self, step: int, state: Any) -> None:
-        """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST."""
+        """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST.
+
+        What prevents it is raised at once, or said once with `on_error="warn"`; see `LastSave.make`.
+        """
         if self._engine is None or self.config.save_to is None:
             return
         self._data.commit()
+        self._rng = None  # that of the last fetch is not of the end
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
-        deadline = time.monotonic() + FINISH_S
-        tree = self._tree(state)
-        self._save_last(generation, tree, deadline)
-        while not self._committed(generation):
-            if generation in self._courier.failed:  # its keeper died: the next save goes to a new one
-                self._courier.failed.discard(generation)
-                self._save_last(generation, tree, deadline)
-            self._wait_a_little(deadline, f"{generation} to become durable")
-
-    def _save_last(self, generation: p.Generation, tree: dict[str, Any], deadline: float) -> None:
-        assert self._engine is not None
-        while (saved := self._engine.save(generation.step, tree)) is None:
-            self._wait_a_little(deadline, f"a free slot for {generation}")
-        self._courier.saved(saved.generation, saved.copy_s, durable=True)
+        last = LastSave(self._engine, self._courier, generation, lambda: self._committed(generation), self.place.rank)
+        try:
+            last.make(self._tree(state, ended=True))
+        except (CheckpointError, MasterAway) as error:
+            if self.config.on_error == "raise":
+                raise
+            self._say(error)
 
     def leave(self, reason: p.Departure, step: int = 0) -> None:
         """Give up the seat and end every thread and socket of this session. Safe to call twice."""
@@ -233,6 +254,7 @@ class Session:
             self.config.job,
             self.place.node,
             self.place.local_rank,
+            master=self.config.master or "",
             save_to=self.config.save_to,
             storage_options=self.config.storage_options,
             keep=self.config.keep,
@@ -263,8 +285,8 @@ class Session:
 
     def _attach_request(self) -> p.Attach:
         config, place = self.config, self.place
-        held = self._inventory() if self._engine is not None and place.local_rank == 0 else ()
-        manifests = self._scan() if self._engine is not None and place.rank == 0 else ()
+        held = self._engine.held() if self._engine is not None and place.local_rank == 0 else ()
+        manifests = stock.stored(config) if self._engine is not None and place.rank == 0 else ()
         return p.Attach(
             job=config.job,
             incarnation=self._incarnation,
@@ -279,28 +301,6 @@ class Session:
             held=held,
             stored=manifests,
         )
-
-    def _inventory(self) -> tuple[p.Held, ...]:
-        """What this node's keeper holds. A run that starts anew forgets it first, before any worker can save."""
-        assert self._engine is not None
-        if self.config.fresh or self.config.resume == "never":
-            self._engine.drop()
-        return self._engine.held()
-
-    def _scan(self) -> tuple[p.Manifest, ...]:
-        """Whole generations in storage, newest run only, without their file lists (the master needs only the names)."""
-        config = self.config
-        if config.save_to is not None:
-            storage.probe(config.save_to, config.storage_options)
-        url = config.resume if "/" in config.resume else config.save_to
-        if config.fresh or config.resume == "never" or url is None:
-            return ()
-        found = storage.scan(url, config.storage_options, config.job)
-        for damage in found.damaged:
-            log.warning("job %s: %s", config.job, damage)
-        if found.finished_step is not None:
-            log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
-        return tuple(msgspec.structs.replace(m, files=()) for m in found.manifests)
 
     def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
         number = plan.number or 0
@@ -324,10 +324,13 @@ class Session:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
         else:
-            own_rng = found.tree["rank"]["rng"] if found.same_world else None
             tree = found.tree
+            own_rng = tree["rank"]["rng"] if found.same_world else None
+            ended = found.same_world and tree["rank"].get("ended", False)
             leases = {name: state for part in found.leases for name, state in part.items()}
-            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
+            self._restored = Restored(
+                choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng, ended
+            )
             ok, reason = True, ""
         self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
 
@@ -336,7 +339,7 @@ class Session:
         if plan.restore is None:
             self._restored = None
         if self._engine is not None:
-            self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
+            stock.take_seat(self.config, self._engine, plan, self.place)
         if self._restored is not None:
             self._say_restored(self._restored)
         self._courier.start(plan.cadence)
@@ -350,8 +353,8 @@ class Session:
         """Only at the first request after a step: later ones of an accumulation window count batches not yet in it."""
         return self._engine is not None and self._at_step_end and save_due(self._courier.cadence, step)
 
-    def _tree(self, state: Any) -> dict[str, Any]:
-        return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
+    def _tree(self, state: Any, *, ended: bool = False) -> dict[str, Any]:
+        return {"state": state, "rank": {"rng": self._rng or rng.capture(), "ended": ended}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
         """Smoothed seconds per optimizer step, for the master's choice of the cadence."""
@@ -377,14 +380,20 @@ class Session:
 
         `Stale` is always raised: another life has this seat, and two would train apart.
         """
+        if self._engine is not None and self._engine.stale is not None:
+            raise self._engine.stale
         error, self._courier.error = self._courier.error, None
         if error is not None and (self.config.on_error == "raise" or isinstance(error, Stale)):
             raise error
         skipped = self._engine.error if self._engine is not None else None
         for each in (error, skipped):
-            if each is not None and str(each) != self._said:
-                log.warning("job %s rank %d: %s", self.config.job, self.place.rank, each)
-                self._said = str(each)
+            if each is not None:
+                self._say(each)
+
+    def _say(self, error: HooksError) -> None:
+        if str(error) not in self._said:
+            log.warning("job %s rank %d: %s", self.config.job, self.place.rank, error)
+            self._said.add(str(error))
 
     def _in_time(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -392,7 +401,3 @@ class Session:
                 f"job {self.config.job} rank {self.place.rank}: waited too long for {what}",
                 hint="look at the other workers' logs: one of them did not come up",
             )
-
-    def _wait_a_little(self, deadline: float, what: str) -> None:
-        self._in_time(deadline, what)
-        time.sleep(0.02)

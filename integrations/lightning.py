@@ -1,6 +1,6 @@
 """Lightning 2.6: one callback makes a `Trainer` elastic.
 
-    trainer = Trainer(..., callbacks=[ElasticCallback(save_to="checkpoints")])
+    trainer = Trainer(..., callbacks=[ElasticCallback(save_to="saved")])
 
 The callback only turns Lightning's events into `Session` verbs. What it touches of Lightning that is not public is in
 `_lightning_private.py`, one function each, each with a contract test.

@@ -1,7 +1,7 @@
 """Plain PyTorch: one object beside the loop that restores on construction and saves at quiet points.
 
 loader = elastic_loader(DataLoader(...), optimizer=optimizer)
-with AsyncCheckpointer("checkpoints", model=model, optimizer=optimizer, loader=loader):
+with AsyncCheckpointer("saved", model=model, optimizer=optimizer, loader=loader):
     for epoch in loader.epochs(3):
         for batch in loader:
             ...

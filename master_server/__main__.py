@@ -26,6 +26,10 @@ from dlrover_hooks.master.runtime import Runtime
 
 USAGE = 78
 """Exit code (EX_CONFIG) for what the caller can mend."""
+FAILED = 70
+"""Exit code (EX_SOFTWARE): this life failed, the next one may take over."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A lost host, whose kernel reports nothing, is noticed after 25 s. Connections inherit it from the listener."""
 _KEEP_ALIVE_S = 3600
 log = logging.getLogger("dlrover_hooks.master")
 
@@ -39,6 +43,7 @@ class Options(msgspec.Struct, frozen=True):
     journal: str | None = None
     token: str | None = None
     lease_s: float = 10.0
+    open_lease_s: float = 60.0
     synchronous: str = "full"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -48,7 +53,18 @@ class Options(msgspec.Struct, frozen=True):
     log_level: str = "warning"
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+class Command(click.Command):
+    """Ends with 78, not with click's 2, for a command line that must be mended."""
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **more)
+        except click.UsageError as error:
+            error.exit_code = USAGE  # pyright: ignore[reportAttributeAccessIssue]  # click reads the instance
+            raise
+
+
+@click.command(cls=Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--host", default="127.0.0.1", help="Address to listen on. Any but loopback needs a token.")
 @click.option("--port", default=8780, type=click.IntRange(0, 65535), help="0 picks a free one and prints it.")
 @click.option("--fd", type=int, help="Listen on this inherited socket: its owner may restart the master unseen.")
@@ -57,6 +73,8 @@ class Options(msgspec.Struct, frozen=True):
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--lease-s", default=10.0, type=click.FloatRange(min=0.1), help="A worker silent for so long is dead.")
+@click.option("--open-lease-s", default=60.0, type=click.FloatRange(min=0.1),
+              help="The same while its connection is open: only a hang is silent then.")  # fmt: skip
 @click.option("--synchronous", default="full", type=click.Choice(["full", "normal"]),
               help="full: answers survive a power cut; normal: a killed process only.")  # fmt: skip
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="Serve HTTPS with this certificate.")
@@ -77,7 +95,7 @@ def command(token_file: str | None, **flags: Any) -> None:
 
     \b
     GET /healthz /readyz /metrics /openapi.json tell how it is and what it answers.
-    Exit codes: 0 ended by a signal or its owner, 78 something here must be mended first.
+    Exit codes: 0 ended by a signal or its owner, 70 failed within (start it again), 78 something here must be mended.
     """
     if token_file is not None:
         with open(token_file, encoding="utf-8") as file:
@@ -96,19 +114,26 @@ def command(token_file: str | None, **flags: Any) -> None:
 def serve(options: Options) -> None:
     """Serve until a signal or the end of `life_fd`. Raises HooksError for what the caller can mend."""
     listener = _listener(options)
+    _keep_alive(listener)
     journal = Journal(options.journal, synchronous=options.synchronous)
-    address = listener.getsockname()
-    scheme = "https" if options.ssl_certfile else "http"
-    click.echo(f"dlrover-hooks master: {scheme}://{address[0]}:{address[1]} pid {os.getpid()}", err=True)
-    uvloop.run(_serve(options, listener, journal))
+    if options.fd is None:  # who passed a socket knows its address
+        address = listener.getsockname()
+        scheme = "https" if options.ssl_certfile else "http"
+        click.echo(f"dlrover-hooks master: {scheme}://{address[0]}:{address[1]} pid {os.getpid()}", err=True)
+    if not uvloop.run(_serve(options, listener, journal)):
+        sys.exit(FAILED)
 
 
-async def _serve(options: Options, listener: socket.socket, journal: Journal) -> None:
+async def _serve(options: Options, listener: socket.socket, journal: Journal) -> bool:
+    """False if the runtime failed: only a new life, which replays the journal, knows what is true."""
     metrics = Metrics()
-    runtime = Runtime(journal, lease_s=options.lease_s, observe_commit=metrics.committed)
+    runtime = Runtime(
+        journal, lease_s=options.lease_s, open_lease_s=options.open_lease_s, observe_commit=metrics.committed
+    )
     runtime.start()
     app = App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
     server = Server(_config(options, app), runtime)
+    runtime.on_failure = server.fail
     if options.life_fd is not None:
         _end_with(options.life_fd, server, asyncio.get_running_loop())
     try:
@@ -117,6 +142,7 @@ async def _serve(options: Options, listener: socket.socket, journal: Journal) ->
         await runtime.close()
         if options.ephemeral and server.orphaned:
             journal.remove()
+    return not runtime.failed
 
 
 def _config(options: Options, app: App) -> uvicorn.Config:
@@ -148,6 +174,10 @@ class Server(uvicorn.Server):
     def end(self) -> None:
         """Stop soon: nobody owns this master any more. Call from the loop."""
         self.should_exit = self.orphaned = True
+
+    def fail(self) -> None:
+        """Stop at once: what this process knows may be wrong. Call from the loop."""
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it leaves its main loop."""
@@ -204,6 +234,12 @@ def _inherited(options: Options) -> socket.socket:
         ) from error
     _check_token(options, str(address[0]))
     return listener
+
+
+def _keep_alive(listener: socket.socket) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in _KEEPALIVE:
+        listener.setsockopt(socket.IPPROTO_TCP, option, seconds)
 
 
 def _check_token(options: Options, host: str) -> None:

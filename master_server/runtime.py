@@ -67,13 +67,14 @@ class Runtime:
         storage: Storage | None = None,
         lease_s: float = 10.0,
         suspicion_s: float = 0.5,
+        open_lease_s: float = 60.0,
         snapshot_every: int = SNAPSHOT_EVERY,
         observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
     ) -> None:
         self.journal = journal
         self.state = journal.load()
         self.life = uuid.uuid4().hex
-        self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s)
+        self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
         self._deposits = Deposits(storage or Folders(), owner=journal.owner, inform=self._inform)
         self._snapshot_every = snapshot_every
         self._observe_commit = observe_commit
@@ -88,6 +89,9 @@ class Runtime:
         self._liveness_at = math.inf
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
+        self.failed = False
+        """A commit ended in a bug, not in `JournalFailed`: nothing here is answered any more."""
+        self.on_failure: Callable[[], None] = lambda: None
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class Runtime:
 
     async def event(self, event: Message, key: Key | None = None) -> Message:
         """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
+        self._check_failed()
         if isinstance(event, Attach) and event.save_to is not None and event.job in self.state.jobs:
             await self._deposits.claim(event.job, event.save_to.rstrip("/"), event.storage_options)
         return await asyncio.shield(self._enqueue(event, key))
@@ -152,6 +157,7 @@ class Runtime:
         self._barrier = done
         if self._committing is None:
             self._committing = self._loop.create_task(self._commit_all())
+            self._committing.add_done_callback(self._committed)
         return done
 
     def _now(self) -> float:
@@ -198,6 +204,24 @@ class Runtime:
         self._under_way = []
         self._committing = None
 
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        """A commit that raised leaves state and journal apart: end this life, the next one replays the journal."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("the journal's commit failed within; this master ends", exc_info=error)
+        self.failed = True
+        for entry in (*self._under_way, *self._queue):
+            if not entry.done.done():
+                entry.done.set_exception(_ending())
+                entry.done.exception()
+        self._queue.clear()
+        self.release_waiters()
+        self.on_failure()
+
+    def _check_failed(self) -> None:
+        if self.failed:
+            raise _ending()
+
     def _roll_back(self, batch: list[Entry], error: JournalFailed) -> None:
         """Nothing of this batch, nor of what was applied on top of it, has happened."""
         log.error("%s", error)
@@ -227,6 +251,7 @@ class Runtime:
 
     async def _ask(self, request: Message) -> Message | None:
         while True:
+            self._check_failed()
             reply = views.query(self.state, self.nodes, request)
             barrier = self._barrier
             if barrier is None or barrier.done():
@@ -279,7 +304,7 @@ class Runtime:
             if left is not None and left <= 0:
                 return _nothing(request)
             await asyncio.wait([topic], timeout=left)
-        raise MasterAway("The master is ending.", hint="Ask again: it comes back on the same address.")
+        raise _ending()
 
     def _topic(self, name: str) -> asyncio.Future[None]:
         if name not in self._topics:
@@ -380,6 +405,10 @@ class Runtime:
             timer.cancel()
         delay_s = max(0.0, effect.at - time.time())
         self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
+
+
+def _ending() -> MasterAway:
+    return MasterAway("The master is ending.", hint="Ask again: it comes back on the same address.")
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

@@ -18,19 +18,20 @@ from dlrover_hooks.config import PREFIX, Config, interval
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
-RUNNABLE = "<!-- runnable -->"
-"""Put before a python block: the test runs it in an empty folder, in one process."""
+RUNNABLE = re.compile(r"<!-- runnable(?: with (\d+) workers)? -->$")
+"""Put before a python block: the test runs it in an empty folder, in one process or by the launcher."""
 
 
-def blocks(language: str) -> list[tuple[str, str, bool]]:
-    """(place, text, runnable) of every block of `language` on all pages."""
+def blocks(language: str) -> list[tuple[str, str, int | None]]:
+    """(place, text, workers) of every block of `language` on all pages; 0 workers: without launcher, None: not run."""
     found = []
     for page in PAGES:
         text = page.read_text()
         for match in re.finditer(rf"^```{language}\n(.*?)^```", text, re.M | re.S):
             line = text.count("\n", 0, match.start()) + 1
-            marked = text[: match.start()].rstrip().endswith(RUNNABLE)
-            found.append((f"{page.relative_to(ROOT).as_posix()}:{line}", match[1], marked))
+            mark = RUNNABLE.search(text[: match.start()].rstrip())
+            workers = None if mark is None else int(mark[1] or 0)
+            found.append((f"{page.relative_to(ROOT).as_posix()}:{line}", match[1], workers))
     return found
 
 
@@ -62,12 +63,13 @@ def test_python_blocks_compile(place: str, text: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("place", "text"), [(place, text) for place, text, runnable in blocks("python") if runnable])
-def test_runnable_blocks_run(place: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "text", "workers"), [block for block in blocks("python") if block[2] is not None])
+def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(text)
+    launcher = ["-m", "dlrover_hooks", "run", "-n", str(workers), "--job", "page"] if workers else []
     done = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, *launcher, script],
         cwd=tmp_path,
         env={
             "PATH": "/usr/bin:/bin",

@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from dlrover_hooks.config import runtime_dir
 
+SEND_S = 1
+"""A message is small and a living keeper always reads: one that takes none for so long is as good as gone."""
+
 
 class Address(NamedTuple):
     """Paths of one (job, node)'s keeper."""
@@ -68,12 +71,16 @@ def listen(path: str) -> socket.socket:
 
 
 def dial(path: str) -> socket.socket | None:
-    """A connection to who listens at `path`; None if nobody does."""
+    """A connection to who listens at `path`, whose sends fail after SEND_S; None if nobody does, or takes no more.
+
+    A timeout of the kernel's: it bounds `connect` and `send` alone, while a reader may wait for ever.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
     try:
         with _short(path) as short:
             connection.connect(short)
-    except (FileNotFoundError, ConnectionRefusedError):
+    except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
         connection.close()
         return None
     return connection
@@ -91,8 +98,17 @@ def _short(path: str) -> Iterator[str]:
 
 def peer_uid(connection: socket.socket) -> int:
     """The user at the other end, as the kernel says."""
+    return _peer(connection)[1]
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end, as the kernel says."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", data)[1]
+    return struct.unpack("3i", data)
 
 
 def welcome(uid: int) -> bool:

@@ -1,4 +1,4 @@
-"""When to save and when to make durable. Pure: every rank asks the same questions and gets the same answers."""
+"""When to save and when to make durable. Pure: from the same cadence and saves every rank comes to the same answer."""
 
 from __future__ import annotations
 

@@ -27,15 +27,14 @@ from dlrover_hooks.checkpoint.image import (
     parse,
     plan,
 )
+from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten, unflatten
-from dlrover_hooks.errors import CheckpointError, Corrupt, HooksError, KeeperAway, StorageFailed, UsageError
+from dlrover_hooks.errors import CheckpointError, Corrupt, HooksError, KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
 
 _log = logging.getLogger(__name__)
 PARTS = ("state", "rank", "data", "leases")
-RECONNECT_S = 1.0
-"""A save waits no longer than this for the successor of a dead keeper; then it is skipped and counted."""
 
 
 class Saved(Message, frozen=True):
@@ -65,11 +64,12 @@ class Checkpointer:
         node: str,
         seat: int,
         *,
+        master: str = "",
         save_to: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         keep: int = 2,
         linger_s: float = 600.0,
-        notify: Callable[[wire.Notice], None] = lambda _: None,
+        notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
         deadline_s: float = 30.0,
     ) -> None:
@@ -80,11 +80,13 @@ class Checkpointer:
         """Why the newest save was skipped, None after a good one."""
         self.skipped = 0
         """Saves that were not made: no slot was free, or the keeper was away."""
-        self._keep = keep
-        self._notify, self._start, self._linger_s, self._deadline_s = notify, start_keeper, linger_s, deadline_s
+        self.stale: Stale | None = None
+        """Another process has this seat: what is saved here counts no more. Set by any thread."""
+        self._master, self._keep = master, keep
+        self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
-        self._link: KeeperLink | None = None
+        self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self._arena: Arena | None = None
         self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
         self._newest_complete: Generation | None = None
@@ -94,17 +96,29 @@ class Checkpointer:
     # ---- before training
 
     def held(self) -> tuple[Held, ...]:
-        """What this node's keeper holds, of all seats.
+        """What this node's keeper holds, of all seats. Takes no seat.
 
         Raises:
             KeeperAway: there is no keeper.
+            UsageError: a living process of another launch saves there.
         """
-        return self._ask(lambda ref: wire.Inventory(ref=ref))[0].held
+        return granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0]).held
+
+    def take_seat(self) -> None:
+        """From here on this process saves for its seat; whoever had it is told. After `begin`; `save` does it, too.
+
+        Raises:
+            KeeperAway: there is no keeper.
+            UsageError: a living process of another launch saves there, or a newer life of this run.
+        """
+        self._line.take()
 
     def drop(self) -> None:
-        """Forget what this node holds: a fresh run begins. No trainer of the node may be saving."""
-        self._ask(lambda ref: wire.Drop(ref=ref))
-        self._newest_complete = None
+        """Forget what this node holds of other runs: a fresh one begins. Takes the seat; living ones are spared."""
+        self.take_seat()
+        self._line.ask(lambda ref: wire.Drop(ref=ref, run=self._run))
+        if self._newest_complete is not None and self._newest_complete.run != self._run:
+            self._newest_complete = None
 
     def begin(self, run: str, attempt: int, rank: int, world_size: int) -> None:
         """What is saved from here on belongs to this run (uuid hex), attempt and global rank."""
@@ -138,11 +152,16 @@ class Checkpointer:
             return Restored(tree, same, (tree["leases"],) if "leases" in tree else ())
         if self.seat != 0 or "leases" not in tree:  # seat 0 answers for all that its node holds
             return Restored(tree, same)
-        here = sorted({one.rank for one in self.held() if one.generation == restore.generation})
-        return Restored(tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in here))
+        return Restored(
+            tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in self._held_here(restore))
+        )
+
+    def _held_here(self, restore: Restore) -> list[int]:
+        held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
+        return sorted({one.rank for one in held if one.generation == restore.generation})
 
     def _open(self, restore: Restore, rank: int, parts: tuple[str, ...]) -> dict[str, Any]:
-        reply, fd = self._ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+        reply, fd = self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
         if isinstance(reply, wire.Refused):
             raise Corrupt(reply.reason, hint=reply.hint)
         arena = Arena.attach(fd, writable=False)
@@ -162,7 +181,7 @@ class Checkpointer:
         if same:
             return self._rank
         wanted = self._rank % restore.world_size
-        here = sorted(one.rank for one in self.held() if one.generation == restore.generation)
+        here = self._held_here(restore)
         return wanted if wanted in here or not here else here[wanted % len(here)]
 
     def _from_storage(self, restore: Restore, same: bool) -> Restored:
@@ -213,7 +232,7 @@ class Checkpointer:
             view[: len(header)] = header
             self._copier.save(layout, tensors, view)
             arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
-            self._line().send(wire.Published(slot=slot))
+            self._line.seat().send(wire.Published(slot=slot))
         except (HooksError, OSError) as error:
             return self._skip(step, error)
         self.error = None
@@ -238,10 +257,10 @@ class Checkpointer:
 
     def _room(self, nbytes: int) -> Arena:
         """The arena, a new one if `nbytes` do not fit into its slots."""
-        self._line()
+        self._line.seat()
         if self._arena is None or self._arena.slot_bytes < nbytes:
             spare = max(nbytes // 64, 64 << 10)  # so that a header may grow without a new segment
-            reply, fd = self._ask(lambda ref: wire.Allocate(ref=ref, slot_bytes=nbytes + spare), timeout_s=300.0)
+            reply, fd = self._line.ask(lambda ref: wire.Allocate(ref=ref, slot_bytes=nbytes + spare), timeout_s=300.0)
             if isinstance(reply, wire.Refused):
                 raise KeeperAway(reply.reason, hint=reply.hint)
             if self._arena is not None:
@@ -254,18 +273,20 @@ class Checkpointer:
 
     def _skip(self, step: int, error: Exception) -> None:
         self.skipped += 1
-        self.error = error if isinstance(error, HooksError) else KeeperAway(f"step {step} was not saved: {error}")
-        _log.warning("job %s, rank %d: step %d was not saved: %s", self.job, self._rank, step, self.error)
+        self.error = error if isinstance(error, HooksError) else KeeperAway(f"the slot cannot be written: {error}")
+        if isinstance(error, UsageError):
+            self.stale = Stale(error.message, hint=error.hint)
+        _log.debug("job %s, rank %d: step %d was not saved: %s", self.job, self._rank, step, self.error)
 
     def complete(self, generation: Generation) -> None:
         """`generation` is memory-complete over all ranks. Any thread."""
         self._newest_complete = generation
-        self._tell(wire.Complete(generation=generation))
+        self._line.tell(wire.Complete(generation=generation))
 
     def hold(self, generation: Generation) -> None:
         """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice."""
         self._persisting.add(generation)
-        if self._link is not None and not self._link.alive:
+        if self._line.broken:
             self._keeper_gone()
 
     def release(self, generation: Generation) -> None:
@@ -278,36 +299,28 @@ class Checkpointer:
             raise UsageError("nothing can be made durable without `save_to`")
         self._persisting.add(generation)
         message = wire.Persist(generation=generation, rank=self._rank, url=self.save_to, options=self.storage_options)
-        if not self._tell(message):
+        if not self._line.tell(message):
             self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
-        link, self._link = self._link, None
-        if link is not None:
-            try:
-                if link.alive:
-                    link.call(lambda ref: wire.Goodbye(ref=ref, finished=finished), timeout_s=10.0)
-            except KeeperAway as error:
-                _log.info("job %s: %s", self.job, error.message)
-            link.close()
+        self._line.close(finished=finished)
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
     # ---- the line
 
-    def _line(self) -> KeeperLink:
-        """The connection; a new one, and a new arena with it, if the keeper has died."""
-        if self._link is not None and self._link.alive:
-            return self._link
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-            self._forget()
-        self._link = self._connect()
-        self._deadline_s = min(self._deadline_s, RECONNECT_S)
-        return self._link
+    def _connect(self, deadline_s: float) -> KeeperLink:
+        return KeeperLink.connect(
+            self.job,
+            self.node,
+            notify=self._noticed,
+            ended=self._keeper_gone,
+            start=self._start,
+            linger_s=self._linger_s,
+            deadline_s=deadline_s,
+        )
 
     def _forget(self) -> None:
         """The keeper died, and with it what it held."""
@@ -317,53 +330,27 @@ class Checkpointer:
             self._arena.close()
             self._arena = None
 
-    def _connect(self) -> KeeperLink:
-        until = time.monotonic() + self._deadline_s
-        while True:
-            left_s = max(until - time.monotonic(), 0.0)
-            link = KeeperLink.connect(
-                self.job,
-                self.node,
-                notify=self._noticed,
-                ended=self._keeper_gone,
-                start=self._start,
-                linger_s=self._linger_s,
-                deadline_s=left_s,
-            )
-            try:
-                link.call(self._hello, timeout_s=max(left_s, 1.0))
-            except KeeperAway:  # it was just ending: there will be another one
-                link.close()
-                if time.monotonic() >= until:
-                    raise
-            else:
-                return link
-
     def _hello(self, ref: int) -> wire.Hello:
         return wire.Hello(
             ref=ref,
             seat=self.seat,
             job=self.job,
+            master=self._master,
+            run=self._run,
+            attempt=self._attempt,
             save_to=self.save_to,
             storage_options=self.storage_options,
             keep=self._keep,
         )
 
-    def _ask(self, request: Callable[[int], wire.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
-        return self._line().call(request, timeout_s=timeout_s)
-
-    def _tell(self, message: wire.Wire) -> bool:
-        link = self._link
-        try:
-            if link is None or not link.alive:
-                return False
-            link.send(message)
-        except KeeperAway:
-            return False
-        return True
-
     def _noticed(self, notice: wire.Notice) -> None:
         """Hand on what is about this life's saves; the keeper also tells how those of the life before went."""
+        if isinstance(notice, wire.Replaced):
+            self.stale = Stale(
+                f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
+                hint="this process is an old life of that worker: end it",
+            )
+            return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)
         if (notice.generation.run, notice.generation.attempt) == (self._run, self._attempt):

@@ -25,24 +25,25 @@ _log = logging.getLogger(__name__)
 
 
 def persist(
-    found: Found, url: str, options: Mapping[str, Any], *, wait: Callable[[float], None] = time.sleep
+    found: Found, url: str, options: Mapping[str, Any], *, job: str, wait: Callable[[float], None] = time.sleep
 ) -> ShardFile:
-    """Write the shard file of a slot; storage failures are tried again three times.
+    """Write the shard file of a slot of `job`; storage failures are tried again three times.
 
     Raises:
+        SaveToBusy: another job's generation lies there.
         StorageFailed: the last failure.
         Corrupt: the slot no longer holds what was hashed.
     """
     for pause in BACKOFF_S:
         try:
-            return _persist(found, url, options)
+            return _persist(found, url, options, job)
         except StorageFailed as error:
             _log.warning("%s, trying again in %s s", error.message, pause)
             wait(pause)
-    return _persist(found, url, options)
+    return _persist(found, url, options, job)
 
 
-def _persist(found: Found, url: str, options: Mapping[str, Any]) -> ShardFile:
+def _persist(found: Found, url: str, options: Mapping[str, Any], job: str) -> ShardFile:
     slot, chunks = found.proof
     arena, generation = found.segment.arena, slot.generation
     assert generation is not None
@@ -53,7 +54,7 @@ def _persist(found: Found, url: str, options: Mapping[str, Any]) -> ShardFile:
         verify(found)
         part = subset(parse(view), lambda name: name.startswith(PRIVATE))
         pieces, nbytes = [memoryview(part.header), *(view[a:b] for a, b in part.pieces)], part.nbytes
-    file = storage.write_shard(url, options, generation, slot.rank, slot.world_size, pieces, nbytes)
+    file = storage.write_shard(url, options, generation, slot.rank, slot.world_size, pieces, nbytes, job=job)
     if arena.seq(slot.index) != slot.seq:
         raise Corrupt(f"slot {slot.index} of seat {found.segment.seat} was overwritten while {generation} was written")
     if slot.rank == 0 and file.chunks != chunks:
@@ -97,13 +98,15 @@ def last_will(
     """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
 
     Raises:
-        SaveToBusy: another job has taken the URL meanwhile.
+        SaveToBusy: another job has taken the URL meanwhile, or its generations lie there.
         StorageFailed, Corrupt: it could not be made durable; nothing is committed.
     """
     claim = _claim(url, options, job)
     try:
+        storage.refuse_others(url, options, job)
         files = tuple(
-            known.get(found.proof.slot.rank) or persist(found, url, options, wait=lambda _: None) for found in ranks
+            known.get(found.proof.slot.rank) or persist(found, url, options, job=job, wait=lambda _: None)
+            for found in ranks
         )
         manifest = Manifest(job, generation, len(ranks), files, time.time())
         storage.commit(url, options, manifest, keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,10 +31,25 @@ class Segment:
         """Proofs whose slot was not touched since."""
         return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
 
+    def supersede(self, index: int) -> None:
+        """Slot `index` was published: an older image of the same generation and rank in another slot is void."""
+        new = self.arena.slot(index)
+        for other, proof in list(self.proofs.items()):
+            if other != index and (proof.slot.generation, proof.slot.rank) == (new.generation, new.rank):
+                del self.proofs[other]
+
     def proved(self, slot: Slot) -> bool:
         """`slot` was hashed as it stands."""
         proof = self.proofs.get(slot.index)
         return proof is not None and proof.slot.seq == slot.seq
+
+    def forget(self, run: str) -> None:
+        """Free the slots of other runs than `run`; of a retired segment only the proofs, somebody may write it."""
+        for slot in self.arena.slots():
+            if slot.torn or slot.generation is None or slot.generation.run != run:
+                self.proofs.pop(slot.index, None)
+                if not self.retired:
+                    self.arena.free(slot.index)
 
     def holds(self, generation: Generation | None) -> bool:
         return any(proof.slot.generation == generation for proof in self.valid())
@@ -115,15 +131,15 @@ class Holdings:
             if not slot.torn and slot.generation is not None and not segment.proved(slot)
         ]
 
-    def forget(self) -> None:
-        """Free every slot; the segments stay, they are pre-faulted."""
-        self.complete = None
-        for segment in self._segments():
-            segment.proofs.clear()
-            for index in range(len(segment.arena.slots())):
-                segment.arena.free(index)
+    def forget(self, run: str, *, sparing: Collection[int] = ()) -> None:
+        """Free the slots of other runs than `run`, but not of the seats `sparing`. The newest segments stay."""
+        if self.complete is not None and self.complete.run != run:
+            self.complete = None
         for seat, segments in self.seats.items():
-            self.seats[seat] = segments[-1:]
+            if seat not in sparing:
+                for segment in segments:
+                    segment.forget(run)
+                self.seats[seat] = [one for one in segments if one.proofs or one is segments[-1]]
 
     def newest_whole(self) -> tuple[Generation, list[Found]] | None:
         """The newest generation all of whose ranks lie here, hashed, in the order of ranks."""

@@ -107,17 +107,21 @@ class KeeperLink:
         return got
 
     def send(self, message: wire.Wire) -> None:
-        """Send without waiting for an answer.
+        """Send without waiting for an answer. The line is over once a send has failed.
 
         Raises:
-            KeeperAway: the keeper is gone.
+            KeeperAway: the keeper is gone, or has not read for `address.SEND_S`.
         """
         try:
             with self._lock:
                 self._socket.sendall(wire.frame(message))
         except OSError as error:
             self._alive = False
-            raise KeeperAway(f"the keeper is gone: {error.strerror or error}", hint=_HINT) from error
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # half a message may be out, and others wait to send theirs
+            stopped = isinstance(error, BlockingIOError)
+            why = "the keeper reads nothing any more" if stopped else f"the keeper is gone: {error.strerror or error}"
+            raise KeeperAway(why, hint=_HINT) from error
 
     def close(self) -> None:
         """End the line and its thread. Idempotent."""

@@ -6,23 +6,32 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
+from dlrover_hooks.checkpoint.address import peer_pid
 from dlrover_hooks.checkpoint.wire import Frames, Hello, Wire, frame
-from dlrover_hooks.protocol import Generation
 
 
 class Peer:
-    """One connection. `hello` is None until the trainer has said who it is; `seat` None once another took its seat."""
+    """One connection. `hello` is None until the trainer takes a seat; `replaced` once another took it.
+
+    `master`: who let it in; the process itself where no master did. `asked`: it wants a seat, or has one.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.socket = connection
         self.frames = Frames()
+        self.pid = peer_pid(connection)
         self.hello: Hello | None = None
-        self.replaced = False
-        self.goodbye = False
-        self.finished = False
-        self.persisting: set[Generation] = set()
+        self.asked = self.replaced = False
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
+
+    def master(self, named: str) -> str:
+        """The master called `named`."""
+        return named or f"process {self.pid}"
+
+    def saves_for(self, other_than: str) -> bool:
+        """It has a seat, from another master than `other_than`."""
+        return self.hello is not None and not self.replaced and self.master(self.hello.master) != other_than
 
     def send(self, message: Wire, fds: Sequence[int] = ()) -> None:
         """Queue `message`; `flush` sends it. `fds` stay the caller's and must live until then."""

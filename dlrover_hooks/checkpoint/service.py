@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from dlrover_hooks.checkpoint import address, durable, wire
+from dlrover_hooks.checkpoint import address, durable, seats, wire
 from dlrover_hooks.checkpoint.arena import SLOTS, Arena, free_memory_bytes
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
@@ -26,6 +26,7 @@ from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.errors import KeeperAway
 
 FIRST_S = 30.0
+_WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye)
 _log = logging.getLogger(__name__)
 
 
@@ -189,7 +190,7 @@ class Keeper:
         if peer.hello is not None:
             self.holdings.roll_back(peer.hello.seat, retired=peer.replaced)
             self._hash_rest(peer.hello.seat)
-        if not any(other.hello for other in self._peers):
+        if not any(other.asked for other in self._peers):
             self._alone_since = time.monotonic()
 
     def _hash_rest(self, seat: int) -> None:
@@ -203,28 +204,27 @@ class Keeper:
             self._adopt(peer, message, fd)
             return
         answer = self._answers.get(type(message))
-        if answer is None or (peer.hello is None and type(message) not in (wire.Hello, wire.Inventory)):
+        if answer is None or (peer.hello is None and not isinstance(message, _WITHOUT_SEAT)):
             raise KeeperAway(f"unexpected {type(message).__name__}")
         answer(self, peer, message)
 
     def _hello(self, peer: Peer, message: wire.Hello) -> None:
         self._sweep(peer)
-        for other in self._peers:
-            if (
-                other is not peer
-                and other.hello is not None
-                and other.hello.seat == message.seat
-                and not other.replaced
-            ):
-                other.replaced = True
-                for segment in self.holdings.seats.get(message.seat, []):
-                    segment.retired = True
+        if (refused := seats.refused(peer, message, self._peers)) is not None:
+            self._send(peer, refused)
+            return
+        for other in seats.holders(peer, message.seat, self._peers):
+            other.replaced = True
+            for segment in self.holdings.seats.get(message.seat, []):
+                segment.retired = True
+            self._send(other, wire.Replaced(pid=peer.pid))
         peer.hello = message
-        self._seen_trainer, self._alone_since = True, None
+        peer.asked = self._seen_trainer = True
+        self._alone_since = None
         self._unfinished.add(message.seat)
         if message.save_to is not None:
             self._saving = message
-        self._inventory(peer, message)
+        self._welcome(peer, message)
 
     def _sweep(self, asking: Peer) -> None:
         """Take notice of trainers that died before `asking` spoke: a restarted one must find what they published."""
@@ -232,9 +232,18 @@ class Keeper:
             if other is not asking:
                 self._serve(other, selectors.EVENT_READ)
 
-    def _inventory(self, peer: Peer, message: wire.Wire) -> None:
-        """Answer once all that is published by now is hashed."""
+    def _inventory(self, peer: Peer, message: wire.Inventory) -> None:
         self._sweep(peer)
+        if (refused := seats.refused(peer, message, self._peers)) is not None:
+            self._send(peer, refused)
+            return
+        if message.master is not None:
+            peer.asked = self._seen_trainer = True
+            self._alone_since = None
+        self._welcome(peer, message)
+
+    def _welcome(self, peer: Peer, message: wire.Wire) -> None:
+        """Answer once all that is published by now is hashed."""
         self._hashes.when_done(
             lambda: self._send(peer, wire.Welcome(ref=message.ref, held=self.holdings.held(), pid=os.getpid()))
         )
@@ -278,6 +287,7 @@ class Keeper:
         assert peer.hello is not None
         segment = self.holdings.current(peer.hello.seat)
         if segment is not None and not peer.replaced and 0 <= message.slot < SLOTS:
+            segment.supersede(message.slot)
             self._hashes.submit(segment, message.slot)
 
     def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
@@ -300,16 +310,18 @@ class Keeper:
         self.holdings.completed(message.generation)
 
     def _persist(self, peer: Peer, message: wire.Persist) -> None:
-        assert peer.hello is not None
-        seat, generation = peer.hello.seat, message.generation
+        hello = peer.hello
+        assert hello is not None
+        self._hashes.when_done(lambda: self._persist_hashed(hello, message))
+
+    def _persist_hashed(self, hello: wire.Hello, message: wire.Persist) -> None:
+        seat, generation = hello.seat, message.generation
         found = self.holdings.find(generation, message.rank)
         if found is None:
-            self._tell(
-                seat,
-                wire.PersistFailed(generation=generation, reason=f"{generation} is not held here any more", gone=True),
-            )
+            text = f"{generation} is not held here any more"
+            self._tell(seat, wire.PersistFailed(generation=generation, reason=text, gone=True))
             return
-        self._shards.persist(found, seat, message)
+        self._shards.persist(found, hello, message)
 
     def _open(self, peer: Peer, message: wire.Open) -> None:
         found = self.holdings.find(message.generation, message.rank)
@@ -335,13 +347,16 @@ class Keeper:
         self._send(peer, reply, segment.arena.fd)
 
     def _drop(self, peer: Peer, message: wire.Drop) -> None:
-        self.holdings.forget()
-        self._shards.forget()
+        if not peer.replaced:
+            self.holdings.forget(message.run, sparing=seats.taken(peer, self._peers))
+            self._shards.forget(message.run)
         self._send(peer, wire.Done(ref=message.ref))
 
     def _goodbye(self, peer: Peer, message: wire.Goodbye) -> None:
-        assert peer.hello is not None
-        if message.finished and not peer.replaced:
+        if peer.hello is None:
+            if message.finished:  # it has found the job finished
+                self._unfinished = seats.taken(peer, self._peers)
+        elif message.finished and not peer.replaced:
             self._unfinished.discard(peer.hello.seat)
         self._send(peer, wire.Done(ref=message.ref))
 

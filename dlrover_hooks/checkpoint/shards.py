@@ -33,11 +33,12 @@ class Shards:
         """What is being made durable for this seat now."""
         return tuple(generation for other, generation in self._under_way if other == seat)
 
-    def persist(self, found: Found, seat: int, order: wire.Persist) -> None:
+    def persist(self, found: Found, hello: wire.Hello, order: wire.Persist) -> None:
         """Write one rank's file; the seat is told `Persisted` or `PersistFailed`."""
+        seat = hello.seat
         self._under_way.add((seat, order.generation))
         self._crew.submit(
-            lambda: durable.persist(found, order.url, order.options),
+            lambda: durable.persist(found, order.url, order.options, job=hello.job),
             lambda file: self._persisted(seat, order.generation, file),
         )
 
@@ -52,9 +53,9 @@ class Shards:
             self._files.pop(next(iter(self._files)))
         self._tell(seat, wire.Persisted(generation=generation, file=file))
 
-    def forget(self) -> None:
-        """The run starts anew: the files written so far are none of its own."""
-        self._files.clear()
+    def forget(self, run: str) -> None:
+        """`run` starts anew: the files of others are of no use to it."""
+        self._files = {generation: files for generation, files in self._files.items() if generation.run == run}
 
     def last_will(
         self,

@@ -2,11 +2,13 @@
 
     save_to/latest.json                                 the newest committed generation
     save_to/finished.json                               the run ended at this step
+    save_to/fresh.json                                  this run starts anew: its first commit removes the runs before
     save_to/step-0000000100-0000/MANIFEST.json          this generation exists
     save_to/step-0000000100-0000/shard-00001-model-00001-of-00001.safetensors
 
 A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files,
-MANIFEST, latest, retention; of a removal: MANIFEST, files. No torch. Functions may be called from any thread; the
+MANIFEST, latest, retention; of a removal: MANIFEST, files. A tree is one job's: nothing here removes or writes over a
+generation of another job. No torch. Functions may be called from any thread; the
 writers of one tree are one job (`Claim`), its shard files one process per rank, and `commit` one process at a time.
 """
 
@@ -22,7 +24,7 @@ import msgspec
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, Stream, damaged
 from dlrover_hooks.checkpoint.claim import Claim, Owner, holder
 from dlrover_hooks.checkpoint.place import Place, absolute
-from dlrover_hooks.errors import Corrupt, StorageFailed
+from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, ShardFile
 
 __all__ = [
@@ -37,12 +39,14 @@ __all__ = [
     "manifest_of",
     "probe",
     "read",
+    "refuse_others",
     "scan",
     "shard_name",
+    "start_anew",
     "write_shard",
 ]
 
-MANIFEST, LATEST, FINISHED = "MANIFEST.json", "latest.json", "finished.json"
+MANIFEST, LATEST, FINISHED, FRESH = "MANIFEST.json", "latest.json", "finished.json", "fresh.json"
 _FOLDER = re.compile(r"step-(\d{10,})-(\d{4,})$")
 _Row = TypeVar("_Row", bound=Message)
 
@@ -65,8 +69,16 @@ class Finished(Message, frozen=True):
     format: int = 1
 
 
+class Fresh(Message, frozen=True):
+    """What `fresh.json` holds."""
+
+    job: str
+    run: str
+    format: int = 1
+
+
 class Scan(Message, frozen=True):
-    """What lies at a URL for one job: whole generations, newest first."""
+    """What lies at a URL for one job (or for whoever saved there last): whole generations, newest first."""
 
     manifests: tuple[Manifest, ...] = ()
     finished_step: int | None = None
@@ -105,15 +117,18 @@ def write_shard(
     world_size: int,
     pieces: Iterable[memoryview],
     nbytes: int,
+    *,
+    job: str,
 ) -> ShardFile:
-    """Write global `rank`'s file of `generation` from `pieces` (`nbytes` in all), hashing on the way.
+    """Write global `rank`'s file of `job`'s `generation` from `pieces` (`nbytes` in all), hashing on the way.
 
     Raises:
+        SaveToBusy: another job's generation lies there.
         StorageFailed: it could not be written whole. Nothing of it is visible then.
     """
     place, home = Place(url, options), folder(generation)
     place.make(home)
-    _outdate(place, home, generation)
+    _outdate(place, home, generation, job)
     stream, name = Stream(), shard_name(rank)
     place.write(f"{home}/{name}", _hashed(stream, pieces))
     found = place.sizes(home).get(name)
@@ -130,25 +145,62 @@ def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview
         yield from stream.split(piece.cast("B") if piece.format != "B" or piece.ndim != 1 else piece)
 
 
-def _outdate(place: Place, home: str, generation: Generation) -> None:
+def _outdate(place: Place, home: str, generation: Generation, job: str) -> None:
     """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
     old = _decode(place.read(f"{home}/{MANIFEST}"), Manifest)
+    if old is not None and old.job != job:
+        raise _occupied(place, old)
     if old is not None and old.generation != generation:
         place.remove(f"{home}/{MANIFEST}")
 
 
-def scan(url: str, options: Mapping[str, Any] | None, job: str) -> Scan:
-    """What `job` can be restored from: the whole generations of the run that `latest.json` names.
+def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None:
+    """Let nobody but `job` write at `url` if generations lie there.
+
+    Raises:
+        SaveToBusy: they are another job's; names it, its newest step and the ways out.
+    """
+    place = Place(url, options)
+    others = [manifest for _, manifest in _manifests(place) if manifest.job != job]
+    if others:
+        raise _occupied(place, max(others, key=_age))
+
+
+def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
+    job = manifest.job
+    return SaveToBusy(
+        f"{place.url} holds step {manifest.generation.step} of job {job!r}; nothing of it is written over",
+        hint=f"go on with that job (--job {job}, or DLROVER_HOOKS_JOB={job}), start it anew (--job {job} --fresh), or "
+        "choose another `save_to`",
+    )
+
+
+def _manifests(place: Place) -> Iterator[tuple[str, Manifest]]:
+    """Folder and MANIFEST of all that can be read, whether the files are whole or not."""
+    for name in sorted(place.sizes()):
+        if _FOLDER.match(name) and (manifest := _decode(place.read(f"{name}/{MANIFEST}"), Manifest)) is not None:
+            yield name, manifest
+
+
+def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) -> None:
+    """`run` of `job` starts although there is something to go on with: its first commit removes the runs before it."""
+    place = Place(url, options)
+    if any(old.job == job and old.generation.run != run for _, old in _manifests(place)):
+        place.put(FRESH, msgspec.json.encode(Fresh(job=job, run=run)))
+
+
+def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
+    """What `job` can be restored from: the whole generations of the run that `latest.json` names. None: of any job.
 
     Damaged MANIFESTs and files of wrong size are passed over and named in `damaged`. Contents are not hashed here.
     """
     place = Place(url, options)
     bad: list[str] = []
-    found = [manifest for manifest in _whole(place, bad) if manifest.job == job]
+    found = [manifest for manifest in _whole(place, bad) if job in (None, manifest.job)]
     found.sort(key=_age, reverse=True)
     run = _current_run(place, found, job, bad)
     ended = _decode(place.read(FINISHED), Finished)
-    finished = ended.step if ended is not None and ended.job == job and ended.run == run else None
+    finished = ended.step if ended is not None and job in (None, ended.job) and ended.run == run else None
     return Scan(
         manifests=tuple(manifest for manifest in found if manifest.generation.run == run),
         finished_step=finished,
@@ -156,17 +208,17 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str) -> Scan:
     )
 
 
-def _current_run(place: Place, found: list[Manifest], job: str, bad: list[str]) -> str | None:
+def _current_run(place: Place, found: list[Manifest], job: str | None, bad: list[str]) -> str | None:
     data = place.read(LATEST)
     latest = _decode(data, Latest)
-    if latest is not None and latest.job == job:
+    if latest is not None and job in (None, latest.job):
         return latest.generation.run
     if data is not None and latest is None:
         bad.append(f"{place.path(LATEST)}: cannot be read, the run saved last is taken")
     if found:
         return max(found, key=lambda manifest: manifest.created_at).generation.run
     ended = _decode(place.read(FINISHED), Finished)
-    return ended.run if ended is not None and ended.job == job else None
+    return ended.run if ended is not None and job in (None, ended.job) else None
 
 
 def _whole(place: Place, bad: list[str]) -> Iterator[Manifest]:
@@ -200,13 +252,15 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
 
     Raises:
         StorageFailed: a file is missing or short (nothing is committed then), or the tree cannot be written.
+        SaveToBusy: generations of another job lie there.
     """
     place, home = Place(url, options), folder(manifest.generation)
+    refuse_others(url, options, manifest.job)
     sizes = place.sizes(home)
     fault = _fault(manifest, home, sizes)
     if fault is not None:
         raise StorageFailed(f"{manifest.generation} of job {manifest.job!r} at {place.path(home)}: {fault}")
-    _outdate(place, home, manifest.generation)
+    _outdate(place, home, manifest.generation, manifest.job)
     named = {file.name for file in manifest.files} | {MANIFEST}
     for stray in set(sizes) - named:
         place.remove(f"{home}/{stray}")
@@ -225,10 +279,17 @@ def _point_latest(place: Place, manifest: Manifest) -> None:
 
 
 def _retain(place: Place, manifest: Manifest, keep: int) -> None:
-    """Remove this run's generations past the newest `keep`, and older folders that were never committed."""
-    whole = [
-        one for one in _whole(place, []) if (one.job, one.generation.run) == (manifest.job, manifest.generation.run)
-    ]
+    """Remove this run's generations past the newest `keep`, and older folders that were never committed.
+
+    All of the runs before it, too, if it was to start anew.
+    """
+    run = manifest.generation.run
+    if _decode(place.read(FRESH), Fresh) == Fresh(job=manifest.job, run=run):
+        for name, old in _manifests(place):
+            if old.job == manifest.job and old.generation.run != run:
+                _remove(place, name)
+        place.remove(FRESH)
+    whole = [one for one in _whole(place, []) if (one.job, one.generation.run) == (manifest.job, run)]
     whole.sort(key=_age, reverse=True)
     newest = whole[0].generation if whole else manifest.generation
     for old in whole[keep:]:

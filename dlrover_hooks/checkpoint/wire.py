@@ -30,17 +30,29 @@ class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Hello(Wire, frozen=True):
-    """First on a connection: this process saves for `seat`. Answer: Welcome."""
+    """From here on this process saves for `seat`, in attempt `attempt` of `run`. Answer: Welcome, or Refused.
+
+    `master`: who let it in (a URL; empty: itself, see `Peer.master`). A living process's seat goes to nobody that
+    another master let in, nor to an older attempt; its own master's successor gets it, and it is told `Replaced`.
+    """
 
     seat: int
     job: str
+    master: str = ""
+    run: str = ""
+    attempt: int = 0
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
     keep: int = 2
 
 
 class Inventory(Wire, frozen=True):
-    """Answer: Welcome."""
+    """Takes no seat. Answer: Welcome, or Refused.
+
+    `master` as in `Hello`: what a living launch of another master holds is not shown. None: a mere question.
+    """
+
+    master: str | None = None
 
 
 class Allocate(Wire, frozen=True):
@@ -62,7 +74,7 @@ class Complete(Wire, frozen=True):
 
 
 class Persist(Wire, frozen=True):
-    """Make this seat's slot of `generation` durable. Later: Persisted or PersistFailed."""
+    """Make this seat's slot of `generation` durable, once it is hashed. Later: Persisted or PersistFailed."""
 
     generation: Generation
     rank: int
@@ -78,11 +90,13 @@ class Open(Wire, frozen=True):
 
 
 class Drop(Wire, frozen=True):
-    """Forget every generation of this job on this node (`--fresh`). Answer: Done."""
+    """Forget other runs than `run` in this seat and in those that nobody has (`--fresh`). Answer: Done."""
+
+    run: str = ""
 
 
 class Goodbye(Wire, frozen=True):
-    """This trainer leaves on purpose; `finished`: the job needs no successor. Answer: Done."""
+    """This process leaves on purpose; `finished`: the job needs no successor. Answer: Done."""
 
     finished: bool = False
 
@@ -145,7 +159,14 @@ class PersistFailed(Wire, frozen=True):
     gone: bool = False
 
 
-Notice = Hashed | Persisted | PersistFailed
+class Replaced(Wire, frozen=True):
+    """Process `pid` has this connection's seat now: nothing that is saved here counts any more."""
+
+    pid: int = 0
+
+
+SaveNotice = Hashed | Persisted | PersistFailed
+Notice = SaveNotice | Replaced
 Reply = Welcome | Allocated | Opened | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
 CARRY_FD = (Allocated, Opened, Adopt)

@@ -9,7 +9,7 @@ from dlrover_hooks.errors import DataMismatch
 
 _HINTS = {
     "v": "the state was written by another version of dlrover_hooks: use that version, or start anew",
-    "n": "the dataset changed its length: give the old dataset back, or start anew (resume='weights' keeps the model)",
+    "n": "the dataset changed its length: give the old dataset back, or start anew (--fresh or resume='never')",
     "seed": "give the seed of the first start, or start anew",
     "order": "give the order (shuffle) of the first start, or start anew",
     "block": "give the block of the first start, or start anew",

@@ -8,9 +8,9 @@ the launcher, it leaves no process, port, segment or temporary file behind.
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import logging
 import os
-import random
 import secrets
 import selectors
 import signal
@@ -21,22 +21,40 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Any, NoReturn
 
 import msgspec
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import HooksError, LaunchError, MasterAway
+from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
 from dlrover_hooks.runtime.child import Child, described
+from dlrover_hooks.runtime.ports import free_port, listen
+from dlrover_hooks.runtime.sole import sole
+from dlrover_hooks.runtime.verdict import (
+    DONE,
+    USER_ERROR,
+    counted,
+    culprit,
+    farewell,
+    finished_before,
+    judge,
+    knows_why,
+)
 
 log = logging.getLogger("dlrover_hooks.run")
 
-DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
 _EARLY_S, _EARLY_ENDS = 5.0, 3
 """A master or keeper that ends with an error so soon after its start, so often in a row, will not come up."""
 _KEEPER_END_S = 35.0
 """The keeper may take 30 s to persist the newest generation before it goes."""
+_FORM_S = 60.0
+"""A master that comes up, and a round of workers that are all here, take far less."""
+_POLL_S = 0.5
+"""So long a signal may go unheard while the master is asked."""
+_LAST_WORDS_S = 1.0
+"""A worker whose collective failed may be seen dead before the one that took it along."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +70,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 10.0
 
 
+class _Over(Exception):
+    """The run ends here, with exit code `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 class Launcher:
     """Runs one job on one machine; `run` returns the exit code. Main thread only (it takes SIGINT and SIGTERM)."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.job = options.job or settings.load().job
+        config = settings.load()
+        self.job = options.job or config.job
+        self._fresh = options.fresh or config.fresh
         self.restarts = 0
         self._incarnation = uuid.uuid4().hex
         self._node = socket.gethostname()
@@ -67,12 +95,20 @@ class Launcher:
         self._round = 0
         self._started_at_step = 0
         self._early_ends = 0
+        self._seen: p.JobView | None = None
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
+        code = self._run()
+        if self._signal is not None:
+            log.info("%s", farewell(self.job, self._seen))
+        return code
+
+    def _run(self) -> int:
         with contextlib.ExitStack() as owned:
+            owned.enter_context(sole(self.job, self._node))
             self._journal = self.options.journal or owned.enter_context(_temporary_journal())
-            self._listener = owned.enter_context(_listen(self.options.port))
+            self._listener = owned.enter_context(listen(self.options.port))
             self._life, self._life_end = os.pipe()
             owned.callback(os.close, self._life)
             self._take_signals(owned)
@@ -90,67 +126,99 @@ class Launcher:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _supervise(self) -> int:
-        log.info("job %s: %d workers, master at %s", self.job, self.options.workers, self.url)
-        while True:
-            self._start_workers()
-            code = self._watch_workers()
-            if code is not None:
-                return code
-            self.restarts += 1
+        log.info("job %s: %s, master at %s", self.job, counted(self.options.workers, "worker"), self.url)
+        try:
+            while True:
+                self._start_workers()
+                self._watch_workers()
+                self.restarts += 1
+        except _Over as over:
+            return over.code
 
-    def _watch_workers(self) -> int | None:
-        """Until all workers are done (0), the run is over (its exit code), or they must be started again (None)."""
+    def _watch_workers(self) -> None:
+        """Until they must be started again. Raises _Over when all are done or the run is over for another reason."""
         running = dict(self._workers)
         while running:
             self._selector.select(timeout=1.0)
-            if self._signal is not None:
-                log.info("%s: ending %d workers", signal.Signals(self._signal).name, len(running))
-                self._end_workers(self.options.grace_s)
-                return 128 + self._signal
+            self._obey_signal()
             self._revive_services()
             dead = {key: child for key, child in running.items() if child.exit_code() is not None}
             for key, child in dead.items():
                 self._selector.unregister(child)
                 del running[key]
             if any(child.exit_code() for child in dead.values()):
-                return self._failed(dead)
-        log.info("job %s: all %d workers are done", self.job, self.options.workers)
+                return self._failed(dead, running)
+        workers = self.options.workers
+        log.info("job %s: %s", self.job, "its worker is done" if workers == 1 else f"all {workers} workers are done")
         self._end_workers()
-        return DONE
+        raise _Over(DONE)
 
-    def _failed(self, dead: dict[str, Child]) -> int | None:
-        """Some workers failed: tell the master, end the others, and decide. A signal's victim is the cause, if any."""
-        cause = min(dead.values(), key=lambda child: child.exit_code() or 1)
-        code, step = cause.exit_code() or 1, self._step()
+    def _obey_signal(self) -> None:
+        """Raises _Over after SIGINT or SIGTERM, when the workers have ended."""
+        if self._signal is None:
+            return
+        log.info("%s: ending %s", signal.Signals(self._signal).name, counted(len(self._workers), "worker"))
+        self._end_workers(self.options.grace_s)
+        with contextlib.suppress(HooksError):
+            self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)
+        raise _Over(128 + self._signal)
+
+    def _failed(self, dead: dict[str, Child], running: dict[str, Child]) -> None:
+        """Some workers failed: tell the master, end the others, and decide. Raises _Over unless all start again."""
+        view = self._view()
+        if view is None or not view.finished:
+            self._hear_last_words(dead, running)
         for key, child in dead.items():
             self._tell_exit(key, child.exit_code() or 0)
         self._end_workers()
-        what = f"{cause.name} died ({described(code)}) after step {step}"
-        if code > 0 and step <= self._started_at_step:
-            log.error("%s before any progress: not restarted, see its traceback above", what)
-            return USER_ERROR
-        if self.restarts >= self.options.max_restarts:
-            log.error("%s; gave up after %d restarts (--max-restarts)", what, self.restarts)
-            return GAVE_UP
-        log.warning("%s; restarting %d workers (%d of %d restarts)", what, self.options.workers, self.restarts + 1,
-                    self.options.max_restarts)  # fmt: skip
-        return None
+        began_at = self._started_at_step if view is None or view.begun_step is None else view.begun_step
+        most = self.options.max_restarts
+        verdict = judge(culprit(dead.values()), view, began_at, restarts=self.restarts, max_restarts=most)
+        if verdict.code is not None:
+            log.error("job %s: %s", self.job, verdict.text)
+            raise _Over(verdict.code)
+        log.warning("%s; restarting %s (%d of %d restarts)", verdict.text, counted(self.options.workers, "worker"),
+                    self.restarts + 1, most)  # fmt: skip
 
-    def _step(self) -> int:
-        with contextlib.suppress(HooksError):
-            return self._client.call(p.ShowJob(self.job), timeout_s=10.0).step
-        return 0
+    def _hear_last_words(self, dead: dict[str, Child], running: dict[str, Child]) -> None:
+        """Unless the cause is clear, see who else ends: add them to `dead`."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for key, child in running.items():
+            if any(knows_why(one.exit_code()) for one in dead.values()):
+                return
+            if child.wait(max(0.0, deadline - time.monotonic())):
+                dead[key] = child
+
+    def _view(self) -> p.JobView | None:
+        try:
+            return self._ask(p.ShowJob(self.job), 10.0)
+        except HooksError as error:
+            log.warning("job %s: its state is not known: %s", self.job, error.message)
+            return None
+
+    def _ask(self, request: p.Message, patience_s: float) -> Any:
+        """The reply, through restarts of the master, which are seen to here. Raises _Over on a signal, MasterAway."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            self._obey_signal()
+            self._revive_services()
+            try:
+                return self._client.call(request, timeout_s=_POLL_S)
+            except MasterAway:
+                if time.monotonic() > deadline:
+                    raise
 
     def _tell_exit(self, worker: str, code: int) -> None:
         with contextlib.suppress(HooksError):
-            self._client.call(p.Exited(self.job, self._incarnation, worker, code), timeout_s=10.0)
+            self._client.call(p.Exited(self.job, self._incarnation, worker, code), timeout_s=2.0)
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
         seats = tuple(p.Seat(uuid.uuid4().hex, local_rank) for local_rank in range(self.options.workers))
         seated = self._join(seats)
-        self._started_at_step = self._step()
+        view = self._view()
+        self._started_at_step = view.step if view is not None else 0
         for seat, rank in zip(seats, seated.ranks, strict=True):
             env = self._worker_env(seat, rank, seated)
             child = Child(f"worker {rank}", self.options.command, env=env, die_with_parent=True)
@@ -165,22 +233,34 @@ class Launcher:
             node=self._node,
             seats=seats,
             host="127.0.0.1",
-            port=_free_port(),
+            port=free_port(),
             min_workers=workers,
             max_workers=workers,
             proposed_run=uuid.uuid4().hex,
-            fresh=self.options.fresh and self.restarts == 0,
+            fresh=self._fresh and self.restarts == 0,
+            sole=True,
         )
-        self._client.call(join, timeout_s=60.0)
-        deadline = time.monotonic() + 60.0
+        self._ask(p.ListJobs(), _FORM_S)  # it may still be coming up: an event sent twice would form two rounds
+        joined = self._ask(join, _FORM_S)
+        if joined.finished:
+            self._say_finished(joined.finished_step)
+        deadline = time.monotonic() + _FORM_S
         while time.monotonic() < deadline:
-            self._revive_services()
-            ask = p.AwaitRound(self.job, self._incarnation, after=self._round, timeout_s=5.0)
-            seated = self._client.call(ask, timeout_s=30.0)
+            ask = p.AwaitRound(self.job, self._incarnation, after=self._round, timeout_s=_POLL_S)
+            seated = self._ask(ask, deadline - time.monotonic())
             if seated.round is not None:
                 self._round = seated.round
                 return seated
-        raise MasterAway(f"job {self.job}: the master formed no round of {workers} workers within 60 s")
+        raise MasterAway(
+            f"job {self.job}: the master formed no round of {counted(workers, 'worker')} within {_FORM_S:g} s"
+        )
+
+    def _say_finished(self, step: int | None) -> NoReturn:
+        if self.restarts:
+            log.error("job %s: %s", self.job, finished_before(step))
+            raise _Over(USER_ERROR)
+        log.info("job %s was finished at step %d: nothing is left to train; --fresh starts anew", self.job, step or 0)
+        raise _Over(DONE)
 
     def _worker_env(self, seat: p.Seat, rank: int, seated: p.Seated) -> dict[str, str]:
         """What torchrun sets (Lightning picks the wrong cluster environment without TORCHELASTIC_RUN_ID), and ours."""
@@ -206,9 +286,8 @@ class Launcher:
             "DLROVER_HOOKS_TOKEN": self._token,
             "DLROVER_HOOKS_NODE": self._node,
             "DLROVER_HOOKS_INCARNATION": seat.incarnation,
+            "DLROVER_HOOKS_FRESH": "1" if self._fresh and self.restarts == 0 else "",
         }
-        if self.options.fresh and self.restarts == 0:
-            env["DLROVER_HOOKS_FRESH"] = "1"
         return settings.worker_environment(**env)
 
     def _end_workers(self, grace_s: float = 0.0) -> None:
@@ -303,30 +382,17 @@ def _temporary_journal() -> Iterator[str]:
                 os.unlink(path + suffix)
 
 
-def _listen(port: int) -> socket.socket:
-    """The master's listening socket, owned here so that a restart of the master is a pause, not a refusal."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"port {port} cannot be used: {error.strerror}", hint="leave --port out for a free one"
-        ) from error
-    listener.listen(1024)
-    return listener
-
-
-def _free_port() -> int:
-    """A port for the process group's store, below the ephemeral range so that no outgoing connection takes it first."""
-    for port in random.sample(range(20000, 30000), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
-    raise LaunchError("no free port between 20000 and 30000 for the process group's store")
-
-
 def worker_command(script: str, arguments: Sequence[str], *, module: bool) -> tuple[str, ...]:
-    """`python -u script args` or `python -u -m module args`, with this interpreter."""
+    """`python -u script args` or `python -u -m module args`, with this interpreter.
+
+    Raises:
+        UsageError: there is no such script or module.
+    """
+    if module:
+        package = script.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"{script}: no such module")
+    elif not os.path.exists(script):
+        needless = os.path.basename(script).startswith("python")
+        raise UsageError(f"{script}: no such file" + (" (`python` is not needed here: name the script)" * needless))
     return (sys.executable, "-u", *(["-m"] if module else []), script, *arguments)

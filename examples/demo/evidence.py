@@ -82,7 +82,7 @@ class Run:
 
     def weights(self) -> dict[str, Any]:
         """The final generation as stock safetensors reads it."""
-        root = self.records.parent / "checkpoints"
+        root = self.records.parent / "saved"
         newest = json.loads((root / "latest.json").read_text())
         (folder,) = [path for path in root.glob("step-*") if path.name.startswith(f"step-{_step(newest):010d}")]
         return load_file(next(folder.glob("shard-00001-*.safetensors")))

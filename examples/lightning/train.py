@@ -66,7 +66,7 @@ def main() -> None:
     train = DataLoader(StandardLibrary(slice(0, 60), given.windows), 32 // workers, shuffle=True)
     val = DataLoader(StandardLibrary(slice(60, None), given.windows // 10), 32)
     trainer = Trainer(
-        callbacks=[ElasticCallback(save_to="checkpoints")],
+        callbacks=[ElasticCallback(save_to="saved")],
         max_epochs=given.epochs,
         accelerator="cpu",
         devices=workers,

@@ -68,6 +68,13 @@ class Job(msgspec.Struct):
             current is not None and any(member.live for member in current.members.values())
         )
 
+    @property
+    def standing(self) -> int:
+        """How many agents wait, and how many members live."""
+        current = self.rounds.round
+        members = current.members.values() if current is not None else ()
+        return len(self.rounds.waiting) + sum(member.live for member in members)
+
 
 def knows(job: Job, incarnation: str) -> bool:
     """It holds a seat, waits for one, or holds leases without one."""

@@ -26,7 +26,8 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     rounds.check(job.rounds, event)
     if not job.run:  # holders without a seat came first
         job.run, job.fresh = event.proposed_run, event.fresh
-    broken = rounds.add(job.rounds, event, now)
+    broken = any([rounds.part(job.rounds, name, rounds.LOST) for name in rounds.predecessors(job.rounds, event)])
+    broken = rounds.add(job.rounds, event, now) or broken
     _after_membership(job, now, effects, broken=broken)
     return Joined(job=job.name, run=job.run)
 
@@ -35,9 +36,9 @@ def _starts_anew(job: Job, event: Join) -> bool:
     """`fresh` counts once per launch: on a finished job, or on one that only dead strangers have worked on."""
     if not event.fresh:
         return False
-    current = job.rounds.round
+    current, predecessors = job.rounds.round, rounds.predecessors(job.rounds, event)
     known = current is not None and event.incarnation in current.agents
-    return job.finished or (current is not None and not known and not job.live)
+    return job.finished or (current is not None and not known and job.standing == len(predecessors))
 
 
 def _reset(job: Job, run: str) -> None:

@@ -2,8 +2,9 @@
 
 Pure like the rest, but not journaled. Only a verdict is: `verdicts` names who is dead, and the runtime turns each into
 the journaled event `Lost`. A heartbeat starts a lease; whoever has not sent one yet (it imports, or loads a checkpoint)
-gets a longer grace, and an open watch connection prolongs that. One heap entry per incarnation, renewed when it comes
-up: every sign of life costs O(1).
+gets a longer grace, and an open watch connection prolongs that. While it is open the kernel reports a real death at
+once, so silence alone (C code that holds the GIL, a suspended machine) is borne for `open_lease_s`. One heap entry per
+incarnation, renewed when it comes up: every sign of life costs O(1).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Nodes(msgspec.Struct):
 
     lease_s: float = 10.0
     suspicion_s: float = 0.5
+    open_lease_s: float = 60.0
     pulses: dict[Name, Pulse] = {}
     heap: list[tuple[float, str, str]] = []
 
@@ -57,10 +59,15 @@ class Nodes(msgspec.Struct):
 def beat(nodes: Nodes, name: Name, now: float, *, step: int = 0, vitals: Vitals | None = None) -> None:
     """A heartbeat: the lease starts anew, a suspicion is dropped."""
     pulse = _pulse(nodes, name, now)
-    pulse.until, pulse.suspect_until, pulse.beats = now + nodes.lease_s, math.inf, True
+    pulse.until, pulse.suspect_until, pulse.beats = now + lease_of(nodes, pulse), math.inf, True
     pulse.step = max(pulse.step, step)
     pulse.vitals = vitals or pulse.vitals
     _queue(nodes, name, pulse)
+
+
+def lease_of(nodes: Nodes, pulse: Pulse) -> float:
+    """For how many seconds it may be silent between two heartbeats."""
+    return max(nodes.lease_s, nodes.open_lease_s) if pulse.ears else nodes.lease_s
 
 
 def heard(nodes: Nodes, name: Name, now: float, for_s: float) -> None:
@@ -81,7 +88,7 @@ def opened(nodes: Nodes, name: Name, now: float) -> None:
     """A watch connection is open."""
     pulse = _pulse(nodes, name, now)
     pulse.ears += 1
-    heard(nodes, name, now, nodes.lease_s if pulse.beats else GRACE_S)
+    heard(nodes, name, now, lease_of(nodes, pulse) if pulse.beats else GRACE_S)
 
 
 def closed(nodes: Nodes, name: Name, now: float) -> None:
@@ -92,6 +99,8 @@ def closed(nodes: Nodes, name: Name, now: float) -> None:
     pulse.ears = max(0, pulse.ears - 1)
     if pulse.ears == 0:
         pulse.suspect_until = now + nodes.suspicion_s
+        if pulse.beats:
+            pulse.until = min(pulse.until, now + nodes.lease_s)
         _queue(nodes, name, pulse)
 
 
@@ -127,7 +136,7 @@ def verdicts(nodes: Nodes, now: float) -> list[Lost]:
 def _reason(nodes: Nodes, pulse: Pulse) -> str:
     if pulse.suspect_until <= pulse.until:
         return "its connection was lost"
-    return f"no heartbeat for {nodes.lease_s:g} s" if pulse.beats else SILENT
+    return f"no heartbeat for {lease_of(nodes, pulse):g} s" if pulse.beats else SILENT
 
 
 def _pulse(nodes: Nodes, name: Name, now: float) -> Pulse:

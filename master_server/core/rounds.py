@@ -169,6 +169,17 @@ def _check_fixed_ranks(rounds: Rounds, join: Join) -> None:
     _displaced(rounds, join)
 
 
+def predecessors(rounds: Rounds, join: Join) -> list[str]:
+    """Waiting agents and live members of its node that a sole agent has outlived."""
+    if not join.sole:
+        return []
+    mine, node = join.incarnation, join.node
+    members = rounds.round.members.values() if rounds.round else ()
+    return [name for name, other in rounds.waiting.items() if name != mine and other.join.node == node] + [
+        member.incarnation for member in members if member.live and member.agent != mine and member.node == node
+    ]
+
+
 def add(rounds: Rounds, join: Join, now: float) -> bool:
     """Put the checked join into waiting. Returns True if this broke the current round."""
     for agent in (join.incarnation, *_displaced(rounds, join)):

@@ -8,7 +8,7 @@ from typing import Any
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master.core import rounds, shards
 from dlrover_hooks.master.core.effects import plan_topic, round_topic, shards_topic, watch_topic
-from dlrover_hooks.master.core.job import knows
+from dlrover_hooks.master.core.job import Job, knows
 from dlrover_hooks.master.core.jobs import Master, job_named
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.protocol import (
@@ -77,7 +77,15 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         restored_from=job.restored_from,
         finished=job.finished,
         finished_step=job.finished_step if job.finished else None,
+        begun_step=_begun_step(job, current),
+        save_to=job.settings.save_to,
     )
+
+
+def _begun_step(job: Job, current: rounds.Round | None) -> int | None:
+    if current is None or current.attempt == 0:
+        return None
+    return job.plan.restore.generation.step if job.plan.restore is not None else 0
 
 
 def _member(nodes: Nodes, job: str, member: rounds.Member) -> MemberView:

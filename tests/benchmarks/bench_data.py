@@ -99,7 +99,9 @@ def seek_ms(n: int, repeats: int) -> float:
 
     def seek(number: int) -> None:
         sampler = ours(n)
-        sampler.load_state_dict(ours(n).state_dict() | {"cursor": n // 2 // (BATCH * WORLD) * BATCH * WORLD + number * n})
+        sampler.load_state_dict(
+            ours(n).state_dict() | {"cursor": n // 2 // (BATCH * WORLD) * BATCH * WORLD + number * n}
+        )
         next(iter(sampler))
 
     return 1e3 * statistics.median(_timed(lambda number=number: seek(number)) for number in range(repeats))
@@ -248,24 +250,33 @@ def _cpu(work: Callable[[], Any]) -> float:
 def figures(pairs: int) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """Group by group: a title, and what measures it."""
     billion, many = 10**9, 10**7
-    yield "indices at 1e9", lambda: {
-        "first_index_ms_1e9": first_index_ms(lambda: ours(billion), pairs),
-        "extra_rss_mib_1e9": extra_rss_mib("ours", billion),
-        "seek_ms_1e9": seek_ms(billion, pairs),
-    }
-    yield "peers at 1e7", lambda: {
-        "first_index_ms_1e7": first_index_ms(lambda: ours(many), pairs),
-        "extra_rss_mib_1e7": extra_rss_mib("ours", many),
-        "distributed_sampler_first_index_ms_1e7": first_index_ms(lambda: _sampler("torch", many), 3),
-        "distributed_sampler_rss_mib_1e7": extra_rss_mib("torch", many),
-        "stateful_seek_ms_1e7": stateful_seek_ms(many),
-    }
+    yield (
+        "indices at 1e9",
+        lambda: {
+            "first_index_ms_1e9": first_index_ms(lambda: ours(billion), pairs),
+            "extra_rss_mib_1e9": extra_rss_mib("ours", billion),
+            "seek_ms_1e9": seek_ms(billion, pairs),
+        },
+    )
+    yield (
+        "peers at 1e7",
+        lambda: {
+            "first_index_ms_1e7": first_index_ms(lambda: ours(many), pairs),
+            "extra_rss_mib_1e7": extra_rss_mib("ours", many),
+            "distributed_sampler_first_index_ms_1e7": first_index_ms(lambda: _sampler("torch", many), 3),
+            "distributed_sampler_rss_mib_1e7": extra_rss_mib("torch", many),
+            "stateful_seek_ms_1e7": stateful_seek_ms(many),
+        },
+    )
     yield "loaders", lambda: _loader_figures(pairs)
-    yield "leases", lambda: {
-        "lease_overhead_pct": lease_overhead_pct(pairs),
-        "cut_bytes_1e9_10k_workers": ledger_load.cut_bytes_1e9_10k_workers(),
-        "ack_us_10k_workers": ledger_load.ack_us_10k_workers(),
-    }
+    yield (
+        "leases",
+        lambda: {
+            "lease_overhead_pct": lease_overhead_pct(pairs),
+            "cut_bytes_1e9_10k_workers": ledger_load.cut_bytes_1e9_10k_workers(),
+            "ack_us_10k_workers": ledger_load.ack_us_10k_workers(),
+        },
+    )
     yield "gradients", lambda: {"uneven_grad_rel_error": uneven_grad_rel_error()}
 
 

@@ -96,8 +96,12 @@ class Life:
 
         return until(stepped, what)
 
+    def finish(self) -> None:
+        """Make the newest step durable, as at the end of a training."""
+        self.session.finish(self.at, {"step": self.at, "w": self.w})
+
     def draw(self) -> float:
-        """The next random number of this rank."""
+        """The next random number of this rank, which NumPy was seeded for at its start."""
         return float(np.random.random())
 
     @property

@@ -253,6 +253,28 @@ def hello_pid() -> int:
         link.close()
 
 
+def test_a_stopped_keeper_costs_a_second_not_the_training(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    """DL-90: SIGSTOP, so nobody reads the socket: saves are skipped and counted, and go on when it is back."""
+    keeper, longest = kept.keeper(), 0.0
+    trainer = kept.trainer()
+    trainer.save(1, state(1))
+    kept.notice(wire.Hashed)
+    os.kill(keeper.pid, signal.SIGSTOP)
+    step = 1
+    while trainer.skipped < 20:
+        step, began = step + 1, time.monotonic()
+        trainer.save(step, state(step))
+        longest = max(longest, time.monotonic() - began)
+        assert step < 5000, "the socket takes it all"
+    assert longest < 5.0
+    assert isinstance(trainer.error, KeeperAway)
+    os.kill(keeper.pid, signal.SIGCONT)
+    until(lambda: trainer.save(9999, state(9999)), "a save")
+    while kept.notice(wire.Hashed).generation.step != 9999:
+        pass
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("how", ["pipe", "SIGTERM"])
 def test_launched_keeper_makes_the_last_generation_durable(kept: Kept, runtime: Path, tmp_path: Path, how: str) -> None:
     life, ours = os.pipe()
@@ -421,6 +443,9 @@ def test_fresh_run_forgets_and_reuses_the_pages(kept: Kept) -> None:
     trainer = kept.trainer()
     trainer.save(1, state(1))
     generation = kept.notice(wire.Hashed).generation
+    trainer.drop()
+    assert [one.generation for one in trainer.held()] == [generation], "what this very run has saved stays"
+    trainer.begin(uuid.uuid4().hex, 1, 0, 1)
     trainer.drop()
     assert trainer.held() == ()
     with pytest.raises(Corrupt, match="not held"):

@@ -4,122 +4,16 @@ DL-77, DL-81, ED-36, ED-39, ED-43.
 """
 
 import glob
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import textwrap
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-
-
-class Launched:
-    """A launcher under test, and what its workers wrote: one JSON line per life in `lives`."""
-
-    def __init__(self, folder: Path, script: str, *options: str) -> None:
-        self.job = f"launch-{uuid.uuid4().hex[:8]}"
-        self.lives = folder / "lives.jsonl"
-        self.lives.touch()
-        path = folder / "script.py"
-        path.write_text("import json, os, signal, sys, time, threading\n" + textwrap.dedent(script))
-        command = [
-            sys.executable,
-            "-m",
-            "dlrover_hooks",
-            "run",
-            "--job",
-            self.job,
-            *options,
-            str(path),
-            str(self.lives),
-        ]
-        self.temporary = folder / "temporary"
-        self.temporary.mkdir(exist_ok=True)
-        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
-
-    def read(self) -> list[dict]:
-        return [json.loads(line) for line in self.lives.read_text().splitlines()]
-
-    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 30.0) -> list[dict]:
-        deadline = time.monotonic() + timeout_s
-        while not condition(lives := self.read()):
-            assert time.monotonic() < deadline, (lives, self.process.poll())
-            assert self.process.poll() is None, self.process.communicate()
-            _pause()
-        return lives
-
-    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, errors
-
-    def leftovers(self) -> list[str]:
-        """Processes of this job and temporary files that are still there."""
-        found = [str(path) for path in self.temporary.rglob("*") if not path.is_dir()]
-        for process in psutil.process_iter(["cmdline", "pid"]):
-            line = " ".join(process.info["cmdline"] or ())
-            if self.job in line or str(self.lives) in line:
-                found.append(line)
-        return found
-
-
-def _pause() -> None:
-    """Polling a file another process writes: there is no event to wait for."""
-    import select
-
-    select.select([], [], [], 0.02)
-
-
-def all_gone(pids: list[int], timeout_s: float = 5.0) -> bool:
-    """True once none of them runs any more (a zombie waiting for init to reap it does not run)."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        running = [pid for pid in pids if psutil.pid_exists(pid) and not _is_zombie(pid)]
-        if not running:
-            return True
-        _pause()
-    return False
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-ALIVE = """
-    def note(**more):
-        line = json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), **more})
-        fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
-        os.write(fd, (line + chr(10)).encode())
-        os.close(fd)
-"""
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def start(script: str, *options: str) -> Launched:
-        started.append(Launched(tmp_path, textwrap.dedent(ALIVE) + textwrap.dedent(script), *options))
-        return started[-1]
-
-    yield start
-    for launched in started:
-        if launched.process.poll() is None:
-            launched.process.kill()
-            launched.process.communicate()
+from tests.e2e.launched import Launched, all_gone, pause
 
 
 def test_workers_get_torchruns_environment_and_one_thread(launch: Callable[..., Launched]) -> None:
@@ -260,4 +154,60 @@ def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable
     for process in alive:
         process.kill()
     assert not alive
+    assert run.leftovers() == []
+
+
+def test_a_dead_keeper_is_replaced(launch: Callable[..., Launched]) -> None:
+    """kill -9 of the keeper: a new one serves the next saves while the workers live on (DL-90)."""
+    run = launch("note(); threading.Event().wait(600)")
+    run.wait_for(lambda lives: len(lives) == 1)
+    old = run.child("checkpoint.keeper")
+    old.kill()
+    while (new := run.child("checkpoint.keeper")).pid == old.pid:
+        pause()
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 130
+    assert new.pid != old.pid
+    assert "the keeper died (SIGKILL); restarting it" in errors
+    assert len(run.read()) == 1
+
+
+@pytest.mark.parametrize(("options", "environment"), [(["--fresh"], {}), ([], {"DLROVER_HOOKS_FRESH": "1"})])
+def test_fresh_is_said_once(launch: Callable[..., Launched], options: list[str], environment: dict[str, str]) -> None:
+    """`--fresh` (or the variable) starts anew at the first life only: a restart resumes (DL-57)."""
+    script = """
+        fresh = os.environ.get("DLROVER_HOOKS_FRESH")
+        note(fresh=fresh)
+        if fresh:
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    run = launch(script, "--max-restarts", "2", *options, **environment)
+    code, errors = run.end()
+    assert code == 0, errors
+    assert [life["fresh"] or "" for life in run.read()] == ["1", ""]
+
+
+def test_one_launcher_for_each_job(launch: Callable[..., Launched]) -> None:
+    """A second launch of a job that lives here is refused at once, naming the first; it leaves nothing (DL-77)."""
+    first = launch("note(); threading.Event().wait(600)")
+    first.wait_for(lambda lives: len(lives) == 1)
+    code, errors = launch("note()", job=first.job).end(timeout_s=10)
+    assert code == 78
+    assert f"pid {first.process.pid}" in errors
+    assert len(first.read()) == 1
+    first.process.kill()
+    first.end()
+    code, errors = launch("note()", job=first.job).end()
+    assert code == 0, errors
+    assert first.leftovers() == []
+
+
+def test_a_signal_is_heard_while_the_master_is_not(launch: Callable[..., Launched]) -> None:
+    """SIGTERM while the launcher waits for its master or its round: 143 at once, not after a minute (DL-77)."""
+    run = launch("note()")
+    run.child("dlrover_hooks.master").suspend()
+    run.process.send_signal(signal.SIGTERM)
+    code, errors = run.end(timeout_s=20)
+    assert code == 143, errors
     assert run.leftovers() == []

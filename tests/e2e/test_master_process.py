@@ -20,6 +20,7 @@ import requests
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import JournalFailed, MasterAway, Stale, TooLarge, Unauthorized, UnknownJob
+from dlrover_hooks.master.__main__ import _KEEPALIVE, _keep_alive
 from tests.e2e.job_script import attach, join, vote
 from tests.e2e.master_process import LiveMaster
 
@@ -276,6 +277,59 @@ def test_death_of_a_connection_breaks_the_round(live_master: LiveMaster) -> None
     watch.close()
     assert heard
     assert seconds < 1.5
+
+
+def test_silence_on_an_open_connection_is_borne(tmp_path: Path) -> None:
+    """DL-79: of two workers that fall silent the one whose connection is open is not taken for dead."""
+    master = LiveMaster(tmp_path, "--lease-s", "0.3")
+    try:
+        master.client("agent").call(join())
+        for worker in ("w0", "w1"):
+            master.client(worker).call(attach(worker))
+        told = threading.Event()
+        watch = master.client("w0").watch("job", lambda notice: told.set())
+        for worker in ("w0", "w1"):
+            master.client(worker).call(p.Heartbeat("job", worker))
+        assert told.wait(10)
+        assert [one.alive for one in master.client("x").call(p.ShowJob("job")).members] == [True, False]
+        watch.close()
+    finally:
+        master.close()
+
+
+def test_connections_are_kept_alive_by_the_kernel() -> None:
+    """DL-79: a host that vanished is noticed in half a minute though its connection never ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        _keep_alive(listener)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, again, times = (accepted.getsockopt(socket.IPPROTO_TCP, name) for name, _ in _KEEPALIVE)
+            assert idle + again * times <= 30
+
+
+def test_a_bug_in_a_commit_ends_the_process(tmp_path: Path) -> None:
+    """ED-62: exit code 70 and a traceback, so that its owner starts the next life; no deaf master that says ready."""
+    script = (
+        "from dlrover_hooks.master import __main__, journal\n"
+        "journal.Journal.append = lambda *_: 1 / 0\n"
+        "__main__.main()\n"
+    )
+    command = [sys.executable, "-c", script, "--port", "0", "--journal", str(tmp_path / "master.db")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    url = process.stderr.readline().split()[2]
+    client = MasterClient(url, incarnation="agent", deadline_s=5.0)
+    with pytest.raises(MasterAway):
+        client.call(join())
+    _, errors = process.communicate(timeout=20)
+    client.close()
+    assert process.returncode == 70
+    assert "ZeroDivisionError" in errors
+
+
+def test_who_passed_the_socket_is_not_told_its_address(live_master: LiveMaster) -> None:
+    """The launcher has named it already, in its own first line."""
+    assert live_master.log.read_text() == ""
 
 
 def test_it_ends_quickly_and_with_its_owner(live_master: LiveMaster) -> None:

@@ -55,7 +55,9 @@ def test_interrupted_resumed_and_finished(tmp_path: Path) -> None:
     first.send_signal(signal.SIGINT)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130, output
-    latest = json.loads((tmp_path / "checkpoints" / "latest.json").read_text())
+    latest = json.loads((tmp_path / "saved" / "latest.json").read_text())
+    said = f"saved step {latest['generation']['step']} at saved; start again with: dlrover-hooks run --job {job} ..."
+    assert output.splitlines()[-1].endswith(said), output
     second = launch(tmp_path, job, "second")
     output, _ = second.communicate(timeout=90)
     assert second.returncode == 0, output

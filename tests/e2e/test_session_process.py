@@ -15,16 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from dlrover_hooks import config
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
-from dlrover_hooks.errors import MasterAway, StorageFailed, Unauthorized
+from dlrover_hooks.errors import MasterAway, NoCheckpoint, SaveToBusy, Stale, StorageFailed, Unauthorized
 from dlrover_hooks.protocol import Departure, Exited, Source
+from dlrover_hooks.session import Session
 from tests.e2e.master_process import LiveMaster
-from tests.e2e.session_life import WAIT_S, Life, until
+from tests.e2e.session_life import WAIT_S, Life, Position, until
 
 SCRIPT = Path(__file__).with_name("session_life.py")
 
@@ -343,6 +347,8 @@ def test_killed_workers_are_followed_by_worlds_of_any_size(house: House) -> None
             assert one["own_rng"] is same
         again = [one["answer"] for one in everyone(workers, "draw")]
         assert (again == draws) is same
+        seeded = [float(np.random.RandomState(1000 + rank).random()) for rank in range(world_size)]
+        assert same or not set(again) & set(seeded), "a new world is reseeded from its generation, not by its scripts"
         assert len(set(again)) == world_size
     assert {one["attempt"] for one in told} == {4}
 
@@ -353,3 +359,165 @@ def test_a_finished_life_leaves_no_keeper(house: House, tmp_path: Path) -> None:
     life.session.finish(life.at, {"step": life.at, "w": life.w})
     life.leave(Departure.DONE)
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_second_launch_of_a_living_job_is_refused(house: House, fresh: bool) -> None:
+    """DL-90: whoever its master is. The living one neither stops saving nor loses what it has."""
+    life = trained(house.life(), 3)
+    second = house.worker(master=None, token=None, fresh=fresh)
+    second.process.wait(WAIT_S)
+    assert second.process.stderr is not None
+    said = second.process.stderr.read()
+    assert "UsageError" in said
+    assert f"process {os.getpid()} saves for seat 0" in said
+    assert "--job" in said
+    trained(life, 3)
+    assert life.session.skipped_saves == 0
+
+
+def test_a_life_whose_seat_is_taken_is_told(house: House) -> None:
+    """DL-90: never silently frozen. Its master is gone, so only the keeper can tell."""
+    first = trained(house.life(), 1)
+    house.master.kill()
+    again = Checkpointer(house.job, "node", 0, master=house.master.url, start_keeper=False)
+    again.begin(first.session.run, first.session.attempt + 1, 0, 1)
+    again.take_seat()
+    with pytest.raises(Stale, match=f"process {os.getpid()} has taken over seat 0"):
+        first.step_until(lambda: False, "the notice", paced=False)
+    again.close()
+
+
+def test_the_tree_of_another_job_is_refused_before_training(house: House, tmp_path: Path) -> None:
+    """DL-91: an unfinished job's checkpoints outlive any other job, and it goes on from them."""
+    first = trained(house.life(save_to=str(tmp_path), persist_every=1), 2, durable=True)
+    first.leave()
+    for other in ({"job": f"{house.job}-other"}, {"job": None, "master": None, "token": None}):
+        for fresh in (False, True):
+            with pytest.raises(SaveToBusy, match=f"holds step 2 of job '{house.job}'") as refused:
+                house.life(save_to=str(tmp_path), fresh=fresh, **other)
+            assert f"--job {house.job}" in refused.value.hint
+    house.kill_keeper()
+    again = house.life(save_to=str(tmp_path))
+    assert again.restored is not None
+    assert (again.at, again.restored.source) == (2, Source.STORAGE)
+
+
+def test_the_same_job_anew_replaces_its_runs_once_it_has_a_generation(house: House, tmp_path: Path) -> None:
+    """DL-91: until then the old ones are there, in memory's place only."""
+    alone: dict[str, Any] = {"save_to": str(tmp_path), "persist_every": 3, "master": None, "token": None}
+    first = trained(house.life(**alone), 3)
+    first.durable()
+    first.leave()
+    anew = house.life(**alone, resume="never")
+    assert anew.restored is None
+    trained(anew, 1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000003-0001"]
+    trained(anew, 2)
+    anew.durable()
+    (manifest,) = tmp_path.glob("step-*/MANIFEST.json")
+    assert anew.session.run in manifest.read_text()
+    assert not (tmp_path / "fresh.json").exists()
+    anew.leave()
+    again = house.life(**alone, resume="never")
+    assert again.restored is None
+    assert again.session.run not in {first.session.run, anew.session.run}
+
+
+def test_a_tree_named_to_start_from_is_taken_whatever_its_job(house: House, tmp_path: Path) -> None:
+    """DL-91: and one that holds nothing is no fresh start."""
+    alone: dict[str, Any] = {"master": None, "token": None}
+    old = trained(house.life(save_to=str(tmp_path / "old"), persist_every=1, **alone), 2, durable=True)
+    old.leave()
+    alone["job"] = f"{house.job}-new"
+    new = house.life(save_to=str(tmp_path / "new"), resume=str(tmp_path / "old"), **alone)
+    assert new.restored is not None
+    assert (new.at, new.restored.source) == (2, Source.STORAGE)
+    trained(new, 1)
+    new.leave()
+    alone["job"] += "er"
+    with pytest.raises(NoCheckpoint, match=str(tmp_path / "nothing")):
+        house.life(resume=str(tmp_path / "nothing"), **alone)
+    for file in (tmp_path / "old").glob("step-*/shard-*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(NoCheckpoint, match=str(tmp_path / "old")):
+        house.life(resume=str(tmp_path / "old"), **alone)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_storage_that_takes_nothing_at_the_end(
+    house: House, small_disk: Path, on_error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: known in seconds, not after all the patience for slow storage; "warn" says it once and ends normally."""
+    life = house.life(save_to=str(small_disk / "ckpt"), persist_every="1h", size=1 << 15, on_error=on_error)
+    trained(life, 2)
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        if on_error == "raise":
+            with pytest.raises(StorageFailed, match="No space left"):
+                life.finish()
+        else:
+            life.finish()
+            assert caplog.text.count("No space left") == 1
+    life.leave(Departure.DONE)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_disk_with_room_for_a_note_only_is_refused_before_training(house: House, small_disk: Path) -> None:
+    """DL-91: that the claim could be written proves nothing."""
+    with (small_disk / "filler").open("ab") as filler, contextlib.suppress(OSError):
+        filler.write(bytes(1 << 20))
+    os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - 4096)
+    with pytest.raises(StorageFailed, match="No space left"):
+        house.life(save_to=str(small_disk))
+
+
+def test_the_end_is_saved_with_the_random_state_of_the_end(house: House, tmp_path: Path) -> None:
+    """ED-25: not with that of the last batch's fetch. It is back before the next epoch's iterator is made."""
+    alone: dict[str, Any] = {"master": None, "token": None, "save_to": str(tmp_path), "persist_every": "1h"}
+    first = trained(house.life(**alone), 2)
+    first.draw()
+    first.finish()
+    expected = first.draw()
+    first.leave()
+    np.random.seed(5)
+    second = house.life(**alone)
+    assert second.at == 2
+    assert second.draw() == expected
+
+
+def test_of_two_loaders_the_first_fetch_counts(house: House) -> None:
+    """ED-25: both are fetched again after a restore, so the random state is that of before the first."""
+    first = house.life(master=None, token=None)
+    first.at += 1
+    first.session.stepped()
+    first.session.before_fetch(1)
+    expected = first.draw()  # what fetching the first batch draws
+    first.session.before_fetch(1)
+    assert first.session.batch_requested(1)
+    first.session.cut(1, {"step": 1, "w": first.w})
+    first.whole()
+    first.leave()
+    second = house.life(master=None, token=None)
+    assert second.at == 1
+    assert second.draw() == expected
+
+
+def test_a_restore_the_adapter_does_not_want_is_forgotten(house: House) -> None:
+    """DL-57: `ckpt_path=` wins: neither the place in the data nor the random state is put back."""
+    trained(house.life(master=None, token=None), 2).leave()
+    place = config.place({"DLROVER_HOOKS_NODE": "node"})
+    session = Session(config.load({}, job=house.job, save_every=1), place)
+    try:
+        session.join()
+        assert session.restore_plan() is not None
+        session.forget_restored()
+        source = Position()
+        session.watch("train", source)
+        assert session.restored_data("train") is None
+        assert source.committed == 0
+        np.random.seed(5)
+        session.before_fetch(0)
+        assert np.random.random() == np.random.RandomState(5).random()
+    finally:
+        session.leave(Departure.FAILED)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover_hooks import config
@@ -54,6 +56,40 @@ def test_an_unreadable_variable_is_named(name: str, text: str) -> None:
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         config.load({}, **wrong)
+
+
+def test_paths_are_text(tmp_path: Path) -> None:
+    """A path object goes wherever its text does."""
+    found = config.load({}, save_to=tmp_path / "saved", resume=tmp_path)
+    assert (found.save_to, found.resume) == (str(tmp_path / "saved"), str(tmp_path))
+    assert config.load({}, resume=Path("never")).resume.endswith("/never")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [({"save_to": 3}, "folder"), ({"storage_options": "x"}, "dict"), ({"keep": "two"}, "number"),
+     ({"job": 7.5}, "name"), ({"master": b"x"}, "http"), ({"global_batch_size": 1.5}, "samples")],
+)  # fmt: skip
+def test_a_wrong_type_is_a_usage_error(wrong: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))}=") as refused:
+        config.load({}, **wrong)
+    assert hint in refused.value.hint
+
+
+def test_every_keyword_has_a_hint() -> None:
+    names = {field.name for field in msgspec.structs.fields(config.Config)}
+    assert names - set(config._WANTED) == {"save_every", "persist_every"}
+
+
+def test_a_launched_worker_cannot_be_of_another_job() -> None:
+    """The launcher's keeper and seat are for its own job: another name would wait for nothing (ED-43)."""
+    launched = {"DLROVER_HOOKS_JOB": "a", "DLROVER_HOOKS_INCARNATION": "i"}
+    with pytest.raises(UsageError, match="'b'") as refused:
+        config.load(launched, job="b")
+    assert "--job b" in refused.value.hint
+    assert config.load(launched, job="a").job == "a"
+    config.use_seat(launched)
+    assert config.load(launched, job="b").job == "b"
 
 
 def test_a_url_may_be_resumed() -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint import durable, wire
+from dlrover_hooks.checkpoint import durable, storage, wire
 from dlrover_hooks.checkpoint.address import address, listen, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.service import Keeper
-from dlrover_hooks.errors import StorageFailed
+from dlrover_hooks.errors import Stale, StorageFailed, UsageError
+from dlrover_hooks.protocol import Manifest
 
-RUN = uuid.uuid4().hex
+RUN, FRESH = uuid.uuid4().hex, uuid.uuid4().hex
 WAIT_S = 20.0
 
 
@@ -39,18 +40,19 @@ def keeper(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 class Rank:
     """A trainer in this process and what it was told."""
 
-    def __init__(self, seat: int, save_to: Path | None = None) -> None:
+    def __init__(self, seat: int, save_to: Path | None = None, *, master: str = "", attempt: int = 0) -> None:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.trainer = Checkpointer(
             "job",
             "node",
             seat,
+            master=master,
             save_to=str(save_to) if save_to else None,
             notify=self.notices.put,
             start_keeper=False,
             deadline_s=WAIT_S,
         )
-        self.trainer.begin(RUN, 0, seat, 2)
+        self.trainer.begin(RUN, attempt, seat, 2)
 
     def save(self, step: int) -> Any:
         saved = self.trainer.save(step, {"state": {"w": np.full(100, step)}})
@@ -131,6 +133,80 @@ def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
         rank.trainer.close(finished=True)
 
 
+def test_a_second_launch_gets_nothing_and_disturbs_nobody(keeper: Keeper) -> None:
+    """DL-90: neither what the living one holds, nor its seat, nor any other; the living one's saves go on."""
+    live = Rank(0, master="http://one")
+    live.save(1)
+    for seat in (0, 1):
+        second = Rank(seat, master="http://two", attempt=7)
+        for verb in (second.trainer.held, second.trainer.take_seat, second.trainer.drop):
+            with pytest.raises(UsageError, match=f"process {os.getpid()} saves for seat 0") as refused:
+                verb()
+            assert "--job" in refused.value.hint
+        assert second.trainer.save(9, {"state": {"w": np.zeros(100)}}) is None
+        assert isinstance(second.trainer.stale, Stale)
+        second.trainer.close(finished=True)
+    live.save(2)
+    assert {one.generation.step for one in live.trainer.held()} == {1, 2}
+    assert live.trainer.stale is None
+    live.trainer.close()
+    assert [one.generation.step for one in Rank(0, master="http://two").trainer.held()] == [1, 2]
+
+
+def test_asking_takes_no_seat_and_who_loses_it_is_told(keeper: Keeper) -> None:
+    """DL-90: the successor that the master let in takes the seat when it begins, not when it asks what is held."""
+    old = Rank(0, master="http://one", attempt=1)
+    old.save(1)
+    successor = Rank(0, master="http://one", attempt=2)
+    successor.trainer.held()
+    old.save(2)
+    successor.trainer.take_seat()
+    old.trainer.held()  # an answer: what the keeper said before it has arrived
+    assert isinstance(old.trainer.stale, Stale)
+    assert f"process {os.getpid()}" in str(old.trainer.stale)
+    successor.save(3)
+    again = Rank(0, master="http://one", attempt=1)
+    with pytest.raises(UsageError, match="newer life"):
+        again.trainer.take_seat()
+    assert successor.trainer.stale is None
+    for rank in (old, successor, again):
+        rank.trainer.close()
+
+
+def test_a_fresh_run_forgets_the_runs_before_but_no_living_seat(keeper: Keeper) -> None:
+    """DL-90: each rank drops when it begins; those that have begun, and saved, keep what they have."""
+    gone = [Rank(seat) for seat in (0, 1)]
+    for rank in gone:
+        rank.save(5)
+        rank.trainer.close()
+    fresh = [Rank(seat) for seat in (0, 1)]
+    for rank in fresh:
+        rank.trainer.begin(FRESH, 1, rank.trainer.seat, 2)
+    fresh[0].trainer.drop()
+    assert fresh[0].trainer.held() == ()
+    fresh[0].save(1)
+    fresh[1].trainer.drop()
+    assert [(one.generation.run, one.rank) for one in fresh[1].trainer.held()] == [(FRESH, 0)]
+    for rank in fresh:
+        rank.trainer.close(finished=True)
+
+
+def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, tmp_path: Path) -> None:
+    """ED-25: the last step of a run may have been cut before; its random state is that of the end."""
+    rank = Rank(0, tmp_path)
+    for value in (1, 2):
+        saved = rank.trainer.save(4, {"state": {"w": np.full(100, value)}})
+        assert saved is not None
+    rank.trainer.persist(saved.generation)
+    while not isinstance(notice := rank.notices.get(timeout=WAIT_S), wire.Persisted):
+        pass
+    manifest = Manifest("job", saved.generation, 1, (notice.file,), 1.0)
+    data = storage.read(str(tmp_path), None, manifest, 0)
+    assert bytes(np.full(100, 2)) in bytes(data)
+    assert len(rank.trainer.held()) == 1
+    rank.trainer.close(finished=True)
+
+
 def test_storage_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
@@ -139,7 +215,7 @@ def test_storage_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(durable, "_persist", fail)
     with pytest.raises(StorageFailed):
-        durable.persist(None, "url", {}, wait=waits.append)  # type: ignore[arg-type]
+        durable.persist(None, "url", {}, job="job", wait=waits.append)  # type: ignore[arg-type]
     assert waits == list(durable.BACKOFF_S)
 
 

@@ -36,12 +36,15 @@ def generation(step: int, run: str = RUN, attempt: int = 0) -> Generation:
     return Generation(attempt, step, run)
 
 
-def save(url: str, which: Generation, *, world: int = 2, keep: int = 2, data: bytes = DATA) -> Manifest:
+def save(
+    url: str, which: Generation, *, world: int = 2, keep: int = 2, data: bytes = DATA, job: str = "job"
+) -> Manifest:
     view = memoryview(data)
     files = tuple(
-        storage.write_shard(url, None, which, rank, world, [view[:7], view[7:]], len(data)) for rank in range(world)
+        storage.write_shard(url, None, which, rank, world, [view[:7], view[7:]], len(data), job=job)
+        for rank in range(world)
     )
-    manifest = Manifest("job", which, world, files, float(which.step))
+    manifest = Manifest(job, which, world, files, float(which.step))
     storage.commit(url, None, manifest, keep)
     return manifest
 
@@ -67,8 +70,8 @@ def test_write_commit_scan_read(url: str) -> None:
 
 
 def test_without_manifest_it_does_not_exist_and_is_swept_later(url: str) -> None:
-    storage.write_shard(url, None, generation(1), 0, 1, [memoryview(DATA)], len(DATA))
-    storage.write_shard(url, None, generation(9), 0, 1, [memoryview(DATA)], len(DATA))
+    storage.write_shard(url, None, generation(1), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+    storage.write_shard(url, None, generation(9), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     assert steps(url) == []
     save(url, generation(5))
     assert names(url) == {"latest.json", "step-0000000005-0000", "step-0000000009-0000"}
@@ -84,6 +87,67 @@ def test_retention_keeps_the_newest_of_this_run(url: str) -> None:
     assert steps(url) == [6]
 
 
+def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DL-91: where the MANIFEST cannot be written nothing is committed, and `latest` still names the one before."""
+    save(url, generation(1))
+    before = storage.Place(url).read("latest.json")
+    put = storage.Place.put
+
+    def fail(place: storage.Place, name: str, data: bytes) -> None:
+        if name.endswith(storage.MANIFEST):
+            raise StorageFailed("the MANIFEST cannot be written")
+        put(place, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Place, "put", fail)
+        with pytest.raises(StorageFailed, match="the MANIFEST"):
+            save(url, generation(2))
+    assert storage.Place(url).read("latest.json") == before
+    assert steps(url) == [1]
+    save(url, generation(2))
+    assert steps(url) == [2, 1]
+
+
+def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
+    """DL-91: neither its files nor its MANIFESTs; the refusal names the job, its newest step and the ways out."""
+    theirs = [save(url, generation(step)) for step in (20, 40)]
+    tree = {name: storage.Place(url).sizes(name) for name in names(url)}
+    storage.refuse_others(url, None, "job")
+    with pytest.raises(SaveToBusy, match="holds step 40 of job 'job'") as refused:
+        storage.refuse_others(url, None, "other")
+    assert "--job job" in refused.value.hint
+    with pytest.raises(SaveToBusy, match="step 40 of job 'job'"):
+        save(url, generation(40, FRESH), job="other")
+    assert {name: storage.Place(url).sizes(name) for name in names(url)} == tree
+    with pytest.raises(SaveToBusy):
+        save(url, generation(50, FRESH), job="other")
+    assert steps(url) == [40, 20]
+    assert bytes(storage.read(url, None, theirs[1], 1)) == DATA
+
+
+def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(url: str) -> None:
+    """DL-91: not earlier, and not those of a run that was not told to start anew."""
+    for step in (20, 40):
+        save(url, generation(step))
+    storage.start_anew(url, None, "job", FRESH)
+    assert steps(url) == [40, 20]
+    save(url, generation(10, "c" * 32))
+    assert "step-0000000040-0000" in names(url)
+    save(url, generation(5, FRESH))
+    assert names(url) == {"latest.json", "step-0000000005-0000"}
+    storage.start_anew(url, None, "job", FRESH)
+    assert "fresh.json" not in names(url), "there is nothing before it"
+
+
+def test_any_jobs_newest_run_can_be_asked_for(url: str) -> None:
+    save(url, generation(7, FRESH), job="theirs")
+    save(url, generation(3), job="theirs")
+    scan = storage.scan(url, None, None)
+    assert [manifest.generation for manifest in scan.manifests] == [generation(3)]
+    storage.finish(url, None, "theirs", RUN, 3)
+    assert storage.scan(url, None, None).finished_step == 3
+
+
 def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
     old, new = save(url, generation(1)), save(url, generation(2))
     storage.commit(url, None, new, 2)
@@ -93,7 +157,7 @@ def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
 
 
 def test_commit_refuses_what_is_not_whole(url: str) -> None:
-    file = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA))
+    file = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA), job="job")
     with pytest.raises(StorageFailed, match="all 2 ranks"):
         storage.commit(url, None, Manifest("job", generation(1), 2, (file,), 1.0), 2)
     storage.Place(url).put(f"{storage.folder(generation(1))}/{file.name}", DATA[:-1])
@@ -169,14 +233,14 @@ def test_missing_file_is_storage_failed(url: str) -> None:
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match="wrote 3, found 3"):
-        storage.write_shard(str(tmp_path), None, generation(1), 0, 1, [memoryview(b"abc")], 4)
+        storage.write_shard(str(tmp_path), None, generation(1), 0, 1, [memoryview(b"abc")], 4, job="job")
 
     def broken() -> Iterator[memoryview]:
         yield memoryview(b"abc")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(StorageFailed, match="No space left") as caught:
-        storage.write_shard(str(tmp_path), None, generation(2), 0, 1, broken(), 4)
+        storage.write_shard(str(tmp_path), None, generation(2), 0, 1, broken(), 4, job="job")
     assert "free some space" in caught.value.hint
     assert os.listdir(tmp_path / "step-0000000002-0000") == []
 

@@ -155,16 +155,36 @@ def test_cadence_of_time() -> None:
 
 
 def test_two_ways_to_die() -> None:
-    """DL-79: a lost connection kills after 0.5 s, silence after the lease; a sign of life clears suspicion."""
+    """DL-79: a lost connection kills after 0.5 s, silence after a lease; a sign of life clears suspicion.
+
+    While the connection is open the lease is long: a healthy worker may be silent for 10 s (C code that holds the GIL),
+    and the kernel reports a real death at once.
+    """
     every = Nodes(lease_s=10.0, suspicion_s=0.5)
     for name in ("x", "y"):
         nodes.beat(every, ("job", name), 0.0)
         nodes.opened(every, ("job", name), 0.0)
         nodes.closed(every, ("job", name), 1.0)
     nodes.opened(every, ("job", "y"), 1.2)
+    nodes.beat(every, ("job", "z"), 1.2)
     assert [lost.incarnation for lost in nodes.verdicts(every, 1.5)] == ["x"]
     assert nodes.verdicts(every, 9.9) == []
-    assert "heartbeat" in nodes.verdicts(every, 11.3)[0].reason
+    assert [lost.reason for lost in nodes.verdicts(every, 11.3)] == ["no heartbeat for 10 s"]
+    assert nodes.verdicts(every, 61.1) == []
+    nodes.beat(every, ("job", "y"), 61.15)
+    assert nodes.verdicts(every, 121.1) == []
+    assert [lost.reason for lost in nodes.verdicts(every, 121.2)] == ["no heartbeat for 60 s"]
+
+
+def test_silence_counts_again_when_the_connection_ends() -> None:
+    """DL-79: somebody who comes back without a connection has the short lease."""
+    every = Nodes(lease_s=10.0, suspicion_s=0.5)
+    nodes.opened(every, ("job", "x"), 0.0)
+    nodes.beat(every, ("job", "x"), 0.0)
+    nodes.closed(every, ("job", "x"), 1.0)
+    nodes.heard(every, ("job", "x"), 1.2, 0.0)
+    assert nodes.verdicts(every, 10.9) == []
+    assert len(nodes.verdicts(every, 11.1)) == 1
 
 
 def test_silence_breaks_the_round() -> None:
@@ -190,6 +210,41 @@ def test_a_round_waits_for_every_survivor() -> None:
     master.call(p.Exited("job", "c", "c0", -9))
     seated = master.call(p.AwaitRound("job", "b", 1, timeout_s=0.0))
     assert (seated.ranks, seated.world_size) == ((0,), 2)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_sole_agent_gives_up_the_seats_of_its_predecessor(attached: bool) -> None:
+    """DL-81: a launcher that knows it is alone on its node waits for nobody there; other nodes' members stay."""
+    master = MasterFake()
+    for node in ("a", "b"):
+        master.call(join(node, 1, lives=node, node=node))
+    for worker in ("a0", "b0") if attached else ():
+        master.call(attach(worker))
+    master.call(join("a-next", 1, lives="next", node="a"))
+    assert master.call(p.AwaitRound("job", "a-next", 1, timeout_s=0.0)).round is None
+    master.call(join("a-next", 1, lives="next", node="a", sole=True))
+    assert master.call(p.AwaitRound("job", "a-next", 1, timeout_s=0.0)).round is None
+    master.call(join("b", 1, lives="b", node="b", sole=True))
+    assert master.call(p.AwaitRound("job", "a-next", 1, timeout_s=0.0)).world_size == 2
+
+
+def test_fresh_counts_for_a_sole_agent() -> None:
+    """DL-57: `fresh` starts anew where only seats of a predecessor are left; not where another node works."""
+    for node, run in (("a", "new"), ("b", "run0")):
+        master = MasterFake()
+        master.call(join("old", 1, node="a", low=1))
+        master.call(join("next", 1, lives="n", node=node, low=1, sole=True, fresh=True, proposed_run="new"))
+        assert master.call(p.ShowJob("job")).run == run
+
+
+def test_a_job_tells_where_its_attempt_began() -> None:
+    """DL-81: the restored step, 0 for a fresh start, None until all have attached; and where it saves."""
+    master = MasterFake()
+    master.call(join())
+    assert master.call(p.ShowJob("job")).begun_step is None
+    assert training().call(p.ShowJob("job")).begun_step == 0
+    view = training(stored=(stored(9),), save_to="/tree").call(p.ShowJob("job"))
+    assert (view.begun_step, view.step, view.save_to) == (9, 9, "/tree")
 
 
 def test_newest_complete_never_goes_back() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.errors import JournalFailed
+from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy
 from dlrover_hooks.master.core import jobs
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.runtime import Runtime
@@ -90,6 +90,91 @@ def test_a_new_life_takes_up_a_commit(tmp_path: Path) -> None:
     committed = journal.load().jobs["job"].saves.newest_committed
     journal.close()
     assert committed == p.Generation(1, 4, "run0")
+
+
+def test_a_new_life_arms_the_leases(tmp_path: Path) -> None:
+    """DL-79, ED-62: members the journal seats must speak to the new life, or they are lost."""
+
+    async def first() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        runtime.start()
+        await runtime.event(join())
+        for worker in ("w0", "w1"):
+            await runtime.event(attach(worker))
+        await runtime.close()
+
+    async def second() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
+        runtime.start()
+        notice = await asyncio.wait_for(runtime.wait(p.Watch("job", "w0")), 10)
+        assert isinstance(notice, p.Notice)
+        assert notice.broken
+        view = await runtime.query(p.ShowJob("job"))
+        assert isinstance(view, p.JobView)
+        assert [member.alive for member in view.members] == [True, False]
+        await runtime.close()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_a_job_claims_where_it_saves(tmp_path: Path) -> None:
+    """DL-92: an attach takes the claim on `save_to` first; a URL that another master's job holds is refused."""
+
+    async def scenario() -> None:
+        storage = StorageFake()
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=storage)
+        runtime.start()
+        await runtime.event(join())
+        await runtime.event(attach("w0", save_to="/tree/"))
+        assert storage.claims == {"/tree": "job"}
+        storage.claims["/other"] = "a job of another master"
+        with pytest.raises(SaveToBusy, match="/other"):
+            await runtime.event(attach("w1", save_to="/other"))
+        view = await runtime.query(p.ShowJob("job"))
+        assert isinstance(view, p.JobView)
+        assert [member.attached for member in view.members] == [True, False]
+        await runtime.close()
+        assert storage.claims == {"/other": "a job of another master"}
+
+    asyncio.run(scenario())
+
+
+class BrokenJournal(Journal):
+    """Fails as only a bug does."""
+
+    broken = False
+
+    def append(self, records: object, snapshot: bytes | None = None) -> None:
+        if self.broken:
+            raise MemoryError("no snapshot")
+        super().append(records, snapshot)  # type: ignore[arg-type]
+
+
+def test_a_bug_in_a_commit_ends_the_life(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ED-62: what is not journaled is not answered; the owner hears of it, and nobody waits for a deaf master."""
+
+    async def scenario() -> None:
+        ended = asyncio.Event()
+        journal = BrokenJournal(tmp_path / "master.db")
+        runtime = Runtime(journal, storage=StorageFake())
+        runtime.on_failure = ended.set
+        runtime.start()
+        await runtime.event(join())
+        poll = asyncio.ensure_future(runtime.wait(p.AwaitRound("job", "agent", after=1, timeout_s=50.0)))
+        await asyncio.wait([poll], timeout=0.0)
+        journal.broken = True
+        lost = asyncio.gather(*(runtime.event(attach(name)) for name in ("w0", "w1")), return_exceptions=True)
+        assert [type(answer) for answer in await asyncio.wait_for(lost, 10)] == [MasterAway, MasterAway]
+        await asyncio.wait_for(ended.wait(), 10)
+        for question in (poll, runtime.query(p.ShowJob("job")), runtime.event(attach("w0"))):
+            with pytest.raises(MasterAway):
+                await asyncio.wait_for(question, 10)
+        assert runtime.failed
+        await runtime.close()
+
+    asyncio.run(scenario())
+    assert "commit failed" in caplog.text
 
 
 @pytest.mark.parametrize("synchronous", ["full", "normal"])

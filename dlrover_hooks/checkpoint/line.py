@@ -1,0 +1,137 @@
+"""A trainer's seat at its keeper: the line is found again when the keeper died, and the seat taken anew. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.errors import KeeperAway, UsageError
+
+_log = logging.getLogger(__name__)
+RECONNECT_S = 1.0
+"""How long the successor of a dead keeper is waited for."""
+PAUSE_S = 30.0
+"""The longest pause between two such waits."""
+
+
+class Line:
+    """Verbs on the training thread, but `tell` and `alive` from any. `connect(deadline_s)` makes a link.
+
+    `lost`: called, on the training thread, when a dead line is given up. `hello(ref)`: who takes the seat.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[float], KeeperLink],
+        hello: Callable[[int], wire.Hello],
+        lost: Callable[[], None],
+        *,
+        deadline_s: float,
+    ) -> None:
+        self._connect, self._hello, self._lost = connect, hello, lost
+        self._deadline_s = deadline_s
+        self._link: KeeperLink | None = None
+        self._seated: KeeperLink | None = None
+        """The line on which the seat was taken."""
+        self._pause_s, self._not_before = RECONNECT_S, 0.0
+
+    @property
+    def broken(self) -> bool:
+        """There was a line, and its keeper is gone."""
+        return self._link is not None and not self._link.alive
+
+    def open(self) -> KeeperLink:
+        """The connection; a new one if the keeper has died.
+
+        After a failure it is not tried again for a while, twice as long each time: a keeper that is stopped, not dead,
+        would cost a whole wait at every save.
+
+        Raises:
+            KeeperAway: there is no keeper.
+        """
+        if self._link is not None and self._link.alive:
+            return self._link
+        if self._link is not None:
+            self._link.close()
+            self._link = self._seated = None
+            self._lost()
+        if time.monotonic() < self._not_before:
+            raise KeeperAway("the keeper is away", hint="saves go on once there is one again")
+        try:
+            self._link = self._dial()
+        except KeeperAway:
+            self._not_before, self._pause_s = time.monotonic() + self._pause_s, min(2 * self._pause_s, PAUSE_S)
+            raise
+        self._deadline_s, self._pause_s = min(self._deadline_s, RECONNECT_S), RECONNECT_S
+        return self._link
+
+    def seat(self) -> KeeperLink:
+        """The connection, with the seat taken on it. Raises as `take` does."""
+        link = self.open()
+        if self._seated is not link:
+            self.take()
+        return link
+
+    def take(self) -> None:
+        """Take the seat, again if it is ours already.
+
+        Raises:
+            KeeperAway: there is no keeper.
+            UsageError: a living process of another launch saves there, or a newer life of this run.
+        """
+        link = self.open()
+        granted(link.call(self._hello)[0])
+        self._seated = link
+
+    def ask(self, request: Callable[[int], wire.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
+        """Reply and descriptor."""
+        return self.open().call(request, timeout_s=timeout_s)
+
+    def tell(self, message: wire.Wire) -> bool:
+        """Send `message` if there is a line; False if there is none."""
+        link = self._link
+        try:
+            if link is None or not link.alive:
+                return False
+            link.send(message)
+        except KeeperAway:
+            return False
+        return True
+
+    def close(self, *, finished: bool) -> None:
+        """Say goodbye. Idempotent."""
+        link, self._link, self._seated = self._link, None, None
+        if link is None:
+            return
+        try:
+            if link.alive:
+                link.call(lambda ref: wire.Goodbye(ref=ref, finished=finished), timeout_s=10.0)
+        except KeeperAway as error:
+            _log.info("%s", error.message)
+        link.close()
+
+    def _dial(self) -> KeeperLink:
+        until = time.monotonic() + self._deadline_s
+        while True:
+            left_s = max(until - time.monotonic(), 0.0)
+            link = self._connect(left_s)
+            try:
+                link.call(lambda ref: wire.Inventory(ref=ref), timeout_s=max(left_s, 1.0))
+            except KeeperAway:  # it was just ending: there will be another one
+                link.close()
+                if time.monotonic() >= until:
+                    raise
+            else:
+                return link
+
+
+def granted(answer: wire.Wire) -> wire.Welcome:
+    """The answer to Hello or Inventory. Raises UsageError with the keeper's reason if it refused."""
+    if isinstance(answer, wire.Refused):
+        raise UsageError(answer.reason, hint=answer.hint)
+    assert isinstance(answer, wire.Welcome)
+    return answer

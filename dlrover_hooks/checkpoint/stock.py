@@ -1,0 +1,71 @@
+"""How a worker comes up: what storage offers it, whether it may write there, and when its seat is taken."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.errors import KeeperAway, NoCheckpoint
+from dlrover_hooks.protocol import Manifest, Plan
+
+_log = logging.getLogger("dlrover_hooks")
+
+
+def elsewhere(config: Config) -> str | None:
+    """The checkpoint tree that the user named to start from, whatever job it belongs to."""
+    return config.resume if "/" in config.resume and not config.fresh else None
+
+
+def anew(config: Config) -> bool:
+    """Whatever there is to go on with is not wanted."""
+    return config.fresh or config.resume == "never"
+
+
+def stored(config: Config) -> tuple[Manifest, ...]:
+    """Whole generations in storage, newest run only, without their file lists (the master needs only the names).
+
+    Raises:
+        StorageFailed: `save_to` cannot be written, or nothing can be read.
+        SaveToBusy: `save_to` holds generations of another job.
+    """
+    if config.save_to is not None:
+        storage.probe(config.save_to, config.storage_options)
+        storage.refuse_others(config.save_to, config.storage_options, config.job)
+    url = elsewhere(config) or config.save_to
+    if anew(config) or url is None:
+        return ()
+    found = storage.scan(url, config.storage_options, None if elsewhere(config) else config.job)
+    for damage in found.damaged:
+        _log.warning("job %s: %s", config.job, damage)
+    if found.finished_step is not None and elsewhere(config) is None:
+        _log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
+    return tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
+
+
+def refuse_nothing(config: Config) -> None:
+    """Nothing could be restored. Raises NoCheckpoint if the user named a tree to start from."""
+    if (url := elsewhere(config)) is not None:
+        raise NoCheckpoint(
+            f"job {config.job}: resume={url!r} holds no whole generation that can be read",
+            hint='name a folder with a latest.json in it, or use resume="auto"',
+        )
+
+
+def take_seat(config: Config, engine: Checkpointer, plan: Plan, place: Place) -> None:
+    """Begin to save for `place`. Only once the master let this life in: until then whoever had the seat keeps it.
+
+    Raises:
+        UsageError: a living process of another launch saves there.
+    """
+    engine.begin(plan.run, plan.attempt, place.rank, place.world_size)
+    fresh = anew(config) and plan.restore is None
+    try:
+        engine.drop() if fresh else engine.take_seat()
+    except KeeperAway as away:  # the saves look for it again
+        _log.warning("job %s rank %d: %s", config.job, place.rank, away)
+    if fresh and place.rank == 0 and config.save_to is not None:
+        storage.start_anew(config.save_to, config.storage_options, config.job, plan.run)

@@ -1,0 +1,33 @@
+"""The master's listening socket, and a port for the process group."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+
+from dlrover_hooks.errors import LaunchError
+
+
+def listen(port: int) -> socket.socket:
+    """The master's listening socket, owned here so that a restart of the master is a pause, not a refusal."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"port {port} cannot be used: {error.strerror}", hint="leave --port out for a free one"
+        ) from error
+    listener.listen(1024)
+    return listener
+
+
+def free_port() -> int:
+    """A port for the process group's store, below the ephemeral range so that no outgoing connection takes it first."""
+    for port in random.sample(range(20000, 30000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise LaunchError("no free port between 20000 and 30000 for the process group's store")

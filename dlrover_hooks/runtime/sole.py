@@ -1,0 +1,48 @@
+"""One launcher per (job, node): two would train the same job apart and take each other's seats."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+from dlrover_hooks.config import runtime_dir
+from dlrover_hooks.errors import LaunchError
+
+
+@contextlib.contextmanager
+def sole(job: str, node: str) -> Iterator[None]:
+    """Hold (job, node) for this process while the context lasts.
+
+    The lock is a listening socket with an abstract name: unlike a file it is gone with its owner, even after a
+    `kill -9`, and the kernel tells whose it is.
+
+    Raises:
+        LaunchError: another launcher lives; names its pid.
+    """
+    text = f"{runtime_dir()}:{len(job)}:{job}:{node}"
+    name = f"\0dlrover-hooks-launcher-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as mine:
+        try:
+            mine.bind(name)
+        except OSError as taken:
+            raise LaunchError(
+                f"job {job} already runs on node {node}: its launcher is pid {_owner(name)}",
+                hint="stop that one first (kill -INT), or give this one another --job",
+            ) from taken
+        mine.listen(1024)
+        yield
+
+
+def _owner(name: str) -> int | str:
+    """The pid that listens at `name`, as the kernel says; "unknown" if it is just ending."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            probe.connect(name)
+            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            return pid if pid != os.getpid() and pid > 0 else "unknown"
+    return "unknown"

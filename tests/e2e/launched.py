@@ -1,0 +1,132 @@
+"""`dlrover-hooks run` under test, and what its workers do there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Launched:
+    """A launcher under test, and what its workers wrote: one JSON line per life in `lives`."""
+
+    def __init__(self, folder: Path, script: str, *options: str, job: str = "", **environment: str) -> None:
+        self.job = job or f"launch-{uuid.uuid4().hex[:8]}"
+        self.lives = folder / "lives.jsonl"
+        self.lives.touch()
+        path = folder / "script.py"
+        path.write_text("import json, os, signal, sys, time, threading\n" + textwrap.dedent(script))
+        command = [
+            sys.executable,
+            "-m",
+            "dlrover_hooks",
+            "run",
+            "--job",
+            self.job,
+            *options,
+            str(path),
+            str(self.lives),
+        ]
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(exist_ok=True)
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary)} | environment
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
+
+    def read(self) -> list[dict]:
+        return [json.loads(line) for line in self.lives.read_text().splitlines()]
+
+    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 30.0) -> list[dict]:
+        deadline = time.monotonic() + timeout_s
+        while not condition(lives := self.read()):
+            assert time.monotonic() < deadline, (lives, self.process.poll())
+            assert self.process.poll() is None, self.process.communicate()
+            pause()
+        return lives
+
+    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors
+
+    def child(self, word: str, timeout_s: float = 20.0) -> psutil.Process:
+        """The launcher's child with `word` in its command line, such as "keeper", as soon as there is one."""
+        launcher, deadline = psutil.Process(self.process.pid), time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for child in launcher.children():
+                with contextlib.suppress(psutil.Error):
+                    if any(word in part for part in child.cmdline()):
+                        return child
+            pause()
+        raise AssertionError(f"no {word}")
+
+    def leftovers(self) -> list[str]:
+        """Processes of this job and temporary files that are still there."""
+        found = [str(path) for path in self.temporary.rglob("*") if not path.is_dir()]
+        for process in psutil.process_iter(["cmdline", "pid"]):
+            line = " ".join(process.info["cmdline"] or ())
+            if self.job in line or str(self.lives) in line:
+                found.append(line)
+        return found
+
+
+def pause() -> None:
+    """Polling a file another process writes: there is no event to wait for."""
+    import select
+
+    select.select([], [], [], 0.02)
+
+
+def all_gone(pids: list[int], timeout_s: float = 5.0) -> bool:
+    """True once none of them runs any more (a zombie waiting for init to reap it does not run)."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        running = [pid for pid in pids if psutil.pid_exists(pid) and not _is_zombie(pid)]
+        if not running:
+            return True
+        pause()
+    return False
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+ALIVE = """
+    def note(**more):
+        line = json.dumps({"pid": os.getpid(), "rank": int(os.environ["RANK"]), **more})
+        fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
+        os.write(fd, (line + chr(10)).encode())
+        os.close(fd)
+"""
+
+MEMBER = """
+    from dlrover_hooks import config, protocol as p
+    from dlrover_hooks.client import MasterClient
+    from dlrover_hooks.errors import Stale, UsageError
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    conf, place = config.load(), config.place()
+    client = MasterClient(conf.master, conf.token, incarnation=place.incarnation)
+
+    def attach(**more):
+        return client.call(p.Attach(conf.job, place.incarnation, place.node, os.getpid(), **more))
+
+    def beat(step):
+        client.call(p.Heartbeat(conf.job, place.incarnation, step))
+
+    def leave(step):
+        client.call(p.Leave(conf.job, place.incarnation, p.Departure.DONE, step))
+"""
+"""What a session tells the master, without torch."""

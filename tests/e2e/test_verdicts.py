@@ -1,0 +1,119 @@
+"""What the launcher makes of the end of a worker, of a signal, and of what an earlier launch left (DL-77, DL-81)."""
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.launched import Launched
+
+
+def test_a_crash_after_the_end_is_not_restarted(launch: Callable[..., Launched]) -> None:
+    """The job is over at the master: what fails afterwards is the script's, and a restart has nothing to train."""
+    run = launch("note(); attach(); beat(5); leave(5); raise ValueError('in test')", member=True)
+    code, errors = run.end(timeout_s=20)
+    assert code == 1, errors
+    assert "training was finished at step 5; the script failed afterwards" in errors
+    assert len(run.read()) == 1
+    assert run.leftovers() == []
+
+
+def test_a_finished_job_in_a_journal_only_says_so(launch: Callable[..., Launched]) -> None:
+    """Launched again with the journal of its end: exit 0, nothing is started; `--fresh` trains (DL-57)."""
+    run = launch("note(); attach(); beat(5); leave(5)", "--journal", "job.db", member=True)
+    assert run.end()[0] == 0
+    code, errors = launch("note()", "--journal", "job.db", job=run.job).end()
+    assert (code, len(run.read())) == (0, 1), errors
+    assert "was finished at step 5" in errors
+    code, errors = launch("note()", "--journal", "job.db", "--fresh", job=run.job).end()
+    assert (code, len(run.read())) == (0, 2), errors
+
+
+@pytest.mark.parametrize("attaches", ["", "attach()"])
+def test_members_of_a_dead_launcher_do_not_block_the_next(launch: Callable[..., Launched], attaches: str) -> None:
+    """The journal still seats workers of a launcher that was killed: the next one on that node gives them up."""
+    script = f"{attaches or 'life'}; note(); threading.Event().wait(600)"
+    first = launch(script, "-n", "2", "--journal", "job.db", member=True)
+    first.wait_for(lambda lives: len(lives) == 2)
+    first.process.kill()
+    first.end()
+    code, errors = launch("note()", "-n", "2", "--journal", "job.db", job=first.job).end(timeout_s=20)
+    assert code == 0, errors
+    assert len(first.read()) == 4
+
+
+def test_progress_counts_from_the_restored_step(launch: Callable[..., Launched]) -> None:
+    """A resumed job whose script fails at the step it resumed from is not started again in vain (DL-81)."""
+    script = """
+        note()
+        found = p.Manifest(conf.job, p.Generation(1, 16, "run"), 1, (), 0.0)
+        attach(save_to=os.path.abspath("saved"), stored=(found,))
+        beat(16)
+        raise ValueError("wrong learning rate")
+        """
+    run = launch(script, member=True)
+    code, errors = run.end()
+    assert code == 1, errors
+    assert "at step 16, no further than where it started: not restarted, see its traceback above" in errors
+    assert len(run.read()) == 1
+
+
+def test_an_error_after_progress_is_restarted(launch: Callable[..., Launched]) -> None:
+    """Past the restored step the same exception may be the machine's: it is tried again."""
+    script = "note(); attach(); beat(life + 1); life or exit(1)"
+    code, errors = launch(script, member=True).end()
+    assert code == 0, errors
+    assert "at step 1; restarting 1 worker (1 of 10 restarts)" in errors
+
+
+def test_a_wrong_setting_is_not_restarted_a_false_death_is(launch: Callable[..., Launched]) -> None:
+    """UsageError: 78, though there was progress. Stale: the master took a living worker for dead; try again."""
+    script = "note(); attach(); beat(3); raise UsageError('no such thing', hint='mend it')"
+    run = launch(script, member=True)
+    code, errors = run.end()
+    assert (code, len(run.read())) == (78, 1), errors
+    assert "HINT: mend it" in errors
+    run = launch("note()\nif life == 0: raise Stale('declared dead')", member=True)
+    code, errors = run.end()
+    assert (code, len(run.read())) == (0, 3), errors
+
+
+def test_the_echo_of_a_death_is_not_its_cause(launch: Callable[..., Launched]) -> None:
+    """A worker whose collective failed may end first: the one that was shot a moment later is the cause."""
+    script = """
+        note()
+        if life == 0 and place.rank == 0:
+            raise RuntimeError("connection closed by peer")
+        if life == 0:
+            import select
+            select.select([], [], [], 0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    run = launch(script, "-n", "2", member=True)
+    code, errors = run.end()
+    assert (code, len(run.read())) == (0, 4), errors
+    assert "worker 1 died (SIGKILL)" in errors
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: bool) -> None:
+    """The step that is durable, where, and how to go on; nothing is claimed that is not there (DL-57, DL-90)."""
+    script = f"""
+        folder = os.path.abspath("saved")
+        attach(save_to=folder)
+        if {stored}:
+            latest = dict(job=conf.job, generation=dict(attempt=1, step=7, run="run"), folder="x")
+            open(folder + "/latest.json", "w").write(json.dumps(latest))
+        note()
+        threading.Event().wait(600)
+        """
+    run = launch(script, member=True)
+    run.wait_for(lambda lives: len(lives) == 1)
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 130
+    again = f"start again with: dlrover-hooks run --job {run.job} ..."
+    what = "saved step 7 at" if stored else "no step was saved at"
+    last = errors.splitlines()[-1]
+    assert what in last, errors
+    assert last.endswith(again)

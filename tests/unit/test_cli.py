@@ -1,0 +1,96 @@
+"""The command line: what it refuses, and with which exit code (DL-77, DL-79)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlrover_hooks import cli
+from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
+from dlrover_hooks.master.__main__ import command
+from dlrover_hooks.runtime import launch
+
+
+def called(*words: str) -> Result:
+    return CliRunner().invoke(cli.main, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "trian.py"], "trian.py: no such file"),
+        (["run", "python", "train.py"], "`python` is not needed"),
+        (["run", "-m", "no_such_package.train"], "no_such_package.train: no such module"),
+        (["run", "--nnodes", "2", "train.py"], "No such option"),
+        (["run"], "Missing argument"),
+        (["run", "-n", "0", "train.py"], "range"),
+        (["walk"], "No such command"),
+    ],
+)
+def test_what_must_be_mended_exits_78(words: list[str], said: str) -> None:
+    """Before anything is started, and a wrong script in one line."""
+    done = called(*words)
+    assert done.exit_code == 78
+    assert said in done.output
+    if said.startswith("trian"):
+        assert len(done.output.splitlines()) == 1
+
+
+def test_the_masters_command_line_exits_78() -> None:
+    assert CliRunner().invoke(command, ["--bogus"]).exit_code == 78
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[launch.Options]:
+    """What a launcher would have been asked for."""
+    seen: list[launch.Options] = []
+
+    class Recorder:
+        def __init__(self, options: launch.Options) -> None:
+            seen.append(options)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(launch, "Launcher", Recorder)
+    return seen
+
+
+def test_torchruns_spelling_is_understood(asked: list[launch.Options]) -> None:
+    """Our options with underscores; whatever follows the script is the script's, as it stands."""
+    words = ["run", "--nproc_per_node=3", "--max_restarts", "4", __file__, "--lr_rate", "1", "--job", "x"]
+    assert called(*words).exit_code == 0
+    (options,) = asked
+    assert (options.workers, options.max_restarts, options.job) == (3, 4, "")
+    assert options.command[2:] == (__file__, "--lr_rate", "1", "--job", "x")
+
+
+def test_a_module_may_be_run(asked: list[launch.Options]) -> None:
+    assert called("run", "-m", "json.tool").exit_code == 0
+    assert asked[0].command[2:] == ("-m", "json.tool")
+
+
+@pytest.mark.parametrize(("error", "code"), [(UsageError, 78), (LaunchError, 78), (MasterAway, 77), (HooksError, 77)])
+def test_only_what_the_caller_can_mend_is_78(
+    error: type[HooksError], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("no")
+
+    monkeypatch.setattr(launch.Launcher, "run", fail)
+    assert called("run", __file__).exit_code == code
+
+
+def test_short_help_is_whole() -> None:
+    """The list of commands is not cut off, and the table of exit codes is the manual's."""
+    lines = called("--help").output.splitlines()
+    commands = lines[lines.index("Commands:") + 1 :]
+    assert len(commands) == 2
+    assert all(line.endswith(".") and not line.endswith("..") for line in commands)
+    page = (Path(__file__).parents[2] / "docs/operate.md").read_text()
+    for code in (0, 1, 77, 78, 130, 143):
+        assert f"\n| {code} |" in page
+        assert f"{code} " in called("run", "--help").output
