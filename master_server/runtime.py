@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections import deque
@@ -20,29 +19,16 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
-from dlrover_hooks.master.core import events, jobs, nodes, views
+from dlrover_hooks.master.core import events, jobs, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake
-from dlrover_hooks.master.core.events import Envelope, Key, Lost, Tick
-from dlrover_hooks.master.core.job import knows
-from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
+from dlrover_hooks.master.core.events import Envelope, Key, Tick
+from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.deposits import Deposits
 from dlrover_hooks.master.folders import Folders, Storage
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
-from dlrover_hooks.protocol import (
-    Attach,
-    AwaitPlan,
-    AwaitShards,
-    Exited,
-    Heartbeat,
-    Join,
-    Leave,
-    Message,
-    OpenLedger,
-    Phase,
-    TakeLeases,
-    Watch,
-)
+from dlrover_hooks.master.liveness import Liveness
+from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
@@ -85,8 +71,7 @@ class Runtime:
         self._barrier: asyncio.Future[Message] | None = None
         self._topics: dict[str, asyncio.Future[None]] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._liveness: asyncio.TimerHandle | None = None
-        self._liveness_at = math.inf
+        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
         self.failed = False
@@ -98,23 +83,12 @@ class Runtime:
     def start(self) -> None:
         """Take up what the life before left: effects without an outcome, leases of all members, claims."""
         self._loop = asyncio.get_running_loop()
-        now = time.monotonic()
         for name, job in sorted(self.state.jobs.items()):
-            current = job.rounds.round
-            for member in current.members.values() if current else ():
-                trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
-                if member.live:
-                    within_s = self.nodes.lease_s if trains else GRACE_S
-                    nodes.expect(self.nodes, (name, member.incarnation), now, within_s)
-            for agent in job.rounds.waiting:
-                nodes.expect(self.nodes, (name, agent), now, self.nodes.lease_s)
-            for holder in job.ledgers.free:  # it may not beat at all
-                nodes.expect(self.nodes, (name, holder), now, GRACE_S)
             if job.live and not job.finished and job.settings.save_to is not None:
                 self._deposits.claim_again(name, job.settings.save_to, job.settings.options)
         for effect in jobs.unfinished_effects(self.state):
             self._do(effect)
-        self._watch_leases()
+        self._liveness.start()
 
     def release_waiters(self) -> None:
         """Send every long-poll home: the master is about to end. Call from the loop."""
@@ -125,9 +99,9 @@ class Runtime:
     async def close(self, patience_s: float = 4.0) -> None:
         """Finish what is under way (storage within `patience_s`), then let go of everything."""
         self.release_waiters()
-        for timer in (*self._deadlines.values(), self._liveness):
-            if timer is not None:
-                timer.cancel()
+        self._liveness.close()
+        for timer in self._deadlines.values():
+            timer.cancel()
         await self._deposits.drain(patience_s)
         if self._committing is not None:
             await asyncio.wait([self._committing], timeout=patience_s)
@@ -151,7 +125,7 @@ class Runtime:
         if outcome.repeated:
             self._answer_after_commits(done, outcome.reply)
             return done
-        self._heard_of(event)
+        self._liveness.heard_of(event)
         record = events.encode(Envelope(now=now, event=event, key=key))
         self._queue.append(Entry(record=record, reply=outcome.reply, effects=outcome.effects, done=done))
         self._barrier = done
@@ -237,15 +211,9 @@ class Runtime:
 
     async def query(self, request: Message) -> Message:
         """Answer without changing anything, as soon as what it shows is durable."""
+        reply = await self._ask(request)
         if isinstance(request, Heartbeat):
-            reply = await self._ask(request)
-            nodes.beat(
-                self.nodes, (request.job, request.incarnation), time.monotonic(), step=request.step,
-                vitals=request.vitals,
-            )  # fmt: skip
-            self._watch_leases()
-        else:
-            reply = await self._ask(request)
+            self._liveness.beat(request)
         assert reply is not None
         return reply
 
@@ -262,37 +230,14 @@ class Runtime:
 
     async def wait(self, request: Poll) -> Message:
         """A long-poll. Raises MasterAway when this master is ending: ask again."""
-        name = (request.job, request.incarnation)
         await self._ask(request)
-        if isinstance(request, Watch):
-            return await self._watch(request, name)
-        timeout_s = min(max(request.timeout_s, 0.0), LONGEST_POLL_S)
-        self._heard(name, timeout_s + self.nodes.lease_s)
+        timeout_s = None if isinstance(request, Watch) else min(max(request.timeout_s, 0.0), LONGEST_POLL_S)
+        self._liveness.waits(request, timeout_s or 0.0)
         try:
-            return await self._wait_until(request, self._loop.time() + timeout_s)
+            return await self._wait_until(request, None if timeout_s is None else self._loop.time() + timeout_s)
         finally:
-            nodes.expect(self.nodes, name, time.monotonic(), self._patience_s(request))
-            self._watch_leases()
-
-    async def _watch(self, request: Watch, name: nodes.Name) -> Message:
-        nodes.opened(self.nodes, name, time.monotonic())
-        self._watch_leases()
-        try:
-            return await self._wait_until(request, None)
-        finally:
-            if not self.closing:
-                nodes.closed(self.nodes, name, time.monotonic())
-                self._watch_leases()
-
-    def _patience_s(self, request: Poll) -> float:
-        """An agent asks again at once; a worker that got its plan, or a lease, may be busy for a long time."""
-        works = isinstance(request, AwaitPlan | AwaitShards)
-        return self._worker_s((request.job, request.incarnation)) if works else self.nodes.lease_s
-
-    def _worker_s(self, name: nodes.Name) -> float:
-        """How long a worker may be silent: it may not have begun its heartbeats."""
-        pulse = self.nodes.pulses.get(name)
-        return self.nodes.lease_s if pulse is not None and pulse.beats else GRACE_S
+            if not (self.closing and isinstance(request, Watch)):  # all connections end with the master
+                self._liveness.waited(request)
 
     async def _wait_until(self, request: Poll, until: float | None) -> Message:
         while not self.closing:
@@ -315,62 +260,7 @@ class Runtime:
         if (topic := self._topics.pop(name, None)) is not None:
             _settle(topic, None)
 
-    # ---- liveness ---------------------------------------------------------------------------------------------------
-
-    def _heard(self, name: nodes.Name, for_s: float) -> None:
-        nodes.heard(self.nodes, name, time.monotonic(), for_s)
-        self._watch_leases()
-
-    def _heard_of(self, event: Message) -> None:
-        """Who sends an event lives."""
-        if isinstance(event, Attach):
-            self._heard((event.job, event.incarnation), GRACE_S)
-        elif isinstance(event, Join):
-            self._heard((event.job, event.incarnation), self.nodes.lease_s)
-        elif isinstance(event, OpenLedger | TakeLeases):
-            name = (event.job, event.incarnation)
-            self._heard(name, self._worker_s(name))
-        elif isinstance(event, Leave):
-            nodes.forget(self.nodes, (event.job, event.incarnation))
-        elif isinstance(event, Exited):
-            nodes.forget(self.nodes, (event.job, event.worker))
-
-    def _expect_members(self, job: str) -> None:
-        """A round was formed: whoever got a seat must attach in time; an agent need not speak until it waits again."""
-        current = self.state.jobs[job].rounds.round
-        now = time.monotonic()
-        for member in current.members.values() if current else ():
-            nodes.heard(self.nodes, (job, member.incarnation), now, GRACE_S)
-        self._watch_leases()
-
-    def _watch_leases(self) -> None:
-        at = nodes.next_at(self.nodes)
-        if at >= self._liveness_at or at == math.inf:
-            return
-        if self._liveness is not None:
-            self._liveness.cancel()
-        self._liveness_at = at
-        self._liveness = self._loop.call_later(max(0.0, at - time.monotonic()), self._judge)
-
-    def _judge(self) -> None:
-        self._liveness, self._liveness_at = None, math.inf
-        for lost in nodes.verdicts(self.nodes, time.monotonic()):
-            if self._matters(lost):
-                log.warning("job %s: %s is lost: %s", lost.job, lost.incarnation, lost.reason)
-                self._inform(lost)
-        self._watch_leases()
-
-    def _matters(self, lost: Lost) -> bool:
-        """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
-        job = self.state.jobs.get(lost.job)
-        if job is None or not knows(job, lost.incarnation):
-            return False
-        if lost.incarnation in job.ledgers.free:
-            return True
-        current = job.rounds.round
-        holds_seat = current is not None and lost.incarnation in current.members
-        waits = lost.incarnation in job.rounds.waiting or lost.incarnation in job.rounds.seats
-        return holds_seat or waits or lost.reason != nodes.SILENT
+    # ---- the master's own events -------------------------------------------------------------------------------------
 
     def _inform(self, event: Message) -> None:
         """An event of the master's own. If the journal fails it is tried again: nobody else would."""
@@ -396,7 +286,7 @@ class Runtime:
         elif isinstance(effect, CommitGeneration):
             self._deposits.commit(effect)
         elif isinstance(effect, RoundFormed):
-            self._expect_members(effect.job)
+            self._liveness.round_formed(effect.job)
         else:
             self._deposits.finish(effect)
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+_numpy: Any = np.random  # its annotations leave the engine out
 WORDS = 624  # of a Mersenne twister, the engine of all three
 _TORCH = struct.Struct("<QiiQ")  # the head of torch's saved state: seed, left, seeded, next
 
@@ -93,14 +94,14 @@ class NumpyGenerator:
     """`numpy.random.rand` and its like; `numpy.random.default_rng` has no global state."""
 
     def __init__(self) -> None:
-        self._engine = np.random.get_bit_generator()  # held, because its words are read in place
+        self._engine = _numpy.get_bit_generator()  # held, because its words are read in place
         self.words = _numpy_words(self._engine) or Public(self.save)
 
     def seed(self, seed: int) -> None:
         np.random.seed(seed & 0xFFFFFFFF)
 
     def save(self) -> Any:
-        name, words, *rest = np.random.get_state(legacy=True)
+        name, words, *rest = _numpy.get_state(legacy=True)
         return name, words.tobytes(), *rest
 
     def restore(self, state: Any) -> None:
@@ -125,7 +126,7 @@ class TorchGenerator:
     def restore(self, state: Any) -> None:
         if isinstance(state, bytes):
             full = bytearray(_TORCH.size + 8 * WORDS + 40)  # 40: no normal number is left over
-            seed, _, seeded, _ = _TORCH.unpack_from(self._one.get_state().numpy())
+            seed, _, seeded, _ = _TORCH.unpack_from(self._one.get_state().numpy().tobytes())
             left, _, after, *words = struct.unpack(f"<3i{WORDS}I", state)
             _TORCH.pack_into(full, 0, seed, left, seeded, after)
             struct.pack_into(f"<{WORDS}Q", full, _TORCH.size, *words)
@@ -136,7 +137,7 @@ class TorchGenerator:
 def generators() -> list[Generator]:
     """Those of this process. NumPy's is missing where the program gave it another engine, which cannot be seeded."""
     found: list[Generator] = [PythonGenerator(), TorchGenerator()]
-    if type(np.random.get_bit_generator()) is np.random.MT19937:
+    if type(_numpy.get_bit_generator()) is np.random.MT19937:
         found.append(NumpyGenerator())
     return found
 
@@ -154,7 +155,7 @@ def _python_words(one: random.Random) -> Words | None:
 def _numpy_words(engine: np.random.BitGenerator) -> Words | None:
     """NumPy publishes the address of `uint32_t key[624]; int pos`."""
     words = Words(engine.ctypes.state_address, WORDS + 1, at=4 * (WORDS - 1))
-    state: Any = np.random.get_state(legacy=True)
+    state: Any = _numpy.get_state(legacy=True)
     return words if words.copy() == state[1].astype(np.uint32).tobytes() + struct.pack("i", state[2]) else None
 
 

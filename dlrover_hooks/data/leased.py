@@ -253,7 +253,8 @@ class LeasedLoader:
 
     def _leftover(self) -> bool:
         """Nothing to take: micro-batches without a step count as done, or the epoch would wait for them for ever."""
-        return False
+        if not self.tally.unmarked:
+            return False
         if not self.tally.marks:
             raise UsageError(
                 f"dataset {self.name!r}: nobody says when the optimizer steps, so nothing can be acknowledged",
@@ -373,7 +374,6 @@ class LeasedLoader:
 
     def _leave(self) -> None:
         self._live = None
-        self.tally.drop()
         self._stop_borrowing()
 
     def _stop_borrowing(self) -> None:

@@ -218,11 +218,12 @@ class Borrower:
     def _next(self) -> p.TakeLeases | p.AwaitShards | dict[str, int] | None:
         """What to ask now; waits while there is nothing. None: the end."""
         while True:
-            if self._closing or self._ends:
-                self._give_up()
+            closing = self._closing  # read once: what is decided here must hold to the end of this turn
+            if closing or self._ends:
+                self._give_up(closing)
             acks, want = self._acks(), self._want()
             waiting = self.state is LedgerState.WAITING
-            if self._closing or self.state is LedgerState.FINISHED:
+            if closing or self.state is LedgerState.FINISHED:
                 return self._request(0, acks) if acks else None
             if (want and not waiting) or (acks and (self._late_s() <= 0.0 or self._awaited())):
                 return self._request(want, acks)
@@ -234,14 +235,14 @@ class Borrower:
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=max(0.01, self._late_s()) if self._held else None)
 
-    def _give_up(self) -> None:
+    def _give_up(self, everything: bool) -> None:
         """Leases that are not begun go back, and at the end what is not done of the others."""
         while self._ready:
             held = self._ready.popleft()
             held.end = held.lo
-        for held in self._held.values() if self._closing else ():
+        for held in self._held.values() if everything else ():
             if held.committed < held.end:
-                held.failed, held.end = "", held.committed
+                pass
 
     def _want(self) -> int:
         return 0 if self._ends else max(0, self._lookahead + self._starving - len(self._ready))

@@ -103,9 +103,7 @@ class ElasticLoader:
     `dataset.__getitems__(ids)` if it has that (a list in return is collated, anything else is a batch), else
     `dataset[ids]`.
 
-    before_batch: called at every quiet point, after the commit and before the next batch is fetched. before_fetch:
-    called once, at the next fetch, after the inner iterator was made, because making it spends global random
-    numbers: put a restored RNG back here.
+    before_batch: called at every quiet point, after the commit and before the next batch is fetched.
     """
 
     def __init__(self, inner: DataLoader[Any], sampler: ElasticSampler, *, name: str = "train") -> None:
@@ -113,7 +111,6 @@ class ElasticLoader:
         self.sampler = sampler
         self.name = name
         self.before_batch: list[Callable[[], object]] = []
-        self.before_fetch: Callable[[], object] | None = None
         self._feed = cast(Batches, inner.sampler if isinstance(inner.sampler, Batches) else inner.batch_sampler)
         self._marks: list[RemovableHandle] = []
         self._source: Iterator[Any] | None = None
@@ -140,7 +137,7 @@ class ElasticLoader:
         self.close()  # before the new one: with num_workers > 0 making it already draws from the sampler
         self.sampler.begin()
         token = self._live = object()
-        self._source = iter(self.inner)
+        self._renewed()
         return self._batches(token)
 
     def _batches(self, token: object) -> Iterator[Any]:
@@ -163,16 +160,15 @@ class ElasticLoader:
             call()
 
     def _renewed(self) -> Iterator[Any]:
-        """The inner iterator behind a resize. Making it must not spend the loop's random numbers."""
+        """A new inner iterator. Making it must not spend the loop's random numbers: a restored run may make another
+        number of iterators than the run that was not disturbed.
+        """
         state = torch.get_rng_state()
         self._source = iter(self.inner)
         torch.set_rng_state(state)
         return self._source
 
     def _fetch(self, source: Iterator[Any]) -> Any:
-        if self.before_fetch is not None:
-            restore, self.before_fetch = self.before_fetch, None
-            restore()
         batch = self._feed.fetch(source)
         if batch is END:
             raise UsageError(

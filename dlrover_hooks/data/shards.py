@@ -211,8 +211,6 @@ class Reading:
         numbers, source = pick.numbers or [], self.source
         try:
             found = source.__getitems__(numbers) if numbers else []
-        except HooksError:
-            raise
         except Exception:
             return _one_by_one(numbers, source.__getitem__, source.place)
         if len(found) != len(numbers):
@@ -223,8 +221,6 @@ class Reading:
         partition, lo, hi = pick.partition, pick.lo, pick.hi
         try:
             found = stream.read(partition, lo, hi) if lo < hi else []
-        except HooksError:
-            raise
         except Exception:
             return _one_by_one(
                 list(range(lo, hi)),

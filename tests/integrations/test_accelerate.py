@@ -246,6 +246,35 @@ def test_the_scheduler_keeps_the_pace_of_the_first_start(job: str) -> None:
     assert schedule.state_dict()["last_epoch"] == 6
 
 
+def test_without_an_elastic_loader_the_next_forward_is_the_quiet_point(job: str) -> None:
+    """A loader that keeps its own state has handed out the next batch by then: its place is that of the step."""
+
+    def life(crash: int | None) -> tuple[list[int], list[float]]:
+        made = Setup(Given(job=job, own=True, noise=False))
+        accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job, save_every=1)
+        model, optimizer, own = accelerator.prepare(made.net, made.optimizer, made.own)
+        assert own is made.own
+        seen: list[int] = []
+        for epoch in accelerator.epochs(1):
+            assert epoch == 0
+            for ids in own:
+                loss = loss_of(model, torch.full((1, 4), ids.item() / 40, dtype=torch.float64), ids)
+                if accelerator.loop.step == crash:
+                    accelerator.close(p.Departure.FAILED)
+                    return seen, []
+                seen += ids.tolist()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                if ids.item() == 6:
+                    break
+        accelerator.end_training()
+        return seen, [value for one in made.net.state_dict().values() for value in one.flatten().tolist()]
+
+    lives = [life(crash) for crash in (2, 3, 6, None)]
+    assert [seen for seen, _ in lives] == [[0, 1], [2], [3, 4, 5], [6]]
+
+
 def test_everything_else_is_accelerates(job: str) -> None:
     run = Run(job, accumulate=2)
     assert run.accelerator.unwrap_model(run.model) is run.made.net

@@ -81,9 +81,10 @@ def test_a_saved_state_has_the_second_normal_number() -> None:
 
 
 def test_another_numpy_engine_is_left_alone() -> None:
-    engine = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64())  # type: ignore[arg-type]
+    numpy: Any = np.random
+    engine = numpy.get_bit_generator()
+    numpy.set_bit_generator(np.random.PCG64())
     try:
         assert [type(one) for one in generators()] == [PythonGenerator, TorchGenerator]
     finally:
-        np.random.set_bit_generator(engine)
+        numpy.set_bit_generator(engine)

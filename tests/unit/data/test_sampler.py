@@ -249,7 +249,12 @@ def test_a_larger_batch_may_end_the_epoch_at_once() -> None:
 
 def test_every_kind_of_order_keeps_its_place() -> None:
     """Issue 3 item 1: blocks and sequential continue at a position like the shuffle does, and say what they are."""
-    for options in ({"order": "blocks", "block": 3, "window": 2}, {"order": "sequential"}, {"shuffle": False}):
+    kinds: list[dict[str, Any]] = [
+        {"order": "blocks", "block": 3, "window": 2},
+        {"order": "sequential"},
+        {"shuffle": False},
+    ]
+    for options in kinds:
         whole = list(ElasticSampler(41, batch_size=2, **options))
         first = ElasticSampler(41, batch_size=2, **options)
         seen = take(first, 5)

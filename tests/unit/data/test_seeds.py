@@ -78,7 +78,13 @@ def rows(loader: ElasticLoader, epochs: int = 2, disturb: Callable[[], object] =
 
 
 def noise() -> None:
-    random.random(), np.random.rand(), torch.rand(1)
+    for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
+        draw()
+
+
+def reseed() -> None:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
 
 
 def test_augmentation_is_that_of_the_position() -> None:
@@ -122,12 +128,12 @@ def test_the_loops_own_random_state_is_not_touched() -> None:
     for data in (Augmented(), Still(), Still(5)):
         loader, drawn = load(data), []
         source = iter(loader)
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        reseed()
         for _ in range(4):
             next(source)
             drawn.append((random.gauss(0, 1), np.random.randn(), torch.randn(1).item()))
         loader.close()
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        reseed()
         assert drawn == [(random.gauss(0, 1), np.random.randn(), torch.randn(1).item()) for _ in range(4)]
 
 

@@ -243,6 +243,9 @@ def test_close_does_not_count_a_step_that_is_not_over(make: Callable[..., Leased
     next(rows)
     loader.close()
     assert (master.view().done, master.view().leases) == (4, 0)
+    loader.mark()
+    loader.commit()
+    assert loader.tally.done[""].size == 4, "what went back is not done here"
     with pytest.raises(UsageError, match="this iterator ended"):
         next(rows)
 

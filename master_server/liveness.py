@@ -1,0 +1,157 @@
+"""Who lives, as the runtime sees it: the pure `nodes` with a monotonic clock and one timer. Verdicts become events.
+
+All methods are called in the runtime's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from dlrover_hooks.master.core import nodes
+from dlrover_hooks.master.core.events import Lost
+from dlrover_hooks.master.core.job import Job, knows
+from dlrover_hooks.master.core.jobs import Master
+from dlrover_hooks.master.core.nodes import GRACE_S, Name, Nodes
+from dlrover_hooks.master.core.views import Poll
+from dlrover_hooks.protocol import (
+    Attach,
+    AwaitPlan,
+    AwaitShards,
+    Exited,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    OpenLedger,
+    Phase,
+    TakeLeases,
+    Watch,
+)
+
+log = logging.getLogger("dlrover_hooks.master")
+
+
+class Liveness:
+    """Owns the timer. `state` gives the journaled state as it is now; `inform` takes an event of the master's own."""
+
+    def __init__(self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None]) -> None:
+        self._nodes, self._state, self._inform = known, state, inform
+        self._timer: asyncio.TimerHandle | None = None
+        self._at = math.inf
+
+    def start(self) -> None:
+        """A new life: everybody is to speak anew."""
+        self._loop = asyncio.get_running_loop()
+        for name, job in sorted(self._state().jobs.items()):
+            self._expect_all(name, job, time.monotonic())
+        self._arm()
+
+    def _expect_all(self, name: str, job: Job, now: float) -> None:
+        current = job.rounds.round
+        for member in current.members.values() if current else ():
+            trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
+            if member.live:
+                within_s = self._nodes.lease_s if trains else GRACE_S
+                nodes.expect(self._nodes, (name, member.incarnation), now, within_s)
+        for agent in job.rounds.waiting:
+            nodes.expect(self._nodes, (name, agent), now, self._nodes.lease_s)
+        for holder in job.ledgers.free:  # it may not beat at all
+            nodes.expect(self._nodes, (name, holder), now, GRACE_S)
+
+    def close(self) -> None:
+        """No more verdicts."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # ---- signs of life -----------------------------------------------------------------------------------------------
+
+    def beat(self, request: Heartbeat) -> None:
+        """A heartbeat was answered."""
+        name = (request.job, request.incarnation)
+        nodes.beat(self._nodes, name, time.monotonic(), step=request.step, vitals=request.vitals)
+        self._arm()
+
+    def heard_of(self, event: Message) -> None:
+        """Who sends an event lives."""
+        if isinstance(event, Attach):
+            self._heard((event.job, event.incarnation), GRACE_S)
+        elif isinstance(event, Join):
+            self._heard((event.job, event.incarnation), self._nodes.lease_s)
+        elif isinstance(event, OpenLedger | TakeLeases):
+            name = (event.job, event.incarnation)
+            self._heard(name, self._worker_s(name))
+        elif isinstance(event, Leave):
+            nodes.forget(self._nodes, (event.job, event.incarnation))
+        elif isinstance(event, Exited):
+            nodes.forget(self._nodes, (event.job, event.worker))
+
+    def waits(self, request: Poll, for_s: float) -> None:
+        """A long-poll begins; a `Watch` is open until `waited`."""
+        name = (request.job, request.incarnation)
+        if isinstance(request, Watch):
+            nodes.opened(self._nodes, name, time.monotonic())
+            self._arm()
+        else:
+            self._heard(name, for_s + self._nodes.lease_s)
+
+    def waited(self, request: Poll) -> None:
+        """It is over. An agent asks again at once; a worker with its plan, or a lease, may be busy for a long time."""
+        name = (request.job, request.incarnation)
+        if isinstance(request, Watch):
+            nodes.closed(self._nodes, name, time.monotonic())
+        else:
+            works = isinstance(request, AwaitPlan | AwaitShards)
+            within_s = self._worker_s(name) if works else self._nodes.lease_s
+            nodes.expect(self._nodes, name, time.monotonic(), within_s)
+        self._arm()
+
+    def round_formed(self, job: str) -> None:
+        """Whoever got a seat must attach in time; an agent need not speak until it waits again."""
+        current = self._state().jobs[job].rounds.round
+        now = time.monotonic()
+        for member in current.members.values() if current else ():
+            nodes.heard(self._nodes, (job, member.incarnation), now, GRACE_S)
+        self._arm()
+
+    def _heard(self, name: Name, for_s: float) -> None:
+        nodes.heard(self._nodes, name, time.monotonic(), for_s)
+        self._arm()
+
+    def _worker_s(self, name: Name) -> float:
+        """How long a worker may be silent: it may not have begun its heartbeats."""
+        pulse = self._nodes.pulses.get(name)
+        return self._nodes.lease_s if pulse is not None and pulse.beats else GRACE_S
+
+    # ---- verdicts ----------------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        at = nodes.next_at(self._nodes)
+        if at >= self._at or at == math.inf:
+            return
+        self.close()
+        self._at = at
+        self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._judge)
+
+    def _judge(self) -> None:
+        self._timer, self._at = None, math.inf
+        for lost in nodes.verdicts(self._nodes, time.monotonic()):
+            if self._matters(lost):
+                log.warning("job %s: %s is lost: %s", lost.job, lost.incarnation, lost.reason)
+                self._inform(lost)
+        self._arm()
+
+    def _matters(self, lost: Lost) -> bool:
+        """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
+        job = self._state().jobs.get(lost.job)
+        if job is None or not knows(job, lost.incarnation):
+            return False
+        if lost.incarnation in job.ledgers.free:
+            return True
+        current = job.rounds.round
+        holds_seat = current is not None and lost.incarnation in current.members
+        waits = lost.incarnation in job.rounds.waiting or lost.incarnation in job.rounds.seats
+        return holds_seat or waits or lost.reason != nodes.SILENT
