@@ -54,14 +54,22 @@ def united(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """By dataset and partition: all that some of the saved ranks' `leases` parts say is in the model, encoded.
 
     Raises:
-        Corrupt: a part is no encoding of ranges.
+        Corrupt: a part is no encoding of ranges, or two say that they trained the same positions.
     """
     found: dict[str, dict[str, Ranges]] = {}
     for name, state in ((name, state) for part in parts for name, state in part.items()):
         rows = found.setdefault(name, {})
         for partition, text in (*state.get("base", {}).items(), *state["own"].items()):
-            try:
-                rows.setdefault(partition, Ranges()).update(Ranges.decode(text))
-            except ValueError as error:
-                raise Corrupt(f"leased dataset {name!r}, partition {partition!r}: {error}") from error
+            _unite(rows.setdefault(partition, Ranges()), text, f"leased dataset {name!r}, partition {partition!r}")
     return {name: {key: ranges.encode() for key, ranges in rows.items()} for name, rows in found.items()}
+
+
+def _unite(all_: Ranges, text: str, where: str) -> None:
+    try:
+        more = Ranges.decode(text)
+    except ValueError as error:
+        raise Corrupt(f"{where}: {error}") from error
+    twice = next((pair for pair in more if all_.overlaps(*pair)), None)
+    if twice is not None:
+        raise Corrupt(f"{where}: positions [{twice[0]}, {twice[1]}) were trained twice in this checkpoint")
+    all_.update(more)

@@ -374,6 +374,7 @@ class LeasedLoader:
 
     def _leave(self) -> None:
         self._live = None
+        self.tally.drop()
         self._stop_borrowing()
 
     def _stop_borrowing(self) -> None:

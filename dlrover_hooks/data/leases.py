@@ -242,7 +242,7 @@ class Borrower:
             held.end = held.lo
         for held in self._held.values() if everything else ():
             if held.committed < held.end:
-                pass
+                held.failed, held.end = "", held.committed
 
     def _want(self) -> int:
         return 0 if self._ends else max(0, self._lookahead + self._starving - len(self._ready))
