@@ -161,12 +161,16 @@ def set_batches(trainer: Trainer, count: int) -> None:
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Batches of this epoch that are trained."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    """Batches of this epoch that are trained; `completed` is one behind in a checkpoint of `on_train_batch_end`."""
+    return cast(Any, trainer.fit_loop.epoch_loop.batch_progress).current.processed
 
 
 def fast_dev_run(trainer: Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
+
+
+def overfit_batches(trainer: Trainer) -> float:
+    return float(cast(Any, trainer).overfit_batches)
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils._pytree import tree_map
 
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.errors import UsageError
 
 
 class EvenLoader:
@@ -99,6 +101,15 @@ def is_uneven(plan: Plan) -> bool:
     return len({msgspec.structs.replace(plan, rank=r).step(q).micro_batches for r in range(plan.world_size)}) > 1
 
 
+def loss_scale(loader: ElasticLoader | EvenLoader, *, weighed: bool) -> float:
+    """Factor for the gradient of the current batch's loss. `weighed`: a communication hook has the rank's weight."""
+    sampler, plan = loader.sampler, loader.sampler.plan
+    if isinstance(loader, EvenLoader) and loader.ghost:
+        return 0.0
+    share = step_batches(plan) / plan.micro_batches  # Lightning divides by what the busiest rank has
+    return sampler.loss_scale * share * (1.0 if weighed else sampler.weight * plan.world_size)
+
+
 class Units:
     """What the user's Trainer counts in batches, for a step of another number of batches than the user wrote.
 
@@ -106,13 +117,38 @@ class Units:
     exactly that many, nothing is touched.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.accumulate: int = trainer.accumulate_grad_batches
+    def __init__(self, trainer: Trainer, *, scheduled: bool) -> None:
+        self.scheduled = scheduled
+        """A GradientAccumulationScheduler sets the number of batches."""
+        self.accumulate: int = 1 if scheduled else trainer.accumulate_grad_batches
         self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
         self._frequencies: list[tuple[Any, int]] = []
 
-    def convert(self, trainer: Trainer, plan: Plan) -> None:
-        """Set the Trainer to this plan's batches. Before Lightning reads the length of the loaders."""
+    def share(self, trainer: Trainer, plan: Plan) -> None:
+        """Have Lightning accumulate what a step of this plan needs. Before it reads the length of the loaders.
+
+        Raises UsageError where somebody else says when to step, and that would be another global batch.
+        """
+        now, size, world = step_batches(plan), plan.global_batch_size, plan.world_size
+        if self.scheduled:
+            if plan.total != world:
+                raise UsageError(
+                    f"GradientAccumulationScheduler changes the global batch, which is fixed at {size}: "
+                    f"{plan.total} micro-batches for {world} workers",
+                    hint="leave the scheduler out, or start with as many workers as before",
+                )
+            return
+        if now != self.accumulate and not trainer.lightning_module.automatic_optimization:
+            raise UsageError(
+                f"a global batch of {size} takes {now} micro-batches on {world} workers, and manual optimization steps "
+                "when it wants to",
+                hint=f"change batch_size so that batch_size x {world} is the global batch, or use automatic optimization",
+            )
+        self._convert(trainer, plan)
+        if now != self.accumulate:
+            rank_zero_info(f"accumulate_grad_batches={now} keeps the global batch {size}")
+
+    def _convert(self, trainer: Trainer, plan: Plan) -> None:
         now = step_batches(plan)
         trainer.accumulate_grad_batches = now
         if now == self.accumulate:
@@ -143,6 +179,8 @@ class Units:
 
     def restore(self, trainer: Trainer) -> None:
         """The user's own settings again."""
+        if self.scheduled:
+            return
         trainer.accumulate_grad_batches = self.accumulate
         trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._interval
         for config, frequency in self._frequencies:

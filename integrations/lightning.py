@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,9 +22,9 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint import tree
 from dlrover_hooks.config import Duration
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
-from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, step_batches
+from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
+from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
 from dlrover_hooks.session import Restored, Session
@@ -108,12 +107,12 @@ class ElasticCallback(Callback):
     # ---- coming up --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        reason = self._stand_aside(trainer, stage)
+        reason = stand_aside(trainer, stage, disabled=self.config.disable)
         if reason is not None:
             rank_zero_info(f"dlrover-hooks stands aside: {reason}")
             return
         place = settings.place(rank=trainer.global_rank, world_size=trainer.world_size)
-        _check_devices(trainer)
+        check_devices(trainer)
         private.come_first(trainer, self)  # a cut must not hold what others do with the batch that follows it
         self.session = Session(self.config, place, checkpoint=self._checkpoint)
         try:
@@ -127,19 +126,6 @@ class ElasticCallback(Callback):
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
         if self._sampler:
             private.wrap_train_loaders(trainer, lambda loaders: self._elastic(trainer, loaders))
-
-    def _stand_aside(self, trainer: Trainer, stage: str) -> str | None:
-        if stage != "fit":
-            return f"stage {stage!r} trains nothing"
-        if self.config.disable:
-            return "DLROVER_HOOKS_DISABLE is set"
-        if private.fast_dev_run(trainer):
-            return "fast_dev_run checks the code, not the data"
-        if trainer.overfit_batches > 0:
-            return "overfit_batches repeats the same samples on purpose"
-        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
-            return f"{type(trainer.strategy).__name__} is not supported yet (DDP and single device are)"
-        return None
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
         """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
@@ -157,7 +143,7 @@ class ElasticCallback(Callback):
     def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
         """Each training loader with the elastic sampler in it; those that must be left alone are named in the log."""
         names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
-        self._units = self._units or Units(trainer)
+        self._units = self._units or Units(trainer, scheduled=_has_schedule(trainer))
         self._own.clear()
         return [self._elastic_one(trainer, name, loader) for name, loader in zip(names, loaders, strict=True)]
 
@@ -185,7 +171,10 @@ class ElasticCallback(Callback):
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
-        self._share(trainer, wrapped)
+        assert self._units is not None
+        if wrapped is next(iter(self._loaders.values())):  # it leads
+            wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # once a step: captures the random state
+            self._units.share(trainer, wrapped.sampler.plan)
         return wrapped
 
     def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int:
@@ -194,36 +183,8 @@ class ElasticCallback(Callback):
         if first is not None and first.name != name:  # loaders of one step have equally many micro-batches
             return first.sampler.plan.total * (loader.batch_size or 1)
         assert self._units is not None
-        fresh = (
-            (loader.batch_size or 1) * trainer.world_size * (1 if _has_schedule(trainer) else self._units.accumulate)
-        )
+        fresh = (loader.batch_size or 1) * trainer.world_size * self._units.accumulate
         return self.config.global_batch_size or (state["G"] if state is not None else fresh)
-
-    def _share(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
-        """Have Lightning accumulate this rank's share of the global batch, and count in the same steps as before."""
-        plan, first = loader.sampler.plan, next(iter(self._loaders.values()))
-        assert self._units is not None
-        if loader is not first:
-            return
-        loader.before_batch.append(lambda: self._before_fetch(trainer))  # once in a step: it captures the random state
-        if _has_schedule(trainer):
-            if plan.total != plan.world_size:
-                raise UsageError(
-                    f"GradientAccumulationScheduler changes the global batch, which is fixed at "
-                    f"{plan.global_batch_size}: {plan.total} micro-batches for {plan.world_size} workers",
-                    hint="leave the scheduler out, or start with as many workers as before",
-                )
-            return
-        self._units.convert(trainer, plan)
-        if (now := trainer.accumulate_grad_batches) != self._units.accumulate:
-            if not trainer.lightning_module.automatic_optimization:
-                raise UsageError(
-                    f"a global batch of {plan.global_batch_size} takes {now} micro-batches on {plan.world_size} "
-                    "workers, and manual optimization steps when it wants to",
-                    hint=f"change batch_size so that batch_size x {plan.world_size} is the global batch, or use "
-                    "automatic optimization",
-                )
-            rank_zero_info(f"accumulate_grad_batches={now} keeps the global batch {plan.global_batch_size}")
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -241,7 +202,7 @@ class ElasticCallback(Callback):
                 private.stop(trainer)
         else:
             private.load_pending_loader_states(trainer)
-        if self._units is not None and not _has_schedule(trainer):
+        if self._units is not None and not self._units.scheduled:
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
             self._units.convert_schedulers(trainer)
             self._continue_epoch(trainer)
@@ -283,18 +244,11 @@ class ElasticCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Short and unevenly shared steps: weigh the loss, without touching its value."""
-        scale = self._loss_scale() if self.session is not None and self._loaders else 1.0
+        if self.session is None or not self._loaders:
+            return
+        scale = loss_scale(next(iter(self._loaders.values())), weighed=self._weighed)
         if scale != 1.0 and loss.requires_grad:
             loss.register_hook(lambda grad: grad * scale)
-
-    def _loss_scale(self) -> float:
-        """Factor for the gradient of the current batch's loss: see `dlrover_hooks.data.batch`."""
-        loader = next(iter(self._loaders.values()))
-        sampler, plan = loader.sampler, loader.sampler.plan
-        if isinstance(loader, EvenLoader) and loader.ghost:
-            return 0.0
-        share = step_batches(plan) / plan.micro_batches  # Lightning divides by what the busiest rank has
-        return sampler.loss_scale * share * (1.0 if self._weighed else sampler.weight * plan.world_size)
 
     def _before_fetch(self, trainer: Trainer) -> None:
         if self.session is not None:
@@ -317,7 +271,7 @@ class ElasticCallback(Callback):
         private.replace_loader_states(trainer, checkpoint, self._own_state)
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
-                checkpoint[key] = _plain(checkpoint[key])
+                checkpoint[key] = plain(checkpoint[key])
         return {
             "lightning": checkpoint,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
@@ -369,18 +323,6 @@ def _has_schedule(trainer: Trainer) -> bool:
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
 
 
-def _check_devices(trainer: Trainer) -> None:
-    """Raises UsageError where each of a launcher's workers would train alone."""
-    workers = settings.place().world_size
-    if workers == trainer.world_size:
-        return
-    raise UsageError(
-        f"the launcher started {workers} worker(s), but this Trainer has a world of {trainer.world_size}",
-        hint="on CPU use Trainer(devices=int(os.environ.get('WORLD_SIZE', 1))), where devices='auto' means one; with "
-        "GPUs devices='auto' follows the launcher",
-    )
-
-
 def _limits(trainer: Trainer) -> list[int | None]:
     return [trainer.max_epochs, trainer.max_steps]
 
@@ -400,16 +342,3 @@ def _marked(loader: Any, over: bool) -> dict[str, Any] | None:
         return None
     progress = loader.sampler.progress
     return loader.state_dict() | {"cursor": max(progress.marked, progress.following()) if over else progress.marked}
-
-
-def _plain(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters that can be saved as they are; others as their repr, said once."""
-    plain = {}
-    for name, value in parameters.items():
-        try:
-            tree.flatten(value)
-            plain[name] = value
-        except UnsupportedState:
-            private.warn_once(f"hyper-parameter {name!r} ({type(value).__name__}) is kept as its repr only")
-            plain[name] = repr(value)
-    return plain

@@ -27,6 +27,7 @@ from dlrover_hooks.errors import UsageError
 
 CHUNK = 16384  # samples computed at a time: below 4096 numpy's call overhead dominates
 VERSION = 2
+_ENDED = "this iterator ended: the sampler was iterated, restored or closed meanwhile"
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class ElasticSampler(DistributedSampler[Any]):
             for positions, ids in chunks:
                 row, lo = ids if self.yield_batches else ids.tolist(), 0  # a Python step per micro-batch, none per id
                 for first in positions[::b].tolist():
-                    self._must_own(token)
+                    if self._live is not token:
+                        raise UsageError(_ENDED)
                     part = row[lo : lo + b]
                     lo += b
                     self.progress.issued += len(part)
@@ -183,7 +185,8 @@ class ElasticSampler(DistributedSampler[Any]):
         try:
             for _, ids in chunks:
                 for index in ids.tolist():
-                    self._must_own(token)
+                    if self._live is not token:
+                        raise UsageError(_ENDED)
                     self.progress.issued += 1
                     yield index
         finally:
@@ -198,10 +201,6 @@ class ElasticSampler(DistributedSampler[Any]):
     def _take_over(self) -> object:
         self._live = token = object()
         return token
-
-    def _must_own(self, token: object) -> None:
-        if self._live is not token:
-            raise UsageError("this iterator ended: the sampler was iterated, restored or closed meanwhile")
 
     def _give_back(self, token: object) -> None:
         if self._live is token:

@@ -86,7 +86,8 @@ class Watch(Dice):
         try:
             return take()
         finally:
-            self._note()
+            if self._drawn is not None:
+                self._note(self._drawn)
             for one, state in saved:
                 one.restore(state)
 
@@ -107,16 +108,15 @@ class Watch(Dice):
         self._listen(still)
 
     def _seed(self, seed: int) -> None:
-        self._note()
+        if self._drawn is None:
+            return super()._seed(seed)
+        self._note(self._drawn)
         super()._seed(seed)
-        if self._drawn is not None:
-            self._fresh = [(one, one.words.mark.value) for one in self.seeded]
+        self._fresh = [(one, one.words.mark.value) for one in self.seeded]
 
-    def _note(self) -> None:
-        """In the first batch: who was drawn from since it was seeded last?"""
-        if self._drawn is not None:
-            moved = [one for one, mark in self._fresh if one.words.mark.value != mark]
-            self._drawn += [one for one in moved if one not in self._drawn]
+    def _note(self, drawn: list[Generator]) -> None:
+        """Who was drawn from since it was seeded last?"""
+        drawn += [one for one, mark in self._fresh if one not in drawn and one.words.mark.value != mark]
 
 
 class Picks(list[int]):

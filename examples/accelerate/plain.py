@@ -65,7 +65,7 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             losses = [accelerator.gather_for_metrics(model(text, following)) for text, following in val]
-        accelerator.print(f"epoch {epoch}: validation loss {torch.cat(losses).mean():.3f}")
+        accelerator.print(f"epoch {epoch}: validation loss {torch.cat([*map(torch.as_tensor, losses)]).mean():.3f}")
     accelerator.end_training()
 
 

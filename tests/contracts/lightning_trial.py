@@ -78,7 +78,7 @@ class Look(Callback):
 
 def train(given: Given, crash: int | None) -> Report:
     """See `Trial`; `options` go to the Trainer, except the scheduler's `frequency`."""
-    options = {"limit_train_batches": given.leave * given.accumulate or 1.0} | given.options
+    options: dict[str, Any] = {"limit_train_batches": given.leave * given.accumulate or 1.0} | given.options
     frequency = options.pop("frequency", 1)
     os.environ["PL_GLOBAL_SEED"] = "0"
     made, report = Setup(given), Report()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import select
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks import ShardDataset, elastic_loader
 from dlrover_hooks.data.sources import Table
+from dlrover_hooks.errors import DataMismatch
 
 
 def arguments() -> argparse.Namespace:
@@ -33,7 +35,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--store")
+    parser.add_argument("--good", type=int, default=0)
     return parser.parse_args()
+
+
+class Rows(Table):
+    """Numbers; after `good` of them the data is found to have changed since it was split (0: never)."""
+
+    def __init__(self, n: int, good: int) -> None:
+        super().__init__(n)
+        self.good, self.read = good, 0
+
+    def __getitem__(self, index: int) -> int:
+        self.read += 1
+        if self.good and self.read > self.good:
+            raise DataMismatch(f"row {index} changed since it was split")
+        return index
+
+    def __getitems__(self, indices: Sequence[int]) -> list[int]:
+        return [self[index] for index in indices]
 
 
 def main() -> None:
@@ -41,7 +61,7 @@ def main() -> None:
     if given.store:
         dist.init_process_group("gloo", init_method=f"file://{given.store}", rank=given.rank, world_size=given.world)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
-    shards = ShardDataset(Table(given.n), shard_size=given.shard)
+    shards = ShardDataset(Rows(given.n, given.good), shard_size=given.shard)
     loader: Any = elastic_loader(
         DataLoader(shards, batch_size=given.batch, num_workers=given.workers), optimizer=optimizer
     )

@@ -145,3 +145,13 @@ def test_ranks_of_different_speed_train_in_step(crew: Crew, tmp_path: Path, work
     assert ghosts <= 12, "at most a lease in each epoch"
     view = crew.ledger()
     assert (view.done, view.todo, view.leases) == (2 * 501, 0, 0)
+
+
+def test_an_error_leaves_no_rank_waiting(crew: Crew, tmp_path: Path) -> None:
+    """One rank cannot go on: the others hear of it at the next step instead of hanging in a collective."""
+    ranks = [crew.start(n=200, rank=rank, store=tmp_path / "store", good=40 if rank else 0) for rank in range(2)]
+    for process in ranks:
+        assert process.wait(30) == 1
+    words = [(tmp_path / f"err{number}").read_text() for number in range(2)]
+    assert "another rank failed to read its data" in words[0]
+    assert "changed since it was split" in words[1]

@@ -467,6 +467,20 @@ def test_a_lease_that_ran_out_is_not_trained_on(
     assert "was not worked off in its time" in caplog.text
 
 
+def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped(
+    make: Callable[..., LeasedLoader], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was prefetched in time, but the master may have lent it to another worker since."""
+    loader = make(Ids(40), loader={"num_workers": 2}, shuffle=False, shard_size=16)
+    rows = iter(loader)
+    assert next(rows).tolist() == [0, 1, 2, 3]
+    loader.mark()
+    assert loader._borrower is not None
+    loader._borrower._held[1].until = 0.0
+    assert next(rows).tolist() != [4, 5, 6, 7]
+    assert "lease 1, positions [0, 16) of partition '' was not worked off in its time" in caplog.text
+
+
 def test_the_loop_does_not_wait_for_the_master(make: Callable[..., LeasedLoader], master: Master) -> None:
     """Issue 3: while the master thinks about the next lease the one ahead is trained on."""
     loader = make(Ids(64), lookahead=1)

@@ -1,0 +1,53 @@
+"""What a Trainer must be for `ElasticCallback`: when it stands aside, what it refuses, what it cannot keep as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.checkpoint import tree
+from dlrover_hooks.errors import UnsupportedState, UsageError
+from dlrover_hooks.integrations import _lightning_private as private
+
+
+def stand_aside(trainer: Trainer, stage: str, *, disabled: bool) -> str | None:
+    """Why the callback does nothing for this Trainer and stage; None where it works."""
+    if stage != "fit":
+        return f"stage {stage!r} trains nothing"
+    if disabled:
+        return "DLROVER_HOOKS_DISABLE is set"
+    if private.fast_dev_run(trainer):
+        return "fast_dev_run checks the code, not the data"
+    if private.overfit_batches(trainer) > 0:
+        return "overfit_batches repeats the same samples on purpose"
+    if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        return f"{type(trainer.strategy).__name__} is not supported yet (DDP and single device are)"
+    return None
+
+
+def check_devices(trainer: Trainer) -> None:
+    """Raises UsageError where each of a launcher's workers would train alone."""
+    workers = settings.place().world_size
+    if workers == trainer.world_size:
+        return
+    raise UsageError(
+        f"the launcher started {workers} worker(s), but this Trainer has a world of {trainer.world_size}",
+        hint="on CPU use Trainer(devices=int(os.environ.get('WORLD_SIZE', 1))), where devices='auto' means one; with "
+        "GPUs devices='auto' follows the launcher",
+    )
+
+
+def plain(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters that can be saved as they are; others as their repr, said once."""
+    plain = {}
+    for name, value in parameters.items():
+        try:
+            tree.flatten(value)
+            plain[name] = value
+        except UnsupportedState:
+            private.warn_once(f"hyper-parameter {name!r} ({type(value).__name__}) is kept as its repr only")
+            plain[name] = repr(value)
+    return plain
