@@ -41,7 +41,7 @@ docs: $(READY)  ## build the manual into docs/_build/html, warnings are errors
 
 bench-%: $(READY)  ## run tests/benchmarks/bench_NAME.py
 	@test -f tests/benchmarks/bench_$*.py || { echo "there is no tests/benchmarks/bench_$*.py" >&2; exit 2; }
-	$(BIN)/python tests/benchmarks/bench_$*.py $(BENCH_ARGS)
+	$(BIN)/python -m tests.benchmarks.bench_$* $(BENCH_ARGS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache lightning_logs

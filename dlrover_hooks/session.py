@@ -49,7 +49,7 @@ FORM_S = 900.0
 class Leased(Source, Protocol):
     """A dataset that the master lends out; see `dlrover_hooks.data.leased`."""
 
-    def connect(self, caller: Any, job: str, incarnation: str, *, rank: int = 0, free: bool = False) -> object: ...
+    def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -150,7 +150,7 @@ class Session:
 
     def lease(self, name: str, source: Leased) -> None:
         """Make `source` part of every cut under `name`; the master lends it out, from where the restore left it."""
-        source.connect(self._caller, self.config.job, self._incarnation, rank=self.place.rank)
+        source.connect(self._caller, self.config.job, self._incarnation, rank=self.place.rank, free=False)
         if self._restored is not None and name in self._restored.leases:
             source.load_state_dict(self._restored.leases[name])
         self._data.lease(name, source)

@@ -142,7 +142,7 @@ class Units:
             raise UsageError(
                 f"a global batch of {size} takes {now} micro-batches on {world} workers, and manual optimization steps "
                 "when it wants to",
-                hint=f"change batch_size so that batch_size x {world} is the global batch, or use automatic optimization",
+                hint=f"make batch_size x {world} the global batch, or use automatic optimization",
             )
         self._convert(trainer, plan)
         if now != self.accumulate:

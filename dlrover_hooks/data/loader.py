@@ -53,8 +53,7 @@ def elastic_loader(
     """`loader` with an `ElasticSampler` in it; everything else of it is kept, and the one given is left as it was.
 
     Args:
-        loader: over a map-style dataset, with shuffle=True or False; or with `batch_size=None` and
-            `sampler=ElasticSampler(..., yield_batches=True)`, see `ElasticLoader`.
+        loader: over a map-style dataset or a ShardDataset; see `ElasticLoader` for samplers that yield batches.
         optimizer: its steps mark; without it, call `sampler.mark()`.
         global_batch_size: samples per optimizer step over all ranks; None = what the first start had.
         order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
@@ -62,8 +61,7 @@ def elastic_loader(
         seed_samples: random numbers drawn by the dataset come from (seed, position), see `dlrover_hooks.data.seeds`.
         fixed_length: refuse a loader whose epochs differ in length.
 
-    A loader whose sampler is an ElasticSampler already keeps that one, and an ElasticLoader is returned itself; the
-    sizes, order, seed and tail given here are then not used. Raises UsageError, see `supports`.
+    An ElasticSampler that is there is kept, with its sizes, order, seed and tail. Raises UsageError, see `supports`.
     """
     if (leased := leased_loader(loader, optimizer)) is not None:
         return cast(Any, leased)  # all else is said in its ShardDataset

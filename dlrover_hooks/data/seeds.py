@@ -5,8 +5,9 @@ position in the endless order. So a sample is augmented alike with 0 or any numb
 size, and again after a restore. What is drawn
 
 - in `__getitem__`, also through `torch.utils.data.Subset`, comes from (seed, position of the sample);
-- in `__getitems__`, `__getitem__` of an array, or `collate_fn`, from (seed, position of the micro-batch's first
-  sample): alike at every world size that runs the same micro-batches, so in the full steps of an unchanged batch_size.
+- in `__getitems__` or in `__getitem__` of an array, from (seed, position of the micro-batch's first sample), and in
+  `collate_fn` it goes on behind what was drawn last: alike at every world size that runs the same micro-batches, so in
+  the full steps of an unchanged batch_size.
 
 Generators that a dataset keeps for itself (`numpy.random.default_rng()`) are its own.
 
@@ -120,7 +121,7 @@ class Watch(Dice):
 
 
 class Picks(list[int]):
-    """The ids of one micro-batch. Taking one out seeds the dice for it, taking the last one for the batch.
+    """The ids of one micro-batch. Taking one out seeds the generators for its sample.
 
     Goes to DataLoader workers; what arrives there has the dice of that process.
     """
@@ -135,7 +136,6 @@ class Picks(list[int]):
         for number, index in enumerate(super().__iter__()):
             self.dice.for_sample(self.first + number)
             yield index
-        self.dice.for_batch(self.first)
 
     def __reduce__(self) -> tuple[Callable[..., Picks], tuple[list[int], int, int]]:
         return _arrived, (self[:], self.first, self.dice.key)
