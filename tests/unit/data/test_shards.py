@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,9 +18,11 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.alone import Alone
 from dlrover_hooks.data import feed
 from dlrover_hooks.data.leased import LeasedLoader
+from dlrover_hooks.data.leases import Held
 from dlrover_hooks.data.order import Order
-from dlrover_hooks.data.shards import ShardDataset
+from dlrover_hooks.data.shards import Read, ShardDataset
 from dlrover_hooks.data.sources import Files, Stream, Table, TextRecords
+from dlrover_hooks.data.tally import Piece
 from dlrover_hooks.errors import (
     BadRequest,
     DataMismatch,
@@ -467,18 +470,34 @@ def test_a_lease_that_ran_out_is_not_trained_on(
     assert "was not worked off in its time" in caplog.text
 
 
-def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped(
-    make: Callable[..., LeasedLoader], caplog: pytest.LogCaptureFixture
-) -> None:
+class Lender:
+    """One lease, and what was said about it."""
+
+    def __init__(self) -> None:
+        self.held = Held(p.Lease(1, "", 0, 16, 600.0), time.monotonic() + 600.0)
+        self.state, self.dry, self.ready, self.claim = p.LedgerState.OPEN, True, True, "dataset"
+        self.stops: list[int] = []
+
+    def take(self) -> Held:
+        self.ready = False
+        return self.held
+
+    def stop(self, held: Held, at: int) -> None:
+        held.end = at
+        self.stops.append(at)
+
+
+def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped() -> None:
     """It was prefetched in time, but the master may have lent it to another worker since."""
-    loader = make(Ids(40), loader={"num_workers": 2}, shuffle=False, shard_size=16)
-    rows = iter(loader)
-    assert next(rows).tolist() == [0, 1, 2, 3]
-    loader.mark()
-    assert loader._borrower is not None
-    loader._borrower._held[1].until = 0.0
-    assert next(rows).tolist() != [4, 5, 6, 7]
-    assert "lease 1, positions [0, 16) of partition '' was not worked off in its time" in caplog.text
+    lender: Any = Lender()
+    one = feed.Feed(lender, None, 4)
+    picks = one.picks()
+    assert [next(picks).lo for _ in range(4)] == [0, 4, 8, 12]
+    one.rows = iter([Read(number, 4) for number in range(4)])
+    assert one.pull(lambda: True) == feed.Delivery(Piece(lender.held, 0, 4), 0)
+    lender.held.until = 0.0
+    assert one.pull(lambda: True) is None
+    assert lender.stops == [4]
 
 
 def test_the_loop_does_not_wait_for_the_master(make: Callable[..., LeasedLoader], master: Master) -> None:
