@@ -25,23 +25,35 @@ class Segment:
     seat: int
     arena: Arena
     proofs: dict[int, Proof] = field(default_factory=dict[int, Proof])
+    void: dict[int, int] = field(default_factory=dict[int, int])
+    """By slot, the sequence word of what was superseded; its hash may still be under way."""
     retired: bool = False
 
     def valid(self) -> list[Proof]:
         """Proofs whose slot was not touched since."""
         return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
 
+    def accept(self, proof: Proof) -> bool:
+        """Keep `proof`, unless its slot is superseded."""
+        slot = proof.slot
+        if self.void.get(slot.index) == slot.seq:
+            return False
+        self.proofs[slot.index] = proof
+        return True
+
     def supersede(self, index: int) -> None:
         """Slot `index` was published: an older image of the same generation and rank in another slot is void."""
         new = self.arena.slot(index)
-        for other, proof in list(self.proofs.items()):
-            if other != index and (proof.slot.generation, proof.slot.rank) == (new.generation, new.rank):
-                del self.proofs[other]
+        self.void.pop(index, None)  # the arena runs ahead of the messages: it may have looked older than it is
+        for old in self.arena.slots():
+            if old.index != index and (old.generation, old.rank) == (new.generation, new.rank):
+                self.proofs.pop(old.index, None)
+                self.void[old.index] = old.seq
 
     def proved(self, slot: Slot) -> bool:
-        """`slot` was hashed as it stands."""
+        """`slot` was hashed as it stands, or need not be."""
         proof = self.proofs.get(slot.index)
-        return proof is not None and proof.slot.seq == slot.seq
+        return self.void.get(slot.index) == slot.seq or (proof is not None and proof.slot.seq == slot.seq)
 
     def forget(self, run: str) -> None:
         """Free the slots of other runs than `run`; of a retired segment only the proofs, somebody may write it."""

@@ -293,13 +293,11 @@ class Keeper:
     def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
         if isinstance(proof, Exception):
             _log.error("seat %d, slot %d could not be hashed: %s", segment.seat, index, proof)
-        elif proof is not None and proof.slot.generation is not None and segment in self.holdings.seats[segment.seat]:
-            segment.proofs[index] = proof
+        elif proof is not None and segment in self.holdings.seats[segment.seat] and segment.accept(proof):
             slot = proof.slot
-            self._tell(
-                segment.seat,
-                wire.Hashed(generation=proof.slot.generation, rank=slot.rank, world_size=slot.world_size),
-            )
+            assert slot.generation is not None
+            notice = wire.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
+            self._tell(segment.seat, notice)
 
     def _tell(self, seat: int, notice: wire.Wire) -> None:
         for peer in list(self._peers):

@@ -34,8 +34,16 @@ class Shards:
         return tuple(generation for other, generation in self._under_way if other == seat)
 
     def persist(self, found: Found, hello: wire.Hello, order: wire.Persist) -> None:
-        """Write one rank's file; the seat is told `Persisted` or `PersistFailed`."""
+        """Write one rank's file; the seat is told `Persisted` or `PersistFailed`.
+
+        Once for a generation: it may have been saved again since, but the file's hashes may be in a MANIFEST by now.
+        """
         seat = hello.seat
+        if (seat, order.generation) in self._under_way:
+            return
+        if (file := self._files.get(order.generation, {}).get(order.rank)) is not None:
+            self._tell(seat, wire.Persisted(generation=order.generation, file=file))
+            return
         self._under_way.add((seat, order.generation))
         self._crew.submit(
             lambda: durable.persist(found, order.url, order.options, job=hello.job),

@@ -122,6 +122,8 @@ def write_shard(
 ) -> ShardFile:
     """Write global `rank`'s file of `job`'s `generation` from `pieces` (`nbytes` in all), hashing on the way.
 
+    What is committed stays as it is: its file is returned instead.
+
     Raises:
         SaveToBusy: another job's generation lies there.
         StorageFailed: it could not be written whole. Nothing of it is visible then.
@@ -129,6 +131,8 @@ def write_shard(
     place, home = Place(url, options), folder(generation)
     place.make(home)
     _outdate(place, home, generation, job)
+    if (known := _committed_file(place, home, rank)) is not None:
+        return known
     stream, name = Stream(), shard_name(rank)
     place.write(f"{home}/{name}", _hashed(stream, pieces))
     found = place.sizes(home).get(name)
@@ -138,6 +142,16 @@ def write_shard(
             f"expected {nbytes} bytes, wrote {stream.nbytes}, found {found}"
         )
     return ShardFile(name=name, rank=rank, nbytes=nbytes, chunk_bytes=CHUNK_BYTES, chunks=stream.digests())
+
+
+def _committed_file(place: Place, home: str, rank: int) -> ShardFile | None:
+    """`rank`'s file of the whole generation in `home`. A MANIFEST of a damaged one is removed."""
+    if (manifest := _decode(place.read(f"{home}/{MANIFEST}"), Manifest)) is None:
+        return None
+    if _fault(manifest, home, place.sizes(home)) is not None:
+        place.remove(f"{home}/{MANIFEST}")
+        return None
+    return next((file for file in manifest.files if file.rank == rank), None)
 
 
 def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -204,6 +204,13 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
     data = storage.read(str(tmp_path), None, manifest, 0)
     assert bytes(np.full(100, 2)) in bytes(data)
     assert len(rank.trainer.held()) == 1
+    storage.commit(str(tmp_path), None, manifest, 2)
+    assert rank.trainer.save(4, {"state": {"w": np.full(100, 3)}}) is not None
+    rank.trainer.persist(saved.generation)
+    while not isinstance(notice := rank.notices.get(timeout=WAIT_S), wire.Persisted):
+        pass
+    assert notice.file == manifest.files[0], "what is committed stays as it is"
+    assert bytes(storage.read(str(tmp_path), None, manifest, 0)) == bytes(data)
     rank.trainer.close(finished=True)
 
 

@@ -156,6 +156,17 @@ def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
     assert b'"step":2' in (storage.Place(url).read("latest.json") or b"")
 
 
+def test_what_is_committed_is_not_written_again(url: str) -> None:
+    """DL-91: another image of the same step would not match the hashes in the MANIFEST. Damaged, it is."""
+    manifest = save(url, generation(1))
+    again = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA[::-1])], len(DATA), job="job")
+    assert again == manifest.files[0]
+    assert bytes(storage.read(url, None, manifest, 0)) == DATA
+    storage.Place(url).put(f"step-0000000001-0000/{again.name}", b"short")
+    assert save(url, generation(1), data=DATA[::-1]).files != manifest.files
+    assert steps(url) == [1]
+
+
 def test_commit_refuses_what_is_not_whole(url: str) -> None:
     file = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA), job="job")
     with pytest.raises(StorageFailed, match="all 2 ranks"):
