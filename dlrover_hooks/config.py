@@ -6,6 +6,7 @@ too, so that identity (job, node, rank) has one source.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ import stat
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -95,8 +96,9 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     """A `Config` from keyword arguments (None means not given), the environment, and defaults.
 
     Raises:
-        UsageError: a value of the wrong type or meaning, or another job than the launcher's.
+        UsageError: a keyword that is none, a value of the wrong type or meaning, or another job than the launcher's.
     """
+    _refuse_unknown(given)
     env = os.environ if environ is None else environ
     if environ is None and _launched(env):
         tell_launcher()
@@ -119,6 +121,16 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     config = Config(**values)
     _check(config)
     return config
+
+
+def _refuse_unknown(given: Iterable[str]) -> None:
+    known = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
+    for name in sorted(set(given) - set(known)):
+        near = difflib.get_close_matches(name, known, 1)
+        raise UsageError(
+            f"there is no keyword {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}",
+        )
 
 
 def _launched(env: Mapping[str, str]) -> bool:
@@ -144,7 +156,6 @@ _WANTED = {
     "keep": "a whole number",
     "resume": '"auto", "never", "require", a folder or a URL',
     "job": "a name (str)",
-    "named": "no value",
     "global_batch_size": "a whole number of samples",
     "master": 'an address such as "http://127.0.0.1:8780"',
     "token": "a text (str)",

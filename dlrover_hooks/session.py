@@ -63,8 +63,6 @@ class Restored(msgspec.Struct, frozen=True):
     """By leased dataset: the state of one of the saved ranks."""
     rng: dict[str, Any] | None
     """None at a new world size: the rank was reseeded instead."""
-    ended: bool = False
-    """`rng` is of the end of a training, so before the next epoch's iterator was made; others are of a fetch."""
 
 
 class Session:
@@ -137,16 +135,11 @@ class Session:
         return self._restored
 
     def watch(self, name: str, source: Source, state: dict[str, Any] | None = None) -> None:
-        """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any).
-
-        Call it before the source is iterated: a random state of a training's end is put back here.
-        """
+        """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any)."""
         self._data.watch(name, source)
         state = state if state is not None else self.restored_data(name)
         if state is not None:
             source.load_state_dict(state)
-        if self._restored is not None and self._restored.ended:
-            self._restore_rng()
 
     def lease(self, name: str, source: Leased) -> None:
         """Make `source` part of every cut under `name`; the master lends it out, from where the restore left it."""
@@ -175,14 +168,11 @@ class Session:
 
         Of several loaders the first one to fetch after a step counts.
         """
-        self._restore_rng()
-        if self._rng is None and self._cut_due(step):
-            self._rng = rng.capture()
-
-    def _restore_rng(self) -> None:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
+        if self._rng is None and self._cut_due(step):
+            self._rng = rng.capture()
 
     def batch_requested(self, step: int) -> bool:
         """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
@@ -212,7 +202,7 @@ class Session:
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
         last = LastSave(self._engine, self._courier, generation, lambda: self._committed(generation), self.place.rank)
         try:
-            last.make(self._tree(state, ended=True))
+            last.make(self._tree(state))
         except (CheckpointError, MasterAway) as error:
             if self.config.on_error == "raise":
                 raise
@@ -326,11 +316,8 @@ class Session:
         else:
             tree = found.tree
             own_rng = tree["rank"]["rng"] if found.same_world else None
-            ended = found.same_world and tree["rank"].get("ended", False)
             leases = {name: state for part in found.leases for name, state in part.items()}
-            self._restored = Restored(
-                choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng, ended
-            )
+            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
             ok, reason = True, ""
         self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
 
@@ -347,14 +334,15 @@ class Session:
     def _say_restored(self, restored: Restored) -> None:
         if restored.rng is None:
             rng.reseed(restored.generation.step, self.attempt, self.place.rank)
-        log.info("rank %d resumes %s from %s", self.place.rank, restored.generation, restored.source.value)
+        level = logging.WARNING if self.place.rank == 0 else logging.INFO  # to be seen, and once
+        log.log(level, "job %s resumes %s from %s", self.config.job, restored.generation, restored.source.value)
 
     def _cut_due(self, step: int) -> bool:
         """Only at the first request after a step: later ones of an accumulation window count batches not yet in it."""
         return self._engine is not None and self._at_step_end and save_due(self._courier.cadence, step)
 
-    def _tree(self, state: Any, *, ended: bool = False) -> dict[str, Any]:
-        return {"state": state, "rank": {"rng": self._rng or rng.capture(), "ended": ended}, **self._data.parts()}
+    def _tree(self, state: Any) -> dict[str, Any]:
+        return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
         """Smoothed seconds per optimizer step, for the master's choice of the cadence."""

@@ -30,9 +30,10 @@ from torch.optim import Optimizer
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
+from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.loop import Loop, is_training, keeps_own_state, shared_config
+from dlrover_hooks.integrations.loop import Loop, is_leased, is_training, keeps_own_state
 
 log = logging.getLogger("dlrover_hooks")
 DATA_STATE = "elastic_data.json"
@@ -57,7 +58,7 @@ class ElasticAccelerator:
 
     def __init__(self, accelerator: Accelerator, save_to: str | None = None, **shared: Any) -> None:
         self.accelerator = accelerator
-        self.config = shared_config(save_to, shared)
+        self.config = settings.load(save_to=save_to, **shared)
         self.loop: Loop | None = None
         """The seat in the job, from the first `prepare` to `end_training`; None when standing aside."""
         self._accumulate = accelerator.gradient_accumulation_steps
@@ -104,15 +105,6 @@ class ElasticAccelerator:
                 result[index] = self._train(loop, args[index], placement[index])
         return tuple(result) if len(result) != 1 else result[0]
 
-    def _prepare_rest(self, rest: list[Any], placement: list[bool | None]) -> list[Any]:
-        if not rest:
-            return []
-        if all(where is None for where in placement):
-            made = self.accelerator.prepare(*rest)
-        else:
-            made = self.accelerator.prepare(*rest, device_placement=placement)
-        return list(made) if len(rest) > 1 else [made]
-
     def _come_up(self) -> Loop | None:
         if self.loop is None and (reason := self._stand_aside()) is not None:
             log.warning("dlrover-hooks stands aside: %s", reason)
@@ -141,7 +133,7 @@ class ElasticAccelerator:
             log.warning("%s keeps its own state: exactly-once data is its promise, it is not wrapped", type(loader))
             loop.add_own_loader(loader)
             return loader
-        if (reason := supports(loader)) is not None:
+        if not is_leased(loader) and (reason := supports(loader)) is not None:
             log.warning("a training loader goes to Accelerate as it is (%s)", reason)
             return self.accelerator.prepare(loader)
         if self.accelerator.split_batches:
@@ -150,10 +142,13 @@ class ElasticAccelerator:
                 hint="leave it out, give the batch_size of one process, and global_batch_size= for all of them",
             )
         seed = getattr(self.accelerator.dataloader_config, "data_seed", None) or 0
-        elastic = loop.elastic(loader, accumulate=self._accumulate, seed=seed)
+        if is_leased(loader):
+            made = loop.leased(loader, accumulate=self._accumulate)
+        else:
+            made = loop.elastic(loader, accumulate=self._accumulate, seed=seed)
         self.accelerator.gradient_accumulation_steps = loop.window.micro_batches
         place = self.accelerator.device_placement if placement is None else placement
-        return PreparedLoader(elastic, self.accelerator, loop, self.accelerator.device if place else None)
+        return PreparedLoader(made, self.accelerator, loop, self.accelerator.device if place else None)
 
     def _keep(self, loop: Loop, one: Any) -> None:
         """Restore one prepared object, and have it in every cut."""
@@ -263,7 +258,9 @@ class PreparedLoader:
     _is_accelerate_prepared = True
     remainder = 0
 
-    def __init__(self, elastic: ElasticLoader, accelerator: Accelerator, loop: Loop, device: Any) -> None:
+    def __init__(
+        self, elastic: ElasticLoader | LeasedLoader, accelerator: Accelerator, loop: Loop, device: Any
+    ) -> None:
         self.elastic, self.device = elastic, device
         self.end_of_dataloader = False
         self._accelerator, self._loop = accelerator, loop
@@ -287,7 +284,6 @@ class PreparedLoader:
         self._gradients._add_dataloader(self)
         try:
             for batch in batches:
-                self.end_of_dataloader = self.elastic.sampler.progress.finished
                 self._align()
                 if self.device is None:
                     yield batch
@@ -299,11 +295,13 @@ class PreparedLoader:
 
     def _align(self) -> None:
         """Accelerate counts micro-batches for itself, over epochs that were broken off too; ours is the count."""
-        if self.elastic is not self._loop.window.loader:
+        window, number = self._loop.window, 1
+        if isinstance(self.elastic, ElasticLoader):
+            self.end_of_dataloader = self.elastic.sampler.progress.finished
+            number = self.elastic.sampler.progress.current()[1]
+        if self.elastic is not window.loader:
             return
-        window = self._loop.window
         window.received()
-        number = self.elastic.sampler.progress.current()[1]
         self._accelerator.step = window.micro_batches - 1 if window.ends else number - 1
         self._gradients._set_sync_gradients(window.ends)
 

@@ -28,8 +28,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
+from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
-from dlrover_hooks.integrations.loop import Loop, Window, is_training, keeps_own_state, shared_config
+from dlrover_hooks.integrations.loop import Loop, Window, is_leased, is_training, keeps_own_state
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -50,7 +51,7 @@ class ElasticFabric:
     """
 
     def __init__(self, fabric: Fabric, save_to: str | None = None, **shared: Any) -> None:
-        self.fabric, self.config = fabric, shared_config(save_to, shared)
+        self.fabric, self.config = fabric, settings.load(save_to=save_to, **shared)
         self.loop: Loop | None = None
         """The seat in the job, from the first `setup` to `finish`; None when standing aside."""
 
@@ -142,6 +143,8 @@ class ElasticFabric:
             return loader
         if not is_training(loader, beside):
             return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
+        if is_leased(loader):
+            return SetUpLoader(loop.leased(loader, accumulate=1), loop.window, self.fabric.device if move else None)
         if (reason := supports(loader)) is not None:
             log.warning("a training loader goes to Fabric as it is (%s)", reason)
             return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
@@ -186,7 +189,7 @@ class ElasticFabric:
 class SetUpLoader:
     """A training loader as Fabric's loop gets it: elastic, batches on the device. What it lacks, `elastic` has."""
 
-    def __init__(self, elastic: ElasticLoader, window: Window, device: torch.device | None) -> None:
+    def __init__(self, elastic: ElasticLoader | LeasedLoader, window: Window, device: torch.device | None) -> None:
         self.elastic, self.device, self._window = elastic, device, window
 
     def __getattr__(self, name: str) -> Any:

@@ -21,7 +21,9 @@ from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint import tree
 from dlrover_hooks.config import Duration
+from dlrover_hooks.data.leased import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
 from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
@@ -122,7 +124,6 @@ class ElasticCallback(Callback):
             self.session.leave(p.Departure.FAILED)
             raise
         if self._restored is not None:
-            rank_zero_info(f"dlrover-hooks resumes {self._restored.generation} from {self._restored.source.value}")
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
         if self._sampler:
             private.wrap_train_loaders(trainer, lambda loaders: self._elastic(trainer, loaders))
@@ -149,6 +150,12 @@ class ElasticCallback(Callback):
 
     def _elastic_one(self, trainer: Trainer, name: str, loader: Any) -> Any:
         assert self.session is not None
+        if is_leased(loader):
+            raise UsageError(
+                f"training loader {name!r} is over a ShardDataset, which Lightning's loop cannot use: it fetches a "
+                "batch ahead where it does not know the length, and cannot wait for what other workers give back",
+                hint="give the dataset itself: every sample is trained once here, too; or write the loop with Fabric",
+            )
         if (reason := supports(loader)) is not None:
             log.warning(
                 "training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason
@@ -193,7 +200,7 @@ class ElasticCallback(Callback):
             return
         self._hook = trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped())
         if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._prepare_ddp(trainer.strategy.model)
+            self._prepare(trainer.strategy.model)
         if self._restored is not None:
             lightning = self._restored.state["lightning"]
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
@@ -224,7 +231,7 @@ class ElasticCallback(Callback):
             private.set_batches(trainer, self._whole_epoch)
             self._whole_epoch = None
 
-    def _prepare_ddp(self, model: DistributedDataParallel) -> None:
+    def _prepare(self, model: DistributedDataParallel) -> None:
         saved = self._restored.state["bucket_order"] if self._restored is not None else []
         if self._loaders:
             outcome = weigh_gradients(model, lambda: self._weight(1 / torch.distributed.get_world_size()))

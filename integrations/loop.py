@@ -11,15 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint import tree
 from dlrover_hooks.config import Config, Place
+from dlrover_hooks.data.leased import LeasedLoader, is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.errors import UsageError
@@ -36,22 +35,14 @@ class StatefulLoader(Stateful, Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-def shared_config(save_to: str | None, shared: dict[str, Any]) -> Config:
-    """The shared keywords of an adapter, checked. UsageError for a name that is none of them."""
-    known = {field.name for field in msgspec.structs.fields(Config)} - {"named"}
-    if unknown := sorted(set(shared) - known):
-        raise UsageError(f"unknown keyword {', '.join(unknown)}", hint=f"known are {', '.join(sorted(known))}")
-    return settings.load(save_to=save_to, **shared)
-
-
 class Window:
     """The accumulation window of the loop, led by its first elastic loader: as long as this rank's share of the step.
 
-    Without an elastic loader every micro-batch is a step. Training thread only.
+    Without one, and with leased data, every micro-batch is a step. Training thread only.
     """
 
     def __init__(self) -> None:
-        self.loader: ElasticLoader | None = None
+        self.loader: ElasticLoader | LeasedLoader | None = None
         self.pending = False
         """True from a micro-batch's backward to the end of its step: gradients that must not be zeroed."""
         self.hooked = False
@@ -71,7 +62,7 @@ class Window:
     @property
     def micro_batches(self) -> int:
         """This rank's micro-batches in a full step."""
-        return self.loader.sampler.plan.micro_batches if self.loader is not None else 1
+        return self.loader.sampler.plan.micro_batches if isinstance(self.loader, ElasticLoader) else 1
 
     @property
     def ends(self) -> bool:
@@ -82,8 +73,7 @@ class Window:
         """Factor for the loss of the micro-batch last received, besides the division by `micro_batches`."""
         if self.loader is None:
             return 1.0
-        sampler = self.loader.sampler
-        return sampler.loss_scale * (1.0 if self.hooked else sampler.weight * sampler.plan.world_size)
+        return self.loader.loss_scale * (1.0 if self.hooked else self.loader.weight * _world_size())
 
     def received(self) -> None:
         """A micro-batch is about to be given to the loop: from here on DDP reduces gradients or does not."""
@@ -106,7 +96,11 @@ class Window:
     def _weight(self) -> float:
         if self.loader is not None:
             return self.loader.weight
-        return 1.0 / torch.distributed.get_world_size()
+        return 1.0 / _world_size()
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 class Loop:
@@ -201,17 +195,32 @@ class Loop:
         self._undo.append(lambda: made.before_batch.remove(self.quiet))
         self._loaders.append(made)
         self.window.loader = self.window.loader or made
-        if made.sampler.plan.total != self.window.loader.sampler.plan.total:
+        total = self._loaders[0].sampler.plan.total
+        if made.sampler.plan.total != total:
             raise UsageError(
-                f"loader {name!r} has {made.sampler.plan.total} micro-batches in a step, 'train' has "
-                f"{self.window.loader.sampler.plan.total}",
+                f"loader {name!r} has {made.sampler.plan.total} micro-batches in a step, 'train' has {total}",
                 hint="loaders of one loop step together: give all of them the same number",
             )
         return made
 
+    def leased(self, loader: Any, *, accumulate: int) -> LeasedLoader:
+        """`loader`, over a ShardDataset, as the master lends it out."""
+        made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
+        if self.window.loader is not None or accumulate != 1:
+            raise UsageError(
+                f"leased dataset {made.name!r}: each micro-batch is a step, and no other training loader goes along "
+                f"(gradient_accumulation_steps={accumulate})",
+                hint="accumulate by a larger batch_size, zip other data inside the dataset, or leave ShardDataset out",
+            )
+        self.session.lease(made.name, made)
+        made.before_batch.append(self.quiet)
+        self._undo.append(lambda: made.before_batch.remove(self.quiet))
+        self.window.loader = made
+        return made
+
     def _batch_of(self, loader: Any, name: str, accumulate: int) -> int:
-        if self.window.loader is not None:
-            return self.window.loader.sampler.plan.total * (loader.batch_size or 1)
+        if self._loaders:
+            return self._loaders[0].sampler.plan.total * (loader.batch_size or 1)
         state = self.session.restored_data(name)
         fresh = (loader.batch_size or 1) * self.place.world_size * accumulate
         return self.config.global_batch_size or (state["G"] if state is not None else fresh)
@@ -250,7 +259,7 @@ class Loop:
 
     def _before_forward(self, model: nn.Module) -> None:
         """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""
-        if self._asked and not self._loaders and model.training and torch.is_grad_enabled():
+        if self._asked and self.window.loader is None and model.training and torch.is_grad_enabled():
             self._asked = False
             self.quiet()
 
@@ -272,7 +281,9 @@ class Loop:
         }
 
     def marked(self) -> dict[str, dict[str, Any]]:
-        """The data state that includes the step just taken, for a checkpoint of the user's own."""
+        """The data state that includes the step just taken, for a checkpoint of the user's own. Of leased data the
+        master has the books, so they have no part in it.
+        """
         return {one.name: one.state_dict() | {"cursor": one.sampler.progress.marked} for one in self._loaders}
 
     def place_at(self, states: dict[str, dict[str, Any]]) -> None:
@@ -306,18 +317,18 @@ class Loop:
 def is_training(loader: Any, beside: list[Any]) -> bool:
     """Is `loader` for training, among the loaders handed over in the same call?
 
-    The shuffled ones are, and those that are elastic or have an ElasticSampler already. If there is none, the first one
-    is, provided that an optimizer comes along.
+    The shuffled and the leased ones are, and those that are elastic or have an ElasticSampler already. If there is
+    none, the first one is, provided that an optimizer comes along.
     """
-    loaders = [one for one in beside if isinstance(one, torch.utils.data.DataLoader | ElasticLoader)]
-    shuffled = [one for one in loaders if _shuffles(one)]
-    if shuffled or not any(isinstance(one, torch.optim.Optimizer) for one in beside):
-        return loader in shuffled
-    return loader is loaders[0]
+    loaders = [one for one in beside if isinstance(one, torch.utils.data.DataLoader | ElasticLoader | LeasedLoader)]
+    found = [one for one in loaders if _shuffles(one)]
+    if not found and any(isinstance(one, torch.optim.Optimizer) for one in beside):
+        found = loaders[:1]
+    return any(one is loader for one in found)
 
 
 def _shuffles(loader: Any) -> bool:
-    if isinstance(loader, ElasticLoader):
+    if isinstance(loader, ElasticLoader) or is_leased(loader):
         return True
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, ElasticSampler):
@@ -327,4 +338,5 @@ def _shuffles(loader: Any) -> bool:
 
 def keeps_own_state(loader: Any) -> bool:
     """A loader with a place of its own, which `elastic_loader` leaves alone."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and supports(loader) is not None
+    own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return own and not is_leased(loader) and supports(loader) is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
+from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
@@ -61,7 +62,7 @@ class AsyncCheckpointer:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: ElasticLoader | Sequence[ElasticLoader],
+        loader: ElasticLoader | LeasedLoader | Sequence[ElasticLoader | LeasedLoader],
         extra: Iterable[Stateful] = (),
         **shared: Any,
     ) -> None:
@@ -69,14 +70,14 @@ class AsyncCheckpointer:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._model = model.module if self._ddp is not None else model
         self._optimizer, self._extra = optimizer, list(extra)
-        self._loaders = [loader] if isinstance(loader, ElasticLoader) else list(loader)
+        self._loaders = [loader] if isinstance(loader, ElasticLoader | LeasedLoader) else list(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
                 f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
                 hint='elastic_loader(..., name="images")',
             )
         self.config = settings.load(save_to=save_to, **shared)
-        self.session = None if self.config.disable else Session(self.config, _place())
+        self.session = None if self.config.disable else Session(self.config, self._place())
         self.restored: Restored | None = None
         if self.session is not None:
             self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
@@ -110,17 +111,37 @@ class AsyncCheckpointer:
             session.join()
             self.restored = session.restore_plan()
             for loader in self._loaders:
-                session.watch(loader.name, loader.sampler)
+                if isinstance(loader, LeasedLoader):
+                    session.lease(loader.name, loader)
+                else:
+                    session.watch(loader.name, loader.sampler)
         except BaseException:
             session.leave(p.Departure.FAILED)
             raise
         if self.restored is not None:
             self._load(self.restored.state)
         saved = self.restored.state["bucket_order"] if self.restored is not None else []
-        self._buckets = prepare_ddp(self._ddp, lambda: self._loaders[0].sampler.weight, saved) if self._ddp else None
+        self._buckets = self._prepare(self._ddp, saved) if self._ddp is not None else None
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
         for loader in self._loaders:
             loader.before_batch.append(self._quiet)
+
+    def _place(self) -> settings.Place:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return settings.place(rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size())
+        place = settings.place()
+        if place.world_size > 1 and any(isinstance(one, ElasticLoader) for one in self._loaders):
+            raise UsageError(
+                f"{place.world_size} workers were started, but there is no process group: each would train alone",
+                hint="call torch.distributed.init_process_group() and wrap the model with DistributedDataParallel",
+            )
+        return place
+
+    def _prepare(self, ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
+        """Weighted gradients and a lasting bucket order. What cannot be done for this model is said in the log."""
+        if not (weighed := weigh_gradients(ddp, lambda: self._loaders[0].weight)):
+            log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
+        return keep_buckets(ddp, saved)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
@@ -150,24 +171,11 @@ class AsyncCheckpointer:
         }
 
 
-def _place() -> settings.Place:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return settings.place(rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size())
-    return settings.place()
-
-
-def prepare_ddp(ddp: DistributedDataParallel, weight: Callable[[], float] | None, saved: Sequence[str]) -> BucketOrder:
-    """Weighted gradients, and the bucket order `saved` by the run before (empty: this run's own is recorded).
-
-    Every rank calls it before the first backward. What cannot be done for this model is said once in the log.
-    """
-    if weight is not None and not (weighed := weigh_gradients(ddp, weight)):
-        log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
-    return keep_buckets(ddp, saved)
-
-
 def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
-    """The bucket order `saved` by the run before, shown to DDP; or, if it is empty, this run's own being recorded."""
+    """The bucket order `saved` by the run before, shown to DDP; or, if it is empty, this run's own being recorded.
+
+    Every rank calls it before the first backward.
+    """
     buckets = BucketOrder(ddp)
     done = buckets.replay(saved) if saved else buckets.record()
     if not done and torch.distributed.get_world_size(ddp.process_group) > 2:

@@ -38,7 +38,7 @@ _AGAIN_S = 1.0
 class LeasedLoader:
     """A DataLoader over leased shards. Training thread only. Attributes it lacks are the inner DataLoader's.
 
-    before_batch, before_fetch: as of `ElasticLoader`. Without a session it finds the master by the environment
+    before_batch: as of `ElasticLoader`. Without a session it finds the master by the environment
     (DLROVER_HOOKS_MASTER, DLROVER_HOOKS_JOB) or, alone, keeps the books itself. Raises UsageError for a loader whose
     sampler, batch sampler or drop_last would fight with the leases.
     """
@@ -47,7 +47,6 @@ class LeasedLoader:
         self.dataset = checked(loader)
         self.name, self.batch_size = self.dataset.name, int(loader.batch_size or 1)
         self.before_batch: list[Callable[[], object]] = []
-        self.before_fetch: Callable[[], object] | None = None
         self.weight = 1.0
         """Of this rank's gradient in the step at hand, for a SUM over ranks (see `integrations.ddp`)."""
         self.loss_scale = 1.0
@@ -242,9 +241,6 @@ class LeasedLoader:
         if self._live is not token:
             raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
         self._at_quiet_point()
-        if self.before_fetch is not None:
-            restore, self.before_fetch = self.before_fetch, None
-            restore()
 
     def _at_quiet_point(self) -> None:
         self.commit()
@@ -383,14 +379,14 @@ class LeasedLoader:
             self._borrower = None
 
 
-def leased_loader(loader: object, optimizer: Optimizer | None) -> LeasedLoader | None:
-    """For a DataLoader over a ShardDataset, or a LeasedLoader: what `elastic_loader` returns. None for all others."""
-    if isinstance(loader, LeasedLoader):
-        made = loader
-    elif isinstance(loader, DataLoader) and isinstance(loader.dataset, ShardDataset):
-        made = LeasedLoader(loader)
-    else:
-        return None
+def is_leased(loader: object) -> bool:
+    """A LeasedLoader, or a DataLoader over a ShardDataset, of which one can be made."""
+    return isinstance(loader, LeasedLoader) or isinstance(getattr(loader, "dataset", None), ShardDataset)
+
+
+def leased_loader(loader: DataLoader[Any] | LeasedLoader, optimizer: Optimizer | None) -> LeasedLoader:
+    """What `elastic_loader` returns where `is_leased`."""
+    made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
     if optimizer is not None:
         made.attach(optimizer)
     return made

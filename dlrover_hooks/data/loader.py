@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks.data.batch import Tail
 from dlrover_hooks.data.batches import END, Batches
-from dlrover_hooks.data.leased import leased_loader
+from dlrover_hooks.data.leased import is_leased, leased_loader
 from dlrover_hooks.data.marks import mark_on_step
 from dlrover_hooks.data.order import Kind
 from dlrover_hooks.data.refusals import refusal
@@ -63,8 +63,8 @@ def elastic_loader(
 
     An ElasticSampler that is there is kept, with its sizes, order, seed and tail. Raises UsageError, see `supports`.
     """
-    if (leased := leased_loader(loader, optimizer)) is not None:
-        return cast(Any, leased)  # all else is said in its ShardDataset
+    if is_leased(loader):  # the same verbs, but no sampler; all else that is asked for here its ShardDataset says
+        return cast(Any, leased_loader(cast(Any, loader), optimizer))
     if isinstance(loader, ElasticLoader):
         made = loader
     else:

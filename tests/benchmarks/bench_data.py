@@ -157,7 +157,7 @@ def _sampler(which: str, n: int) -> Any:
 # ---- loaders --------------------------------------------------------------------------------------------------------
 
 
-def loaders() -> dict[str, Callable[[], Any]]:
+def loaders() -> dict[str, Any]:
     """One epoch of all samples each, one rank, no worker process."""
     rows, batches = Floats(SAMPLES), Batches(SAMPLES)
     plain = DataLoader(rows, BATCH, sampler=DistributedSampler(rows, 1, 0))

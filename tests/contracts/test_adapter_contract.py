@@ -30,6 +30,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "leave": {"leave": 7},
     "loaders": {"second": 31, "own": True, "accumulate": 2},
 }
+LEASED: dict[str, Any] = {"leased": True, "samples": 23, "epochs": 2}
+LENDING = [name for name in HERE if name != "lightning"]
+"""Lightning's loop refuses a ShardDataset, see test_lightning.py."""
 RESIZED: dict[str, Any] = {"noise": False, "epochs": 3, "samples": 23}
 G = 8  # N = 4 micro-batches: two each for two ranks; two, one and one for three
 STEPS = 9
@@ -55,6 +58,7 @@ def alone(job: str) -> Lives:
     plans += [plan("single", job, RESIZED | {"accumulate": 4}, [None])]
     plans += [plan("disabled", job, {"accumulate": 1}, [None], environ={"DLROVER_HOOKS_DISABLE": "1"})]
     found = spawn(1, plans, frameworks=HERE)
+    found += spawn(1, [plan("leased", job, LEASED, "every")], frameworks=LENDING)
     return lambda framework, name: [one for one in found if (one["framework"], one["plan"]) == (framework, name)]
 
 
@@ -67,10 +71,11 @@ def resized(job: str, tmp_path_factory: pytest.TempPathFactory) -> Lives:
         for world, accumulate, crash in RESIZES:
             given = RESIZED | {"accumulate": accumulate, "shared": {"global_batch_size": G}}
             rows = spawn(world, [plan("resized", job, given, [crash])], master, HERE)
+            rows += spawn(world, [plan("leased on", job, LEASED, [crash])], master, LENDING)
             found += [row | {"world": world} for row in rows]
     finally:
         master.close()
-    return lambda framework, _: [one for one in found if one["framework"] == framework]
+    return lambda framework, name: [one for one in found if (one["framework"], one["plan"]) == (framework, name)]
 
 
 @pytest.mark.parametrize("framework", HERE)
@@ -91,6 +96,25 @@ def test_no_sample_is_lost_or_trained_twice(framework: str, alone: Lives) -> Non
         samples = ALONE[name].get("samples", 23)
         visits = Counter((epoch, one) for epoch, _, _, one in survived(alone(framework, name)))
         assert visits == Counter((epoch, one) for epoch in range(2) for one in range(samples))
+
+
+@pytest.mark.parametrize("framework", LENDING)
+def test_leased_samples_are_trained_once_whatever_the_breaks(framework: str, alone: Lives) -> None:
+    """DL-64, DL-69: broken off in every step; what was trained since the cut is lent out again, nothing else."""
+    lives = alone(framework, "leased")
+    assert [life["restored"] for life in lives] == [None, *range(1, len(lives))]
+    assert len(lives) > 23
+    visits = Counter((epoch, one) for epoch, _, _, one in survived(lives))
+    assert visits == Counter((epoch, one) for epoch in range(2) for one in range(23))
+
+
+@pytest.mark.parametrize("framework", LENDING)
+def test_leased_samples_are_trained_once_by_two_three_and_one(framework: str, resized: Lives) -> None:
+    """DL-64, DL-67: in step under DDP; a rank without data repeats a batch with weight 0."""
+    lives = resized(framework, "leased on")
+    assert {(life["world"], life["restored"]) for life in lives} == {(2, None), (3, 2), (1, 5)}
+    visits = Counter((epoch, one) for epoch, _, _, one in survived(lives))
+    assert visits == Counter((epoch, one) for epoch in range(2) for one in range(23))
 
 
 @pytest.mark.parametrize("framework", HERE)
@@ -145,7 +169,7 @@ def test_resized_from_two_to_three_to_one_it_is_the_single_run(framework: str, a
     """N = 4 micro-batches on 2, 3 and 1 ranks: the same samples in each step, each id once in an epoch, and weights
     within 1e-12 of one process (float64), short windows included.
     """
-    (single,), lives = alone(framework, "single"), resized(framework, "")
+    (single,), lives = alone(framework, "single"), resized(framework, "resized")
     assert {(life["world"], life["restored"]) for life in lives} == {(2, None), (3, 2), (1, 5)}
     seen = survived(lives)
     assert by_step(seen) == by_step([tuple(one) for one in single["seen"]])
@@ -158,6 +182,6 @@ def test_resized_from_two_to_three_to_one_it_is_the_single_run(framework: str, a
 
 def test_gathered_metrics_have_no_padded_duplicates(resized: Lives) -> None:
     """Accelerate gathers 9 samples from two and from three processes as 9."""
-    found = [ids for life in resized("accelerate", "") for ids in life["evaluated"]]
+    found = [ids for life in resized("accelerate", "resized") for ids in life["evaluated"]]
     assert found
     assert all(sorted(ids) == list(range(EVALUATED)) for ids in found)

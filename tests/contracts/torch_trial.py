@@ -19,6 +19,7 @@ def train(given: Given, crash: int | None) -> Report:
     model = ddp or made.net
     size = given.shared.get("global_batch_size") or given.batch * given.accumulate * given.world
     loader = elastic_loader(made.train, optimizer=made.optimizer, global_batch_size=size)
+    micro_batches = 1 if given.leased else loader.sampler.plan.micro_batches
     loaders = [loader]
     if made.second is not None:
         loaders.append(elastic_loader(made.second, optimizer=made.optimizer, global_batch_size=size, name="second"))
@@ -43,7 +44,7 @@ def train(given: Given, crash: int | None) -> Report:
                 if others:
                     report.note(epoch, checkpoints.step, "second", others[0][1])
                 weight = 1.0 if ddp is not None else loader.weight  # DDP's hook has it
-                scale = weight * loader.loss_scale / loader.sampler.plan.micro_batches
+                scale = weight * loader.loss_scale / micro_batches
                 with contextlib.nullcontext() if loader.step_ends or ddp is None else ddp.no_sync():
                     loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)
                     (loss * scale).backward()

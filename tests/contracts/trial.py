@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from dlrover_hooks.data.shards import ShardDataset
+
 EVALUATED = 9
 OWN_LENGTH = 40
 
@@ -35,6 +37,8 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a second training loader, zipped with the first; 0: there is none."""
     own: bool = False
     """Beside them a loader that keeps its own state."""
+    leased: bool = False
+    """The data comes in shards that the master lends out."""
     noise: bool = True
     """Random numbers in data and model; without them runs at two world sizes can be compared."""
     shared: dict[str, Any] = {}
@@ -129,7 +133,9 @@ class Setup:
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), drop, nn.Linear(8, 1)).double()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.3, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.8)
-        self.train = DataLoader(Numbers(given.samples, given.noise), given.batch, shuffle=True)
+        rows = Numbers(given.samples, given.noise)
+        lent = ShardDataset(rows, shard_size=5, epochs=given.epochs) if given.leased else None
+        self.train = DataLoader(lent or rows, given.batch, shuffle=lent is None)
         self.second = (
             DataLoader(Numbers(given.second, given.noise), given.batch, shuffle=True) if given.second else None
         )

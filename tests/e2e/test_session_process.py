@@ -477,7 +477,7 @@ def test_a_disk_with_room_for_a_note_only_is_refused_before_training(house: Hous
 
 
 def test_the_end_is_saved_with_the_random_state_of_the_end(house: House, tmp_path: Path) -> None:
-    """ED-25: not with that of the last batch's fetch. It is back before the next epoch's iterator is made."""
+    """ED-25: not with that of the last batch's fetch."""
     alone: dict[str, Any] = {"master": None, "token": None, "save_to": str(tmp_path), "persist_every": "1h"}
     first = trained(house.life(**alone), 2)
     first.draw()
@@ -547,5 +547,5 @@ def epochs(save_to: Path | None, count: int) -> list[float]:
 
 
 def test_more_epochs_after_the_end_are_those_of_a_longer_run(house: House, tmp_path: Path) -> None:
-    """ED-25: making the epoch's iterator draws too, so the random state of an end is put back before."""
+    """ED-25: the random state of the end is back for the first batch of the next epoch, whatever iterators draw."""
     assert epochs(tmp_path, 1) + epochs(tmp_path, 2) == epochs(None, 2)

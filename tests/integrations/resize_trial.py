@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -23,6 +24,10 @@ SAMPLES, EPOCHS, BATCH = 43, 3, 2
 
 class Crash(Exception):
     pass
+
+
+def numbers(count: int) -> Any:
+    return range(count)  # a map-style dataset to torch, though not to its types
 
 
 def say(**facts: object) -> None:
@@ -75,6 +80,6 @@ if __name__ == "__main__":
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[elastic, Look()],
     )  # fmt: skip
     with contextlib.suppress(Crash):
-        trainer.fit(Net(), DataLoader(range(SAMPLES), BATCH, shuffle=True), DataLoader(range(4), 4))
+        trainer.fit(Net(), DataLoader(numbers(SAMPLES), BATCH, shuffle=True), DataLoader(numbers(4), 4))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

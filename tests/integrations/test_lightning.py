@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import DataMismatch, NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
 from dlrover_hooks.integrations.lightning import ElasticCallback
 
@@ -239,6 +240,16 @@ def test_an_explicit_path_wins_unless_ours_is_newer_in_the_same_run(job: str, tm
     fit(other, ElasticCallback(job=f"{job}-b", save_every=1), ckpt_path=str(tmp_path / "step=3.ckpt"))
     assert other.seen[0][1] == 3, "another run has nothing newer: the path wins"
     assert exactly_once(surviving(before, other))
+
+
+def test_leased_data_is_refused_with_a_way_out(job: str) -> None:
+    """Lightning fetches ahead of the step where no length is known: the last batch of a lease could not be counted."""
+    lent = DataLoader(ShardDataset(Numbers()), batch_size=2)
+    trainer = Trainer(callbacks=[ElasticCallback(job=job)], max_epochs=1, accelerator="cpu", logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    with pytest.raises(UsageError, match="over a ShardDataset") as refused:
+        trainer.fit(Net(), lent)
+    assert "give the dataset itself" in refused.value.hint
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def trainer(*callbacks: Callback, **options: Any) -> Trainer:
 
 def fit(job: str, *callbacks: Callback, crash_at: int | None = None, ckpt_path: Any = None, elastic: Any = None,
         before: tuple[Callback, ...] = (), **options: Any) -> Net:  # fmt: skip
-    hook = ElasticCallback(job=job, **({"save_every": 1} | (elastic or {})))
+    given: dict[str, Any] = {"save_every": 1} | (elastic or {})
+    hook = ElasticCallback(job=job, **given)
     made = trainer(*before, hook, *callbacks, **options)
     model = Net(crash_at)
     try:
@@ -132,7 +133,8 @@ def test_a_run_stopped_early_is_finished(job: str, tmp_path: Path) -> None:
     again = fit(job, EarlyStopping("flat", patience=1), **options)
     assert again.seen == []
     assert equal(first, again)
-    assert fit(job, **(options | {"max_epochs": 3})).seen != []
+    options["max_epochs"] = 3
+    assert fit(job, **options).seen != []
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -140,7 +142,7 @@ def test_fit_again_on_one_trainer_goes_on_in_the_data(job: str, named: bool) -> 
     """api.md 7: the same Trainer, after a normal end, in the middle of an epoch; no checkpoint is needed for it."""
     calm = Net()
     trainer(max_steps=8, max_epochs=10).fit(calm, loader())
-    model, elastic = Net(), ElasticCallback(save_every=1, **({"job": job} if named else {}))
+    model, elastic = Net(), ElasticCallback(save_every=1, job=job if named else None)
     made = trainer(elastic, max_steps=3, max_epochs=10)
     made.fit(model, loader())
     made.fit_loop.epoch_loop.max_steps = 8

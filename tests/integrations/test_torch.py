@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.torch_cases import SAMPLES, Crash, Noisy, train
@@ -72,6 +73,27 @@ def test_an_exception_anywhere_and_resume_is_bit_equal(job: str, at: tuple[str, 
     assert after["first"] == at[1]
     assert after["seen"][0][1] == at[1]
     assert same(after, calm)
+
+
+def test_a_resume_is_said_once_where_everybody_sees_it(job: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Crash):
+        train(job, at=("forward", 5))
+    assert [record for record in caplog.records if "resumes" in record.message] == []
+    train(job)
+    (said,) = (record for record in caplog.records if "resumes" in record.message)
+    assert said.levelname == "WARNING"
+    assert "step 5" in said.message
+    assert "memory" in said.message
+
+
+def test_workers_that_would_train_alone_are_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started as two, but no process group: neither would hear of the other's gradients."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = elastic_loader(DataLoader(Noisy(), 2, shuffle=True), optimizer=optimizer)
+    with pytest.raises(UsageError, match="no process group: each would train alone"):
+        AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job)
 
 
 def test_epochs_counts_over_restarts(job: str) -> None:

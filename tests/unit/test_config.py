@@ -78,7 +78,17 @@ def test_a_wrong_type_is_a_usage_error(wrong: dict[str, Any], hint: str) -> None
 
 def test_every_keyword_has_a_hint() -> None:
     names = {field.name for field in msgspec.structs.fields(config.Config)}
-    assert names - set(config._WANTED) == {"save_every", "persist_every"}
+    assert names - set(config._WANTED) == {"save_every", "persist_every", "named"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("save_evry", "did you mean 'save_every'?"), ("x", "known are disable, fresh"), ("named", "")]
+)
+def test_a_keyword_that_is_none_is_refused(name: str, hint: str) -> None:
+    """A misspelt one would silently keep its default."""
+    with pytest.raises(UsageError, match=f"no keyword '{name}'") as refused:
+        config.load({}, **{name: None})
+    assert hint in refused.value.hint
 
 
 def test_a_launched_worker_cannot_be_of_another_job() -> None:
