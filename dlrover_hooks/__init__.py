@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ _PUBLIC = {
     "ShardDataset": "dlrover_hooks.data.shards",
     "elastic_loader": "dlrover_hooks.data.loader",
 }
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -60,9 +60,31 @@ def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[st
     cast(Any, connector).resume_start = resume_start
 
 
+def before_each_fetch(trainer: Trainer, call: Callable[[], object]) -> None:
+    """Have `call` run before each training batch is fetched, behind the making of the epoch's iterator.
+
+    Not before a batch that Lightning fetches ahead (see `fetches_ahead`) of a training's first one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._on_before_fetch
+
+    def on_before_fetch() -> None:
+        call()
+        original()
+
+    cast(Any, loop)._on_before_fetch = on_before_fetch
+
+
+def fetches_ahead(trainer: Trainer) -> bool:
+    """Where it does not know the epoch's length, Lightning fetches one batch before the one to be trained is over."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and fetcher.length is None
+
+
 def unwrap(trainer: Trainer) -> None:
-    """Put back what `wrap_train_loaders` and `resume_from` changed."""
+    """Put back what `wrap_train_loaders`, `resume_from` and `before_each_fetch` changed."""
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
     source = trainer.fit_loop._data_source
     if isinstance(source, _ElasticSource):
         trainer.fit_loop._data_source = source.inner

@@ -25,6 +25,7 @@ from dlrover_hooks.data.leased import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
 from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
@@ -83,7 +84,7 @@ class ElasticCallback(Callback):
         """The seat in the job, from `setup` to `teardown`."""
         self._restored: Restored | None = None
         self._loaders: dict[str, ElasticLoader | EvenLoader] = {}
-        self._own: list[tuple[Any, dict[str, Any] | None]] = []
+        self._own: OwnLoaders | None = None
         self._units: Units | None = None
         self._weighed = False
         self._buckets: BucketOrder | None = None
@@ -127,6 +128,7 @@ class ElasticCallback(Callback):
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
         if self._sampler:
             private.wrap_train_loaders(trainer, lambda loaders: self._elastic(trainer, loaders))
+        private.before_each_fetch(trainer, lambda: self._before_any_fetch(trainer))
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
         """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
@@ -145,11 +147,12 @@ class ElasticCallback(Callback):
         """Each training loader with the elastic sampler in it; those that must be left alone are named in the log."""
         names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
         self._units = self._units or Units(trainer, scheduled=_has_schedule(trainer))
-        self._own.clear()
+        self._own = OwnLoaders(trainer)
         return [self._elastic_one(trainer, name, loader) for name, loader in zip(names, loaders, strict=True)]
 
     def _elastic_one(self, trainer: Trainer, name: str, loader: Any) -> Any:
         assert self.session is not None
+        assert self._own is not None
         if is_leased(loader):
             raise UsageError(
                 f"training loader {name!r} is over a ShardDataset, which Lightning's loop cannot use: it fetches a "
@@ -161,7 +164,7 @@ class ElasticCallback(Callback):
                 "training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason
             )
             if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-                self._own.append((loader, None))
+                self._own.add(loader)
             return loader
         before = self._loaders.get(name)
         state = before.sampler.handover() if before is not None else self.session.restored_data(name)
@@ -207,8 +210,7 @@ class ElasticCallback(Callback):
             self._fix_steps = private.batches_that_stepped(lightning)
             if self._restored.state["stopped"] == _limits(trainer):
                 private.stop(trainer)
-        else:
-            private.load_pending_loader_states(trainer)
+        private.load_pending_loader_states(trainer)
         if self._units is not None and not self._units.scheduled:
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
             self._units.convert_schedulers(trainer)
@@ -246,7 +248,6 @@ class ElasticCallback(Callback):
 
     def _stepped(self) -> None:
         if self.session is not None:
-            self._own = [(loader, loader.state_dict()) for loader, _ in self._own]
             self.session.stepped()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -261,6 +262,12 @@ class ElasticCallback(Callback):
         if self.session is not None:
             self.session.before_fetch(trainer.global_step)
 
+    def _before_any_fetch(self, trainer: Trainer) -> None:
+        if self._own is not None:
+            self._own.note()
+        if not self._loaders:
+            self._before_fetch(trainer)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.session is None:
             return
@@ -268,14 +275,14 @@ class ElasticCallback(Callback):
             private.set_batches_that_stepped(trainer, self._fix_steps)
             self._fix_steps = None
             _resume_schedule(trainer)
-        if not self._loaders:
-            self.session.before_fetch(trainer.global_step)
         if self.session.batch_requested(trainer.global_step):
             self.session.cut(trainer.global_step, self._state(trainer))
 
-    def _state(self, trainer: Trainer) -> dict[str, Any]:
+    def _state(self, trainer: Trainer, *, ended: bool = False) -> dict[str, Any]:
         checkpoint = private.dump(trainer)
-        private.replace_loader_states(trainer, checkpoint, self._own_state)
+        if self._own is not None:
+            own = self._own.at_end if ended else self._own.at_request
+            private.replace_loader_states(trainer, checkpoint, own)
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             if key in checkpoint:
                 checkpoint[key] = plain(checkpoint[key])
@@ -284,10 +291,6 @@ class ElasticCallback(Callback):
             "bucket_order": self._buckets.names if self._buckets is not None else [],
             "stopped": _limits(trainer) if trainer.should_stop else None,
         }
-
-    def _own_state(self, loader: Any) -> dict[str, Any] | None:
-        """Where a loader that keeps its own state stood at the step: by now it has handed out the next batch."""
-        return next((state for own, state in self._own if own is loader), None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
@@ -301,7 +304,7 @@ class ElasticCallback(Callback):
             return
         for loader in self._loaders.values() if private.epoch_is_over(trainer) else ():
             loader.sampler.begin()  # an epoch that was cut short by a limit is over all the same
-        self.session.finish(trainer.global_step, self._state(trainer))
+        self.session.finish(trainer.global_step, self._state(trainer, ended=True))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         stopped = isinstance(exception, KeyboardInterrupt)
@@ -317,11 +320,10 @@ class ElasticCallback(Callback):
         private.unwrap(trainer)
         if self._units is not None:
             self._units.restore(trainer)
-        self._hook = self._buckets = self._restored = self._units = None
+        self._hook = self._buckets = self._restored = self._units = self._own = None
         self._weighed = False
         self._handover = {name: _marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()
-        self._own.clear()
         if session is not None:
             session.leave(reason, trainer.global_step)
 

@@ -131,6 +131,7 @@ class Loop:
         self._parts: dict[str, list[Stateful]] = {}
         self._buckets: list[BucketOrder] = []
         self._own: list[dict[str, Any]] = []
+        self._epoch_over: bool = self._saved.get("epoch_over", False)
         self._undo: list[Callable[[], None]] = []
         self._loaders: list[ElasticLoader] = []
         self._checked, self._asked = False, True
@@ -173,6 +174,8 @@ class Loop:
     def add_own_loader(self, loader: StatefulLoader) -> None:
         """A training loader with a state of its own. Its state is taken when the optimizer steps."""
         self.add("loader", loader)
+        if self._epoch_over:
+            iter(loader)  # it stands behind the last batch of an epoch; the loop's own iterator begins the next one
         self._own.append(loader.state_dict())
 
     def elastic(self, loader: Any, *, accumulate: int, seed: int) -> ElasticLoader:
@@ -229,13 +232,10 @@ class Loop:
 
     def epochs(self, n: int) -> Iterator[int]:
         """The epochs left of n, over all restarts: see `ElasticLoader.epochs`."""
-        if self.window.loader is not None:
-            yield from self.window.loader.epochs(n)
-            return
-        for epoch in range(self._epoch, n):
+        for epoch in self.window.loader.epochs(n) if self.window.loader is not None else range(self._epoch, n):
             self._epoch = epoch
             yield epoch
-        self._epoch = n
+            self._epoch, self._epoch_over = epoch + 1, True
 
     def quiet(self) -> None:
         """A quiet point: everything of the last step is over, the next batch was not fetched yet."""
@@ -265,7 +265,7 @@ class Loop:
 
     def _stepped(self) -> None:
         self.step += 1
-        self._asked = True
+        self._asked, self._epoch_over = True, False
         self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
         self.session.stepped()
 
@@ -275,6 +275,7 @@ class Loop:
         return {
             "step": self.step,
             "epoch": self._epoch,
+            "epoch_over": self._epoch_over,
             "first_world": self.first_world,
             "parts": parts | ({"loader": self._own} if self._own else {}),
             "bucket_orders": [order.names for order in self._buckets],

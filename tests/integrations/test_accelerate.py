@@ -16,6 +16,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.loader import elastic_loader
@@ -23,7 +24,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader, _keep_pace
 from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
+pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*", "ignore:'set_vital' is deprecated")
 
 
 @pytest.fixture
@@ -273,6 +274,33 @@ def test_without_an_elastic_loader_the_next_forward_is_the_quiet_point(job: str)
 
     lives = [life(crash) for crash in (2, 3, 6, None)]
     assert [seen for seen, _ in lives] == [[0, 1], [2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize("crash", [2, 4, 5, 7])
+def test_a_torchdata_loader_goes_on_in_its_epoch_or_the_next(job: str, crash: int) -> None:
+    """Four steps an epoch: the fifth is cut behind an epoch's end, where the loader itself would yield nothing more."""
+
+    def life(name: str, crash: int | None) -> list[tuple[int, int, int]]:
+        torch.manual_seed(1)
+        made = Setup(Given(job=name, noise=False))
+        accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=name, save_every=1)
+        feed = StatefulDataLoader(Numbers(8, False), 2, shuffle=True)
+        model, optimizer, feed = accelerator.prepare(made.net, made.optimizer, feed)
+        seen: list[tuple[int, int, int]] = []
+        for epoch in accelerator.epochs(2):
+            for x, ids in feed:
+                if accelerator.loop.step == crash:
+                    loss_of(model, x, ids)  # its forward is the quiet point
+                    accelerator.close(p.Departure.FAILED)
+                    return seen
+                seen += [(epoch, accelerator.loop.step, one) for one in ids.tolist()]
+                accelerator.backward(loss_of(model, x, ids))
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.end_training()
+        return seen
+
+    assert life(job, crash) + life(job, None) == life(f"{job}-calm", None)
 
 
 def test_everything_else_is_accelerates(job: str) -> None:

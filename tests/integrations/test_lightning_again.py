@@ -1,5 +1,6 @@
 """What a Lightning run meets when it is started again: an epoch's end, limits, callbacks (DL-57, DL-90, ED-35)."""
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.lightning import ElasticCallback
@@ -161,6 +163,41 @@ def test_validation_by_total_batches_stays_where_it_was(job: str) -> None:
     assert calm.validated == [3, 6, 9]
     assert [*before.validated, *after.validated, *last.validated] == calm.validated
     assert equal(last, calm)
+
+
+class Endless(IterableDataset):
+    """Of unknown length, so that Lightning fetches a batch ahead."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return (Numbers()[index] for index in range(20))
+
+
+def fit_stateful(job: str, data: Any, crash_at: int | None = None, *, epochs: int = 2, **given: Any) -> Net:
+    made = trainer(ElasticCallback(job=job, save_every=1, **given), max_epochs=epochs)
+    shuffle = None if isinstance(data, IterableDataset) else True
+    model, feed = Net(crash_at), StatefulDataLoader(data, batch_size=4, shuffle=shuffle)
+    with contextlib.suppress(Crash):
+        made.fit(model, feed)
+    return model
+
+
+@pytest.mark.parametrize("data", [Numbers(), Endless()])
+@pytest.mark.parametrize("crash_at", [3, 5, 7])
+def test_a_torchdata_loader_keeps_its_own_place(job: str, crash_at: int, data: Any) -> None:
+    """It is not wrapped; its state is that of the step, though Lightning has asked it for the next batch by then."""
+    calm = fit_stateful(f"{job}-calm", data)
+    before, after = fit_stateful(job, data, crash_at), fit_stateful(job, data)
+    assert after.seen[0][1] == crash_at
+    assert lived(before, after) == calm.seen
+    assert equal(after, calm)
+
+
+@pytest.mark.parametrize("data", [Numbers(), Endless()])
+def test_a_torchdata_loader_goes_on_in_a_longer_run(job: str, tmp_path: Path, data: Any) -> None:
+    calm = fit_stateful(f"{job}-calm", data, epochs=3)
+    first, second = (fit_stateful(job, data, epochs=epochs, save_to=str(tmp_path)) for epochs in (1, 3))
+    assert first.seen + second.seen == calm.seen
+    assert equal(second, calm)
 
 
 class Batches(Callback):
