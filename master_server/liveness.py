@@ -56,7 +56,7 @@ class Liveness:
             trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
             if member.live:
                 within_s = self._nodes.lease_s if trains else GRACE_S
-                nodes.expect(self._nodes, (name, member.incarnation), now, within_s)
+                nodes.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
         for agent in job.rounds.waiting:
             nodes.expect(self._nodes, (name, agent), now, self._nodes.lease_s)
         for holder in job.ledgers.free:  # it may not beat at all

@@ -77,10 +77,10 @@ def heard(nodes: Nodes, name: Name, now: float, for_s: float) -> None:
     _queue(nodes, name, pulse)
 
 
-def expect(nodes: Nodes, name: Name, now: float, within_s: float) -> None:
-    """It must give a sign `within_s`, whatever was promised before."""
+def expect(nodes: Nodes, name: Name, now: float, within_s: float, *, beats: bool = False) -> None:
+    """It must give a sign `within_s`, whatever was promised before. `beats`: another life has had its heartbeats."""
     pulse = _pulse(nodes, name, now)
-    pulse.until = now + within_s
+    pulse.until, pulse.beats = now + within_s, pulse.beats or beats
     _queue(nodes, name, pulse)
 
 

@@ -29,10 +29,10 @@ def pause() -> None:
     select.select([], [], [], 0.01)
 
 
-def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
+def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
+    deadline = time.monotonic() + within_s
     while not (found := true()):
-        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         pause()
     return found
 

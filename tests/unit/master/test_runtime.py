@@ -92,8 +92,11 @@ def test_a_new_life_takes_up_a_commit(tmp_path: Path) -> None:
     assert committed == p.Generation(1, 4, "run0")
 
 
-def test_a_new_life_arms_the_leases(tmp_path: Path) -> None:
-    """DL-79, ED-62: members the journal seats must speak to the new life, or they are lost."""
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
+    """DL-79, ED-62: members the journal seats must speak to the new life, or they are lost. One that trains has sent
+    heartbeats to the life before, so a word about its shards promises no longer silence.
+    """
 
     async def first() -> None:
         runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
@@ -106,6 +109,8 @@ def test_a_new_life_arms_the_leases(tmp_path: Path) -> None:
     async def second() -> None:
         runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
         runtime.start()
+        if lends:
+            await runtime.event(p.OpenLedger("job", "w1", "train", "f", (p.Partition(end=9),)))
         notice = await asyncio.wait_for(runtime.wait(p.Watch("job", "w0")), 10)
         assert isinstance(notice, p.Notice)
         assert notice.broken

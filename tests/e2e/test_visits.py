@@ -1,0 +1,115 @@
+"""Promise 1 with real processes: each sample is in the surviving model once, through kills and worlds of any size."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.master_process import LiveMaster
+from tests.e2e.session_life import until
+from tests.e2e.visits_worker import EPOCHS, SAMPLES
+
+ROOT = Path(__file__).parents[2]
+WORLDS = (3, 1, 4, 2)
+KILL_MASTER = (False, True, True, False)
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = f"visits-{uuid.uuid4().hex[:8]}"
+    yield name
+    for process in psutil.process_iter(["cmdline"]):
+        if any(name in part for part in process.info["cmdline"] or ()):
+            process.kill()
+
+
+class Ranks:
+    """All ranks of one world; `lines` is what they have said so far."""
+
+    def __init__(self, folder: Path, master: LiveMaster, job: str, world: int, *words: object) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1, "DLROVER_HOOKS_JOB": job,
+                  "DLROVER_HOOKS_MASTER": master.url, "DLROVER_HOOKS_TOKEN": master.token}  # fmt: skip
+        self.files = [folder / f"{world}.{rank}" for rank in range(world)]
+        self.processes = []
+        for rank, file in enumerate(self.files):
+            env = os.environ | {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            command = [sys.executable, "-m", "tests.e2e.visits_worker", *map(str, words)]
+            with file.open("wb") as out, file.with_suffix(f".{rank}.err").open("wb") as err:
+                self.processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
+                )
+
+    def lines(self, rank: int = 0) -> list[dict[str, Any]]:
+        found = self.files[rank].read_text().splitlines()
+        return [json.loads(line) for line in found if line.startswith("{") and line.endswith("}")]
+
+    def reached(self, step: int) -> bool:
+        return self.over() or any(line.get("step", -1) >= step for line in self.lines())
+
+    def over(self) -> bool:
+        """Has one ended?"""
+        return any(process.poll() is not None for process in self.processes)
+
+    def errors(self) -> str:
+        return "\n".join(path.with_suffix(f".{rank}.err").read_text()[-2000:] for rank, path in enumerate(self.files))
+
+    def kill(self) -> None:
+        """As a launcher does when one has died."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("loop", ["leased", "lightning", "accelerate"])
+def test_the_surviving_model_saw_each_sample_once(loop: str, job: str, tmp_path: Path, live_master: LiveMaster) -> None:
+    """DL-58, DL-63..69, DL-87, DL-88, ED-25, EZ-11..15: three workers, one, four and two. In each world but the last a
+    random worker is killed in a random step, in two of them the master too.
+    """
+    rng = random.Random(seed := int(os.environ.get("SEED", time.time_ns() % 10_000)))
+    print(f"seed {seed}")
+    begins = []
+    for world, kill_master in zip(WORLDS, KILL_MASTER, strict=True):
+        at = (begins[-1] if begins else 0) + rng.randrange(4, 9) if world != WORLDS[-1] else -1
+        ranks = Ranks(tmp_path, live_master, job, world, loop, rng.randrange(world), at)
+        try:
+            if kill_master:
+                until(lambda ranks=ranks, at=at: ranks.reached(at - 2), "some steps", within_s=40.0)
+                live_master.kill()
+                live_master.restart()
+            until(ranks.over if at >= 0 else lambda ranks=ranks: all_over(ranks), "the end", within_s=60.0)
+            if at < 0:
+                assert [process.returncode for process in ranks.processes] == [0] * world, ranks.errors()
+        finally:
+            ranks.kill()
+        begins.append(next(line["restored"] for line in ranks.lines() if "restored" in line))
+    assert begins[0] == 0
+    assert begins == sorted(begins)
+    assert begins[-1] > 3, "something was resumed"
+    for rank in range(WORLDS[-1]):
+        visits = ranks.lines(rank)[-1]["visits"]
+        assert [round(count, 9) for count in visits] == [EPOCHS] * SAMPLES
+
+
+def all_over(ranks: Ranks) -> bool:
+    """Have all ended, or one with an error?"""
+    codes = [process.poll() for process in ranks.processes]
+    return None not in codes or any(codes)
