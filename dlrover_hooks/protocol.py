@@ -147,6 +147,8 @@ class Join(Message, frozen=True):
     last_call_s: float = 0.3
     fresh: bool = False
     """Start a new run even if older generations of this job are found."""
+    again: bool = False
+    """Go on with a finished job that has a `save_to`: it may be trained for longer."""
     sole: bool = False
     """No other agent of this node lives (a launcher has made sure of that): their seats there are given up."""
 
@@ -199,8 +201,6 @@ class Attach(Message, frozen=True):
     """The node's slot inventory; sent by local rank 0 only."""
     stored: tuple[Manifest, ...] = ()
     """Whole generations found in storage; sent by global rank 0 only. `files` may be left empty."""
-    finished_step: int | None = None
-    """Storage says that this run already ended at this step; sent by global rank 0 only."""
 
 
 class Attached(Message, frozen=True):
@@ -229,8 +229,6 @@ class Plan(Message, frozen=True):
     run: str = ""
     restore: Restore | None = None
     """RESTORING: load this, then send `Loaded`. TRAINING: what was loaded (None: a fresh start)."""
-    finished_step: int | None = None
-    """The job ended at this step: there is nothing to train."""
     cadence: Cadence = Cadence()
     refused: str | None = None
     """`resume="require"` found nothing: the reason to show."""

@@ -85,7 +85,7 @@ class Session:
                 "dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
             )
         self.config, self.place = config, place
-        self.run, self.attempt, self.finished_step = "", 0, None
+        self.run, self.attempt = "", 0
         self._incarnation = place.incarnation or uuid.uuid4().hex
         self._data = Cut()
         self._restored: Restored | None = None
@@ -113,25 +113,23 @@ class Session:
         self._watcher = self._caller.watch(self.config.job, self._noticed)
 
     def restore_plan(self) -> Restored | None:
-        """Wait for all workers, load what the master chose, and begin. None: a fresh start (or `finished_step` is set).
+        """Wait for all workers, load what the master chose, and begin. None: a fresh start.
 
         Raises:
             NoCheckpoint: `resume="require"` and nothing whole was found.
             MasterAway: the round did not come together within its deadline.
         """
         plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
-        while plan.phase is not p.Phase.TRAINING and plan.finished_step is None:
+        while plan.phase is not p.Phase.TRAINING:
             plan = self._next_plan(plan, deadline)
             if plan.refused is not None:
                 raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
                 tried = True
                 self._load(plan, plan.restore)
-        self.finished_step = plan.finished_step
-        if plan.finished_step is None:
-            if plan.restore is None and (tried or plan.attempt == 1):
-                stock.refuse_nothing(self.config)
-            self._begin(plan)
+        if plan.restore is None and (tried or plan.attempt == 1):
+            stock.refuse_nothing(self.config)
+        self._begin(plan)
         return self._restored
 
     def watch(self, name: str, source: Source, state: dict[str, Any] | None = None) -> None:
@@ -266,8 +264,14 @@ class Session:
             max_workers=place.world_size,
             proposed_run=uuid.uuid4().hex,
             fresh=self.config.fresh,
+            again=True,
         )
-        self._caller.call(join, timeout_s=60.0)
+        joined = self._caller.call(join, timeout_s=60.0)
+        if joined.finished:
+            raise UsageError(
+                f"job {self.config.job} was finished at step {joined.finished_step or 0}; no checkpoint outlived it",
+                hint="start anew with DLROVER_HOOKS_FRESH=1 or another job name; with save_to= it could be trained on",
+            )
         seated, deadline = p.Seated(), time.monotonic() + FORM_S
         while seated.round is None:
             self._in_time(deadline, f"{place.world_size} workers to join")

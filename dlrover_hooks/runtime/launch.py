@@ -238,6 +238,7 @@ class Launcher:
             max_workers=workers,
             proposed_run=uuid.uuid4().hex,
             fresh=self._fresh and self.restarts == 0,
+            again=self.restarts == 0,
             sole=True,
         )
         self._ask(p.ListJobs(), _FORM_S)  # it may still be coming up: an event sent twice would form two rounds

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master.core import checkpoints, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
-from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, enter, seat
 from dlrover_hooks.master.core.restore import Refusal
 from dlrover_hooks.master.core.rounds import Member, Round
@@ -46,7 +45,7 @@ def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first
     if event.held or member.local_rank == 0:
         job.offers.held[member.node] = event.held
     if member.rank == 0:
-        job.offers.stored, job.offers.finished_step = event.stored, event.finished_step
+        job.offers.stored = event.stored
         job.offers.stored_url = settings.resume if restore.is_url(settings.resume) else settings.save_to
 
 
@@ -54,9 +53,6 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     """All seats are taken: pick what to load, start the next attempt."""
     virgin = job.attempt == 0
     fresh = virgin and (job.fresh or job.settings.resume == "never")
-    if virgin and not fresh and job.offers.finished_step is not None:
-        _found_finished(job, current, effects)
-        return
     chosen = None if fresh else _candidate(job, current, virgin=virgin)
     job.plan.restore = chosen
     job.plan.refused = _refusal(job) if chosen is None and virgin and job.settings.resume == "require" else None
@@ -92,16 +88,6 @@ def _candidate(job: Job, current: Round, *, virgin: bool) -> Restore | None:
 def _refusal(job: Job) -> str:
     where = job.settings.save_to or "memory (no save_to is set)"
     return f'resume="require": no whole generation of job {job.name!r} was found in memory or in {where}.'
-
-
-def _found_finished(job: Job, current: Round, effects: Effects) -> None:
-    """Storage remembers what this master did not know: the run is over."""
-    job.finished, job.finish_written = True, True
-    job.finished_step = job.offers.finished_step
-    if job.offers.stored:
-        job.run = restore.adopted_run(job.offers, restore.in_storage(job.offers, [], only_offered=True), job.run)
-    effects.append(Wake(topic=watch_topic(job.name)))
-    enter(job, current, Phase.TRAINING, effects)
 
 
 def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:

@@ -17,10 +17,13 @@ from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave,
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
-    """An agent asks for seats, or for its old ones anew. A finished job only says so. Raises Stale, BadRequest."""
+    """An agent asks for seats, or for its old ones anew. A finished job only says so, unless it is to go on.
+
+    Raises Stale, BadRequest.
+    """
     if _starts_anew(job, event):
         rounds.check(Rounds(), event)
-        _reset(job, event.proposed_run)
+        _reset(job, event)
     if job.finished:
         return Joined(job=job.name, run=job.run, finished=True, finished_step=job.finished_step)
     rounds.check(job.rounds, event)
@@ -33,20 +36,25 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
 
 
 def _starts_anew(job: Job, event: Join) -> bool:
-    """`fresh` counts once per launch: on a finished job, or on one that only dead strangers have worked on."""
+    """The books of a finished job begin anew for whoever goes on with what storage has of it.
+
+    `fresh` counts once per launch: there, or on a job that only dead strangers have worked on.
+    """
+    if job.finished:
+        return event.fresh or (event.again and job.settings.save_to is not None)
     if not event.fresh:
         return False
     current, predecessors = job.rounds.round, rounds.predecessors(job.rounds, event)
     known = current is not None and event.incarnation in current.agents
-    return job.finished or (current is not None and not known and job.standing == len(predecessors))
+    return current is not None and not known and job.standing == len(predecessors)
 
 
-def _reset(job: Job, run: str) -> None:
-    """A new run under the old name. Round, plan and place counters go on: they only count up."""
+def _reset(job: Job, event: Join) -> None:
+    """The old name, and a new run unless storage has one. Round, plan and place counters go on: they only count up."""
     number, places, seen = job.rounds.number, job.rounds.places, job.rounds.places_seen
     job.rounds = Rounds(number=number, places=places, places_seen=seen)
     job.plan = Choice(number=job.plan.number)
-    job.run, job.fresh, job.attempt = run, True, 0
+    job.run, job.fresh, job.attempt = event.proposed_run, event.fresh, 0
     job.settings, job.saves, job.offers, job.ledgers = Settings(), Saves(), Offers(), Ledgers()
     job.refusals, job.replies, job.restored_from = [], {}, None
     job.finished, job.finished_step, job.finish_written = False, None, False

@@ -28,7 +28,6 @@ class Offers(msgspec.Struct):
     held: dict[str, tuple[Held, ...]] = {}
     stored: tuple[Manifest, ...] = ()
     stored_url: str | None = None
-    finished_step: int | None = None
 
 
 def is_url(resume: str) -> bool:

@@ -122,7 +122,6 @@ def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
         attempt=job.attempt,
         run=job.run,
         restore=job.plan.restore,
-        finished_step=job.finished_step if job.finished else None,
         cadence=job.saves.cadence,
         refused=job.plan.refused,
         fallbacks=job.plan.fallbacks,

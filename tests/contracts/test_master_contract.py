@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
@@ -163,14 +164,31 @@ def test_bad_joins_are_refused(caller_of: CallerOf, job: str) -> None:
 
 
 def test_done_is_remembered(caller_of: CallerOf, job: str) -> None:
-    """A newcomer after the end is told, and does not train from step 0; `fresh` starts anew."""
+    """A newcomer after the end is told, and does not train from step 0; `fresh` starts anew. (No save_to.)"""
     started(caller_of, job)
     for worker in ("w0", "w1"):
         caller_of(worker).call(p.Leave(job=job, incarnation=worker, reason=p.Departure.DONE, step=7))
-    late = caller_of("late").call(join("late", job=job, lives="l"))
+    late = caller_of("late").call(join("late", job=job, lives="l", again=True))
     assert (late.finished, late.finished_step) == (True, 7)
     anew = caller_of("anew").call(join("anew", job=job, lives="n", fresh=True, proposed_run="run1"))
     assert (anew.finished, anew.run) == (False, "run1")
+
+
+def test_a_finished_job_goes_on_for_longer(caller_of: CallerOf, job: str) -> None:
+    """DL-57: started again, it restores the last step from storage, in the run that it was, in a later attempt."""
+    started(caller_of, job, save_to=f"memory://{job}/tree")
+    run = caller_of("w0").call(p.ShowJob(job)).run
+    for worker in ("w0", "w1"):
+        caller_of(worker).call(p.Leave(job=job, incarnation=worker, reason=p.Departure.DONE, step=7))
+    caller_of("again").call(join("again", job=job, lives="n", again=True, proposed_run="run1"))
+    last = msgspec.structs.replace(stored(7), job=job, generation=p.Generation(attempt=1, step=7, run=run))
+    for worker in ("n0", "n1"):
+        caller_of(worker).call(attach(worker, job=job, save_to=f"memory://{job}/tree", stored=(last,)))
+    plan = caller_of("n0").call(p.AwaitPlan(job, "n0"))
+    assert plan.restore is not None
+    assert plan.restore.generation == last.generation
+    assert (plan.run, plan.attempt) == (run, 2)
+    assert not caller_of("n0").call(p.ShowJob(job)).finished
 
 
 def test_two_live_jobs_on_one_url(caller_of: CallerOf, job: str) -> None:

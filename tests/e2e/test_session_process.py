@@ -27,7 +27,7 @@ from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.errors import MasterAway, NoCheckpoint, SaveToBusy, Stale, StorageFailed, Unauthorized
+from dlrover_hooks.errors import MasterAway, NoCheckpoint, SaveToBusy, Stale, StorageFailed, Unauthorized, UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Departure, Exited, Source
 from dlrover_hooks.session import Session
@@ -363,6 +363,25 @@ def test_a_finished_life_leaves_no_keeper(house: House, tmp_path: Path) -> None:
     life.session.finish(life.at, {"step": life.at, "w": life.w})
     life.leave(Departure.DONE)
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+
+
+def test_a_finished_job_is_trained_on_at_the_same_master(house: House, tmp_path: Path) -> None:
+    """DL-57, and decision 0003: a master that stands for long knows that the job has ended, and lets it go on."""
+    first = trained(house.life(save_to=str(tmp_path)), 2)
+    first.finish()
+    first.leave(Departure.DONE)
+    second = house.life(save_to=str(tmp_path))
+    assert (second.at, second.told()["source"]) == (2, "storage")
+    trained(second, 1)
+    assert second.generation.attempt == 2
+
+
+def test_a_job_that_ended_in_memory_is_not_trained_again_unasked(house: House) -> None:
+    first = trained(house.life(), 2)
+    first.leave(Departure.DONE)
+    with pytest.raises(UsageError, match=r"was finished at step 2; no checkpoint outlived it"):
+        house.life()
+    assert house.life(fresh=True).at == 0
 
 
 @pytest.mark.parametrize("fresh", [False, True])

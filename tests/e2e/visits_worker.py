@@ -49,7 +49,7 @@ def report(restored: Any, visits: torch.Tensor | None = None) -> None:
 
 
 class Visits(nn.Module):
-    """The loss falls by one for each visit of a sample, so its weight grows by the learning rate over the step's size."""
+    """The loss falls with each visit of a sample: its weight grows by the learning rate over the step's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,8 +145,6 @@ def lightning() -> None:
     report(None, module.model.visits)
 
 
-import faulthandler
-faulthandler.register(signal.SIGUSR1)
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -108,10 +108,6 @@ def test_require_and_never_and_url() -> None:
     assert (other.restore.generation.step, other.restore.url) == (3, "/other")
 
 
-def test_storage_knows_the_end() -> None:
-    assert ask(training(finished_step=7, save_to="/tree")).finished_step == 7
-
-
 def test_durable_when_all_have_stored() -> None:
     """A MANIFEST only of all ranks; then the next persist is due at the next multiple."""
     master = training(save_to="/tree", persist_every=4, save_every=2)
