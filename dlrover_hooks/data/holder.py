@@ -54,7 +54,12 @@ class Holder:
         line, dataset = self.line, self.dataset
         claim = Claim(line.job, line.incarnation, dataset.name, self.ledger.fence, epoch)
         return Borrower(
-            line.caller, claim, lookahead=dataset.lookahead, patience_s=dataset.patience_s, reopen=self.reopen
+            line.caller,
+            claim,
+            lookahead=dataset.lookahead,
+            patience_s=dataset.patience_s,
+            exact=not line.free,
+            reopen=self.reopen,
         )
 
     def finished(self, epoch: int) -> bool:

@@ -244,6 +244,8 @@ class LeasedLoader:
 
     def _at_quiet_point(self) -> None:
         self.commit()
+        if self._borrower is not None and self._borrower.twice is not None:
+            raise self._borrower.twice  # before anything is saved
         for call in tuple(self.before_batch):
             call()
 

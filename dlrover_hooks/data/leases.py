@@ -99,6 +99,7 @@ class Borrower:
         claim: who asks, for which epoch.
         lookahead: leases kept ready behind the one in work.
         patience_s: without an answer for so long, `error` is set.
+        exact: each sample is to be in the model once, so a lease that is lost when it was trained on cannot be borne.
         reopen: tells the master where partitions of a stream end; called in the thread while nothing is held.
     """
 
@@ -109,6 +110,7 @@ class Borrower:
         *,
         lookahead: int = 1,
         patience_s: float = 600.0,
+        exact: bool = False,
         reopen: Callable[[dict[str, int]], object] = lambda _: None,
     ) -> None:
         self.claim, self.patience_s = claim, patience_s
@@ -117,7 +119,9 @@ class Borrower:
         self.error: HooksError | None = None
         self.waited_s = 0.0
         """How long the training thread waited for a lease, all in all."""
-        self._caller, self._lookahead, self._reopen = caller, lookahead, reopen
+        self.twice: Stale | None = None
+        """Set, too, when `exact` is over."""
+        self._caller, self._lookahead, self._reopen, self._exact = caller, lookahead, reopen, exact
         self._ready: deque[Held] = deque()
         self._ends: dict[str, int] = {}
         self._starving, self._closing = True, False
@@ -164,7 +168,9 @@ class Borrower:
         self.surface()
 
     def surface(self) -> None:
-        """Raise what ended the thread, if something did and there is no lease left."""
+        """Raise what ended the thread, if something did and there is no lease left. `twice` is raised at once."""
+        if self.twice is not None:
+            raise self.twice
         if self.error is not None and not self._ready:
             raise self.error
 
@@ -316,10 +322,15 @@ class Borrower:
     def _lose(self, ack: p.Ack, error: Stale) -> None:
         held = self._held.pop(ack.lease)
         held.lost = True
-        log.warning(
-            "%s: %s is no longer ours (%s); %d of its samples were trained here and are lent out again",
-            self.claim, held, error.message, ack.upto - held.acked,
-        )  # fmt: skip
+        lost = f"{held} is no longer ours ({error.message})"
+        if self._exact and held.received > held.acked:
+            self.twice = Stale(
+                f"{self.claim}: {lost}; {held.received - held.acked} of its samples are in the model here already and "
+                "will be trained again by whoever gets them",
+                hint="start the workers again: all go on from the checkpoint before, where they are in no model",
+            )
+        elif ack.upto > held.acked:
+            log.warning("%s: %s; %d of its samples will be trained again", self.claim, lost, ack.upto - held.acked)
 
     def _hear(self, reply: p.Leases, asked_at: float) -> None:
         for lease in reply.leases:

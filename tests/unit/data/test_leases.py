@@ -210,6 +210,34 @@ def test_one_lost_lease_does_not_hurt_the_others(
     assert "50 of its samples" in caplog.text
 
 
+@pytest.mark.parametrize("received", [100, 150])
+def test_a_lost_lease_that_was_trained_on_ends_an_exact_run(
+    master: Master, borrow: Callable[..., Borrower], received: int
+) -> None:
+    """DL-87: else its samples would be in the model twice. What was not trained on may be lost."""
+    borrower = borrow(exact=True, lookahead=0)
+    master.asked()
+    master.lend(1, state=LedgerState.WAITING)
+    held = taken(borrower)
+    held.received = received
+    borrower.stop(held, received)
+    borrower.committed(held, received)
+    for _ in range(2):
+        assert [ack.lease for ack in master.asked().acks] == [1]
+        master.replies.put(Stale("lease 1 is over"))
+    assert borrower.take() is None
+    assert isinstance(master.asked(), p.AwaitShards)
+    master.replies.put(p.Leases(LedgerState.FINISHED))
+    while borrower.state is not LedgerState.FINISHED:
+        borrower._answered.wait(WAIT_S)
+    if received == held.lo:
+        borrower.surface()
+        return
+    with pytest.raises(Stale, match=r"dataset 'train' of job 'job': lease 1.*50 of its samples") as stale:
+        borrower.surface()
+    assert "checkpoint before" in stale.value.hint
+
+
 @pytest.mark.parametrize("refusal", [Stale("fence 1, but it is fence 2"), BadRequest("wrong")])
 def test_a_refusal_ends_it_with_the_masters_words(
     master: Master, borrow: Callable[..., Borrower], refusal: HooksError
