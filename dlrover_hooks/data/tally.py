@@ -47,7 +47,10 @@ class Tally:
         pieces = self._pieces
         for _ in range(self._marked):
             held, lo, hi = pieces.popleft()
-            self.done.setdefault(held.partition, Ranges()).add(lo, hi)
+            done = self.done.get(held.partition)
+            if done is None:
+                done = self.done[held.partition] = Ranges()
+            done.add(lo, hi)
             if came and came[-1][0] is held:
                 came.pop()
             came.append((held, hi))

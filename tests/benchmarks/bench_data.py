@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).parents[2]
 SAMPLES, BATCH, WORLD = 20_000, 32, 8
 TRIP_S, SHARD, SAMPLE_S = 0.002, 512, 50e-6
 WALK = 1 << 12
+_OPERAND = torch.zeros(64, 64)
 BARS = {
     "first_index_ms_1e9": 20.0,
     "extra_rss_mib_1e9": 16.0,
@@ -219,8 +220,8 @@ def _worked(loader: Any) -> tuple[float, float]:
         if batch is None:
             return blocked, time.perf_counter() - began
         until = time.perf_counter() + SAMPLE_S * len(batch)
-        while time.perf_counter() < until:  # the step: computes, and does not give the processor away
-            pass
+        while time.perf_counter() < until:  # the step: small operations of torch, as a model on a busy processor has
+            torch.mm(_OPERAND, _OPERAND)
         if isinstance(loader, LeasedLoader):
             loader.mark()
 
