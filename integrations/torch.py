@@ -24,7 +24,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -102,6 +102,8 @@ class AsyncCheckpointer:
         finally:
             self._end.detach()
             self._hook.remove()
+            if self._sync is not None:
+                self._sync.close()
             for loader in self._loaders:
                 loader.before_batch.remove(self._quiet)
             self.session.leave(reason, self.step)
@@ -122,6 +124,8 @@ class AsyncCheckpointer:
             self._load(self.restored.state)
         saved = self.restored.state["bucket_order"] if self.restored is not None else []
         self._buckets = self._prepare(self._ddp, saved) if self._ddp is not None else None
+        ends = self._loaders[0]
+        self._sync = SyncAtEnds(self._ddp, lambda: ends.step_ends) if self._ddp is not None else None
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
         for loader in self._loaders:
             loader.before_batch.append(self._quiet)
