@@ -27,6 +27,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
+from dlrover_hooks.integrations._lightning_together import check_short_steps, ended, leader
 from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
@@ -181,9 +182,9 @@ class ElasticCallback(Callback):
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
+        wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # captures the random state, once a step
         assert self._units is not None
-        if wrapped is next(iter(self._loaders.values())):  # it leads
-            wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # once a step: captures the random state
+        if wrapped is next(iter(self._loaders.values())):  # all others have as many micro-batches
             self._units.share(trainer, wrapped.sampler.plan)
         return wrapped
 
@@ -211,12 +212,24 @@ class ElasticCallback(Callback):
             if self._restored.state["stopped"] == _limits(trainer):
                 private.stop(trainer)
         private.load_pending_loader_states(trainer)
+        self._combine(trainer)
         if self._units is not None and not self._units.scheduled:
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
             self._units.convert_schedulers(trainer)
             self._continue_epoch(trainer)
         if self._checkpoint:
             tree.flatten(self._state(trainer))
+
+    def _combine(self, trainer: Trainer) -> None:
+        """Several loaders: those whose epoch is over stay so after a restore; what cannot be weighed is refused."""
+        if len(self._loaders) < 2:
+            return
+        mode = private.mode(trainer)
+        check_short_steps(mode, self._loaders)
+        over = ended(mode, self._loaders)
+        private.end_loaders(trainer, over)
+        for loader in over:
+            loader.close()
 
     def _continue_epoch(self, trainer: Trainer) -> None:
         """An epoch that was begun with another global batch has another number of batches, this once."""
@@ -243,7 +256,7 @@ class ElasticCallback(Callback):
         self._buckets = keep_buckets(model, saved)
 
     def _weight(self, otherwise: float) -> float:
-        loader = next(iter(self._loaders.values()), None)
+        loader = leader(self._loaders)
         return loader.sampler.weight if loader is not None else otherwise
 
     def _stepped(self) -> None:
@@ -252,9 +265,10 @@ class ElasticCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Short and unevenly shared steps: weigh the loss, without touching its value."""
-        if self.session is None or not self._loaders:
+        loader = leader(self._loaders)
+        if self.session is None or loader is None:
             return
-        scale = loss_scale(next(iter(self._loaders.values())), weighed=self._weighed)
+        scale = loss_scale(loader, weighed=self._weighed)
         if scale != 1.0 and loss.requires_grad:
             loss.register_hook(lambda grad: grad * scale)
 

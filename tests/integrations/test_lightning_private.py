@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,6 +129,24 @@ def test_dump_is_lightnings_own_checkpoint() -> None:
     checkpoint = dumped_after(2)
     assert {"state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks"} <= checkpoint.keys()
     assert (checkpoint["global_step"], checkpoint["epoch"]) == (2, 0)
+
+
+def test_end_loaders_and_mode() -> None:
+    """The one given gives nothing more; in the next epoch it does."""
+    ended, seen = DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2), list[tuple[bool, ...]]()
+
+    class Two(Net):
+        def train_dataloader(self) -> Any:
+            return CombinedLoader([ended, super().train_dataloader()], "max_size")
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(tuple(one is not None for one in batch))
+            return super().training_step(batch[1], batch_idx)
+
+    end = At("on_train_start", lambda trainer: (private.mode(trainer), private.end_loaders(trainer, [ended])))
+    trainer(end, max_epochs=2).fit(Two())
+    assert end.found[0][0] == "max_size"
+    assert seen == [(False, True)] * 4 + [(True, True)] * 2 + [(False, True)] * 2
 
 
 class Kept(DataLoader[Any]):
