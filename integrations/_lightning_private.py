@@ -169,6 +169,11 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
 
 
+def restart_is_over(trainer: Trainer) -> None:
+    """Lightning takes the whole epoch that it resumes in for a restart, and leaves out `ReduceLROnPlateau` at its end."""
+    trainer.fit_loop._restarting = False
+
+
 def count_batches_anew(trainer: Trainer, per_step: int) -> None:
     """After a restore the counts are batches of the run before: make them `per_step` for each step of this epoch.
 

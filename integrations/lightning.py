@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
@@ -288,7 +288,8 @@ class ElasticCallback(Callback):
         if self._fix_steps is not None:
             private.set_batches_that_stepped(trainer, self._fix_steps)
             self._fix_steps = None
-            _resume_schedule(trainer)
+            private.restart_is_over(trainer)
+            _begin_epoch_again(trainer)
         if self.session.batch_requested(trainer.global_step):
             self.session.cut(trainer.global_step, self._state(trainer))
 
@@ -350,11 +351,18 @@ def _limits(trainer: Trainer) -> list[int | None]:
     return [trainer.max_epochs, trainer.max_steps]
 
 
-def _resume_schedule(trainer: Trainer) -> None:
-    """Lightning sets a scheduled factor at an epoch's start only: one that is resumed in its middle needs it, too."""
+def _begin_epoch_again(trainer: Trainer) -> None:
+    """Lightning says `on_train_epoch_start` where an epoch starts, not where it is resumed in its middle. Two of its
+    callbacks keep what they did there in no checkpoint: the factor of a schedule, and the scheduler of SWA.
+    """
     for callback in private.callbacks(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        elif isinstance(callback, StochasticWeightAveraging):
+            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, rate in zip(trainer.optimizers[0].param_groups, rates, strict=True):
+                group["lr"] = rate  # a new scheduler starts at its first one
 
 
 def _marked(loader: Any, over: bool) -> dict[str, Any] | None:

@@ -217,6 +217,17 @@ def test_batches_that_stepped_is_in_a_dump_and_can_be_set() -> None:
     assert made.fit_loop.epoch_loop._batches_that_stepped == 9
 
 
+def test_restart_is_over() -> None:
+    """In the whole epoch that it resumes in, Lightning is restarting."""
+    checkpoint = dumped_after(2)
+    resume = At("setup", lambda trainer: private.resume_from(trainer, checkpoint, lambda *_: True))
+    before = At("on_train_batch_start", lambda trainer: trainer.fit_loop.restarting)
+    after = At("on_train_batch_end", lambda trainer: trainer.fit_loop.restarting)
+    over = At("on_train_batch_start", private.restart_is_over)
+    trainer(resume, before, over, after).fit(Net())
+    assert before.found + after.found == [True, False]
+
+
 def test_fast_dev_run_is_known() -> None:
     assert private.fast_dev_run(trainer(fast_dev_run=True))
     assert not private.fast_dev_run(trainer())
