@@ -170,7 +170,7 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
 
 
 def restart_is_over(trainer: Trainer) -> None:
-    """Lightning takes the whole epoch that it resumes in for a restart, and leaves out `ReduceLROnPlateau` at its end."""
+    """Lightning takes the whole epoch it resumes in for a restart, and leaves out `ReduceLROnPlateau` at its end."""
     trainer.fit_loop._restarting = False
 
 
