@@ -14,7 +14,7 @@ import msgspec
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations._lightning_units import EvenLoader
+from dlrover_hooks.integrations._lightning_units import EvenLoader, epoch_batches
 
 Loaders = Mapping[str, ElasticLoader | EvenLoader]
 
@@ -42,6 +42,12 @@ def leader(loaders: Loaders) -> ElasticLoader | EvenLoader | None:
     """The loader whose weights are those of the batch last received: a short one, else the first that is not over."""
     live = [one for one in loaders.values() if one.live] or list(loaders.values())
     return next((one for one in live if _is_short(one)), live[0]) if live else None
+
+
+def closing(mode: str, loaders: Loaders) -> ElasticLoader | EvenLoader:
+    """The one that the epoch ends with."""
+    choose = min if mode == "min_size" else max
+    return choose(loaders.values(), key=lambda one: epoch_batches(one.sampler.plan))
 
 
 def ended(mode: str, loaders: Loaders) -> list[ElasticLoader | EvenLoader]:

@@ -27,7 +27,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
-from dlrover_hooks.integrations._lightning_together import check_short_steps, ended, leader
+from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended, leader
 from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
@@ -233,8 +233,10 @@ class ElasticCallback(Callback):
 
     def _continue_epoch(self, trainer: Trainer) -> None:
         """An epoch that was begun with another global batch has another number of batches, this once."""
-        sampler = next(iter(self._loaders.values())).sampler if len(self._loaders) == 1 else None
-        if sampler is None or trainer.limit_train_batches != 1.0 or not (place := sampler.cursor % sampler.plan.n):
+        if not self._loaders or trainer.limit_train_batches != 1.0:
+            return
+        sampler = closing(private.mode(trainer), self._loaders).sampler
+        if not (place := sampler.cursor % sampler.plan.n):
             return
         count = private.batches_done(trainer) + epoch_batches(sampler.plan, place)
         if count != private.batches(trainer):

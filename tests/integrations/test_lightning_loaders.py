@@ -61,12 +61,14 @@ def job() -> Iterator[str]:
             process.kill()
 
 
-def fit(job: str, mode: Any, sizes: tuple[int, ...], crash_at: int | None = None, accumulate: int = 1) -> Net:
+def fit(
+    job: str, mode: Any, sizes: tuple[int, ...], crash_at: int | None = None, accumulate: int = 1, **given: Any
+) -> Net:
     seed_everything(1, verbose=False)
     model = Net(crash_at)
     trainer = Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
                       enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=accumulate,
-                      callbacks=[ElasticCallback(job=job, save_every=1)])  # fmt: skip
+                      callbacks=[ElasticCallback(job=job, save_every=1, **given)])  # fmt: skip
     with contextlib.suppress(Crash):
         trainer.fit(model, CombinedLoader([DataLoader(Numbers(n, True), 2, shuffle=True) for n in sizes], mode))
     return model
@@ -92,6 +94,17 @@ def test_both_loaders_are_read_to_their_ends(job: str) -> None:
     assert visits == Counter(
         (epoch, number, i) for epoch in (0, 1) for number, n in enumerate((8, 11)) for i in range(n)
     )
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(("mode", "ends"), [("min_size", 24), ("max_size", 32), ("max_size_cycle", 32)])
+def test_an_epoch_begun_with_another_global_batch_is_read_to_its_end(job: str, mode: str, ends: int, size: int) -> None:
+    """It has another number of batches, this once: those of the loader that ends it."""
+    before = fit(job, mode, (24, 32), 4, global_batch_size=4)
+    after = fit(job, mode, (24, 32), global_batch_size=size)
+    number = 0 if mode == "min_size" else 1
+    visits = Counter((epoch, index) for epoch, _, one, index in before.seen + after.seen if one == number)
+    assert visits == Counter((epoch, index) for epoch in range(2) for index in range(ends))
 
 
 def test_a_short_step_beside_a_full_one_is_refused_with_a_way_out(job: str) -> None:
