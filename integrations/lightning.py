@@ -9,6 +9,7 @@ The callback only turns Lightning's events into `Session` verbs. What it touches
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ class ElasticCallback(Callback):
         self._whole_epoch: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
+        self._fitted: weakref.ref[Trainer] | None = None
 
     @property
     def restored(self) -> Restored | None:
@@ -169,7 +171,7 @@ class ElasticCallback(Callback):
             return loader
         before = self._loaders.get(name)
         state = before.sampler.handover() if before is not None else self.session.restored_data(name)
-        state = state or self._handover.get(name)
+        state = state or self._handed_over(trainer, name, loader)
         wrapped: ElasticLoader | EvenLoader = elastic_loader(
             loader,
             global_batch_size=self._batch_of(trainer, name, loader, state),
@@ -187,6 +189,14 @@ class ElasticCallback(Callback):
         if wrapped is next(iter(self._loaders.values())):  # all others have as many micro-batches
             self._units.share(trainer, wrapped.sampler.plan)
         return wrapped
+
+    def _handed_over(self, trainer: Trainer, name: str, loader: Any) -> dict[str, Any] | None:
+        """Where this Trainer's fit before stood; None if that was another Trainer's, or on other data."""
+        state = self._handover.get(name) if self._fitted is not None and self._fitted() is trainer else None
+        if state is None or state["n"] == len(loader.dataset):
+            return state
+        log.warning("loader %r is not that of the fit before (other length): it starts at its beginning", name)
+        return None
 
     def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int:
         """The global batch: as given, as restored, or what this first start makes of the loader's batch."""
@@ -341,6 +351,7 @@ class ElasticCallback(Callback):
         self._weighed = False
         self._handover = {name: _marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()
+        self._fitted = weakref.ref(trainer)
         if session is not None:
             session.leave(reason, trainer.global_step)
 

@@ -159,6 +159,29 @@ def test_fit_again_on_one_trainer_goes_on_in_the_data(job: str, named: bool) -> 
     assert [step for _, step, _ in model.seen] == list(range(8))
 
 
+@pytest.mark.parametrize("rows", [20, 11])
+def test_another_trainer_with_the_same_callback_starts_anew(rows: int) -> None:
+    """Folds of a cross-validation: neither the place nor the length of the fold before is of interest."""
+    calm, shared = Net(), ElasticCallback()
+    few: Any = torch.utils.data.Subset(Numbers(), range(rows))
+    trainer(ElasticCallback()).fit(calm, DataLoader(few, 4, shuffle=True))
+    trainer(shared).fit(Net(), loader())
+    model = Net()
+    trainer(shared).fit(model, DataLoader(few, 4, shuffle=True))
+    assert model.seen == calm.seen
+
+
+def test_the_same_trainer_may_go_on_with_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    made, model = trainer(ElasticCallback()), Net()
+    made.fit(model, loader())
+    made.fit_loop.max_epochs = 3
+    model.seen.clear()
+    few: Any = torch.utils.data.Subset(Numbers(), range(11))
+    made.fit(model, DataLoader(few, 4, shuffle=True))
+    assert sorted(index for _, _, ids in model.seen for index in ids) == list(range(11))
+    assert "not that of the fit before" in caplog.text
+
+
 def test_validation_by_total_batches_stays_where_it_was(job: str) -> None:
     """`check_val_every_n_epoch=None`: the count of all batches must not be one ahead after a restore."""
     options: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch": None}
