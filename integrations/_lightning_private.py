@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from lightning.fabric.utilities.types import _Stateful
@@ -73,6 +73,22 @@ def before_each_fetch(trainer: Trainer, call: Callable[[], object]) -> None:
         original()
 
     cast(Any, loop)._on_before_fetch = on_before_fetch
+
+
+def mode(trainer: Trainer) -> str:
+    """How several training loaders are combined. From `on_train_start` on."""
+    combined = trainer.fit_loop._combined_loader
+    return combined._mode if combined is not None else ""
+
+
+def end_loaders(trainer: Trainer, ended: Sequence[Any]) -> None:
+    """Of the training loaders, let `ended` give nothing more in this epoch (mode "max_size"). In `on_train_start`."""
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or combined._iterator is None:
+        return
+    for number, loader in enumerate(combined.flattened):
+        if any(one is loader for one in ended):
+            combined._iterator.iterators[number] = iter(())
 
 
 def fetches_ahead(trainer: Trainer) -> bool:
@@ -151,6 +167,11 @@ def batches_that_stepped(checkpoint: dict[str, Any]) -> int:
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
     """Lightning counts one step too many for its loggers when a checkpoint was not taken in `on_train_batch_end`."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
+
+
+def restart_is_over(trainer: Trainer) -> None:
+    """Lightning takes the whole epoch it resumes in for a restart, and leaves out `ReduceLROnPlateau` at its end."""
+    trainer.fit_loop._restarting = False
 
 
 def count_batches_anew(trainer: Trainer, per_step: int) -> None:

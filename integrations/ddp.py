@@ -56,6 +56,33 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
     return Outcome(True)
 
 
+class SyncAtEnds:
+    """Has DDP reduce gradients only where a step ends, as `no_sync` around the other micro-batches would.
+
+    Without it, ranks whose shares of a step differ hang: each backward is a collective. A `no_sync` of the loop's own
+    keeps its meaning. `close` undoes it. Training thread only.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, step_ends: Callable[[], bool]) -> None:
+        self._ddp, self._step_ends, self._held = ddp, step_ends, False
+        self._handle = ddp.register_forward_pre_hook(lambda *_: self._before_forward())
+
+    def _before_forward(self) -> None:
+        if self._step_ends():
+            self._release()
+        elif self._ddp.require_backward_grad_sync:
+            self._ddp.require_backward_grad_sync, self._held = False, True
+
+    def _release(self) -> None:
+        if self._held:
+            self._ddp.require_backward_grad_sync, self._held = True, False
+
+    def close(self) -> None:
+        """Leave DDP as it was."""
+        self._handle.remove()
+        self._release()
+
+
 class BucketOrder:
     """Makes a restarted run sum its gradients in the order of the undisturbed one (bit-equality at W >= 3).
 

@@ -9,11 +9,12 @@ The callback only turns Lightning's events into `Session` verbs. What it touches
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
+from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended, leader
 from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
@@ -93,6 +95,7 @@ class ElasticCallback(Callback):
         self._whole_epoch: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
+        self._fitted: weakref.ref[Trainer] | None = None
 
     @property
     def restored(self) -> Restored | None:
@@ -168,7 +171,7 @@ class ElasticCallback(Callback):
             return loader
         before = self._loaders.get(name)
         state = before.sampler.handover() if before is not None else self.session.restored_data(name)
-        state = state or self._handover.get(name)
+        state = state or self._handed_over(trainer, name, loader)
         wrapped: ElasticLoader | EvenLoader = elastic_loader(
             loader,
             global_batch_size=self._batch_of(trainer, name, loader, state),
@@ -181,11 +184,19 @@ class ElasticCallback(Callback):
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
+        wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # captures the random state, once a step
         assert self._units is not None
-        if wrapped is next(iter(self._loaders.values())):  # it leads
-            wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # once a step: captures the random state
+        if wrapped is next(iter(self._loaders.values())):  # all others have as many micro-batches
             self._units.share(trainer, wrapped.sampler.plan)
         return wrapped
+
+    def _handed_over(self, trainer: Trainer, name: str, loader: Any) -> dict[str, Any] | None:
+        """Where this Trainer's fit before stood; None if that was another Trainer's, or on other data."""
+        state = self._handover.get(name) if self._fitted is not None and self._fitted() is trainer else None
+        if state is None or state["n"] == len(loader.dataset):
+            return state
+        log.warning("loader %r is not that of the fit before (other length): it starts at its beginning", name)
+        return None
 
     def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int:
         """The global batch: as given, as restored, or what this first start makes of the loader's batch."""
@@ -211,6 +222,7 @@ class ElasticCallback(Callback):
             if self._restored.state["stopped"] == _limits(trainer):
                 private.stop(trainer)
         private.load_pending_loader_states(trainer)
+        self._combine(trainer)
         if self._units is not None and not self._units.scheduled:
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
             self._units.convert_schedulers(trainer)
@@ -218,10 +230,23 @@ class ElasticCallback(Callback):
         if self._checkpoint:
             tree.flatten(self._state(trainer))
 
+    def _combine(self, trainer: Trainer) -> None:
+        """Several loaders: those whose epoch is over stay so after a restore; what cannot be weighed is refused."""
+        if len(self._loaders) < 2:
+            return
+        mode = private.mode(trainer)
+        check_short_steps(mode, self._loaders)
+        over = ended(mode, self._loaders)
+        private.end_loaders(trainer, over)
+        for loader in over:
+            loader.close()
+
     def _continue_epoch(self, trainer: Trainer) -> None:
         """An epoch that was begun with another global batch has another number of batches, this once."""
-        sampler = next(iter(self._loaders.values())).sampler if len(self._loaders) == 1 else None
-        if sampler is None or trainer.limit_train_batches != 1.0 or not (place := sampler.cursor % sampler.plan.n):
+        if not self._loaders or trainer.limit_train_batches != 1.0:
+            return
+        sampler = closing(private.mode(trainer), self._loaders).sampler
+        if not (place := sampler.cursor % sampler.plan.n):
             return
         count = private.batches_done(trainer) + epoch_batches(sampler.plan, place)
         if count != private.batches(trainer):
@@ -243,7 +268,7 @@ class ElasticCallback(Callback):
         self._buckets = keep_buckets(model, saved)
 
     def _weight(self, otherwise: float) -> float:
-        loader = next(iter(self._loaders.values()), None)
+        loader = leader(self._loaders)
         return loader.sampler.weight if loader is not None else otherwise
 
     def _stepped(self) -> None:
@@ -252,9 +277,10 @@ class ElasticCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Short and unevenly shared steps: weigh the loss, without touching its value."""
-        if self.session is None or not self._loaders:
+        loader = leader(self._loaders)
+        if self.session is None or loader is None:
             return
-        scale = loss_scale(next(iter(self._loaders.values())), weighed=self._weighed)
+        scale = loss_scale(loader, weighed=self._weighed)
         if scale != 1.0 and loss.requires_grad:
             loss.register_hook(lambda grad: grad * scale)
 
@@ -274,7 +300,8 @@ class ElasticCallback(Callback):
         if self._fix_steps is not None:
             private.set_batches_that_stepped(trainer, self._fix_steps)
             self._fix_steps = None
-            _resume_schedule(trainer)
+            private.restart_is_over(trainer)
+            _begin_epoch_again(trainer)
         if self.session.batch_requested(trainer.global_step):
             self.session.cut(trainer.global_step, self._state(trainer))
 
@@ -324,6 +351,7 @@ class ElasticCallback(Callback):
         self._weighed = False
         self._handover = {name: _marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()
+        self._fitted = weakref.ref(trainer)
         if session is not None:
             session.leave(reason, trainer.global_step)
 
@@ -336,11 +364,18 @@ def _limits(trainer: Trainer) -> list[int | None]:
     return [trainer.max_epochs, trainer.max_steps]
 
 
-def _resume_schedule(trainer: Trainer) -> None:
-    """Lightning sets a scheduled factor at an epoch's start only: one that is resumed in its middle needs it, too."""
+def _begin_epoch_again(trainer: Trainer) -> None:
+    """Lightning says `on_train_epoch_start` where an epoch starts, not where it is resumed in its middle. Two of its
+    callbacks keep what they did there in no checkpoint: the factor of a schedule, and the scheduler of SWA.
+    """
     for callback in private.callbacks(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        elif isinstance(callback, StochasticWeightAveraging):
+            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, rate in zip(trainer.optimizers[0].param_groups, rates, strict=True):
+                group["lr"] = rate  # a new scheduler starts at its first one
 
 
 def _marked(loader: Any, over: bool) -> dict[str, Any] | None:

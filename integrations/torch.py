@@ -24,7 +24,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -82,6 +82,8 @@ class AsyncCheckpointer:
         if self.session is not None:
             self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
             self._come_up(self.session)
+        elif self._ddp is not None:
+            self._share_gradients(self._ddp)
 
     def __enter__(self) -> AsyncCheckpointer:
         return self
@@ -102,6 +104,8 @@ class AsyncCheckpointer:
         finally:
             self._end.detach()
             self._hook.remove()
+            if self._ddp is not None:
+                self._sync.close()
             for loader in self._loaders:
                 loader.before_batch.remove(self._quiet)
             self.session.leave(reason, self.step)
@@ -121,7 +125,10 @@ class AsyncCheckpointer:
         if self.restored is not None:
             self._load(self.restored.state)
         saved = self.restored.state["bucket_order"] if self.restored is not None else []
-        self._buckets = self._prepare(self._ddp, saved) if self._ddp is not None else None
+        self._buckets: BucketOrder | None = None
+        if self._ddp is not None:
+            self._share_gradients(self._ddp)
+            self._buckets = keep_buckets(self._ddp, saved)
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
         for loader in self._loaders:
             loader.before_batch.append(self._quiet)
@@ -137,11 +144,12 @@ class AsyncCheckpointer:
             )
         return place
 
-    def _prepare(self, ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
-        """Weighted gradients and a lasting bucket order. What cannot be done for this model is said in the log."""
-        if not (weighed := weigh_gradients(ddp, lambda: self._loaders[0].weight)):
+    def _share_gradients(self, ddp: DistributedDataParallel) -> None:
+        """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
+        first = self._loaders[0]
+        if not (weighed := weigh_gradients(ddp, lambda: first.weight)):
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
-        return keep_buckets(ddp, saved)
+        self._sync = SyncAtEnds(ddp, lambda: first.step_ends)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]

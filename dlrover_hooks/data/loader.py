@@ -208,6 +208,11 @@ class ElasticLoader:
             self._marks.pop().remove()
 
     @property
+    def live(self) -> bool:
+        """Is it being iterated? False before, and when the end was reached."""
+        return self._live is not None
+
+    @property
     def weight(self) -> float:
         """See `ElasticSampler.weight`."""
         return self.sampler.weight

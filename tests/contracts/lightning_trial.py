@@ -28,17 +28,14 @@ class Module(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_step == self.crash:
             raise Crash
-        (x, ids), others = batch["train"], [batch["second"]] if "second" in batch else []
-        if not is_ghost(self.trainer):
-            self.report.note(self.current_epoch, self.global_step, "train", ids)
-            if others:
-                self.report.note(self.current_epoch, self.global_step, "second", others[0][1])
+        parts = [(name, batch[name]) for name in ("train", "second") if batch.get(name) is not None]
+        for name, (_, ids) in () if is_ghost(self.trainer) else parts:
+            self.report.note(self.current_epoch, self.global_step, name, ids)
         if "own" in batch:
             self.report.own += batch["own"].tolist()
-        loss = loss_of(self.net, x, ids) + sum(loss_of(self.net, *one) for one in others)
-        self.log(
-            "loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(ids)
-        )  # a collective per batch
+        loss = torch.stack([loss_of(self.net, *one) for _, one in parts]).sum()
+        size = len(parts[0][1][1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=size)  # a collective per batch
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -77,14 +74,14 @@ class Look(Callback):
 
 
 def train(given: Given, crash: int | None) -> Report:
-    """See `Trial`; `options` go to the Trainer, except the scheduler's `frequency`."""
+    """See `Trial`; `options` go to the Trainer, except the `frequency` of schedules and the `mode` of loaders."""
     options: dict[str, Any] = {"limit_train_batches": given.leave * given.accumulate or 1.0} | given.options
-    frequency = options.pop("frequency", 1)
+    frequency, mode = options.pop("frequency", 1), options.pop("mode", "min_size")
     os.environ["PL_GLOBAL_SEED"] = "0"
     made, report = Setup(given), Report()
     elastic = ElasticCallback(**keywords(given))
     names = {"train": made.train, "second": made.second, "own": made.own}
-    feeds = CombinedLoader({name: one for name, one in names.items() if one is not None}, "min_size")
+    feeds = CombinedLoader({name: one for name, one in names.items() if one is not None}, mode)
     trainer = Trainer(
         max_epochs=given.epochs, accelerator="cpu", devices=given.world, logger=False, enable_checkpointing=False,
         strategy="ddp" if given.world > 1 else "auto", accumulate_grad_batches=given.accumulate,

@@ -45,7 +45,8 @@ def train(given: Given, crash: int | None) -> Report:
                     report.note(epoch, checkpoints.step, "second", others[0][1])
                 weight = 1.0 if ddp is not None else loader.weight  # DDP's hook has it
                 scale = weight * loader.loss_scale / micro_batches
-                with contextlib.nullcontext() if loader.step_ends or ddp is None else ddp.no_sync():
+                by_hand = epoch == 1 and not loader.step_ends  # in the other epochs the checkpointer sees to it
+                with ddp.no_sync() if ddp is not None and by_hand else contextlib.nullcontext():
                     loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)
                     (loss * scale).backward()
                 if loader.step_ends:

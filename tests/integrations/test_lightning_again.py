@@ -11,7 +11,12 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -81,11 +86,11 @@ def trainer(*callbacks: Callback, **options: Any) -> Trainer:
 
 
 def fit(job: str, *callbacks: Callback, crash_at: int | None = None, ckpt_path: Any = None, elastic: Any = None,
-        before: tuple[Callback, ...] = (), **options: Any) -> Net:  # fmt: skip
+        before: tuple[Callback, ...] = (), kind: type[Net] = Net, **options: Any) -> Net:  # fmt: skip
     given: dict[str, Any] = {"save_every": 1} | (elastic or {})
     hook = ElasticCallback(job=job, **given)
     made = trainer(*before, hook, *callbacks, **options)
-    model = Net(crash_at)
+    model = kind(crash_at)
     try:
         made.fit(model, loader(), DataLoader(Numbers(), batch_size=20), ckpt_path=ckpt_path)
     except Crash:
@@ -152,6 +157,29 @@ def test_fit_again_on_one_trainer_goes_on_in_the_data(job: str, named: bool) -> 
     ids = [index for _, step, batch in model.seen if step < 5 for index in batch]
     assert sorted(ids) == list(range(20))
     assert [step for _, step, _ in model.seen] == list(range(8))
+
+
+@pytest.mark.parametrize("rows", [20, 11])
+def test_another_trainer_with_the_same_callback_starts_anew(rows: int) -> None:
+    """Folds of a cross-validation: neither the place nor the length of the fold before is of interest."""
+    calm, shared = Net(), ElasticCallback()
+    few: Any = torch.utils.data.Subset(Numbers(), range(rows))
+    trainer(ElasticCallback()).fit(calm, DataLoader(few, 4, shuffle=True))
+    trainer(shared).fit(Net(), loader())
+    model = Net()
+    trainer(shared).fit(model, DataLoader(few, 4, shuffle=True))
+    assert model.seen == calm.seen
+
+
+def test_the_same_trainer_may_go_on_with_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    made, model = trainer(ElasticCallback()), Net()
+    made.fit(model, loader())
+    made.fit_loop.max_epochs = 3
+    model.seen.clear()
+    few: Any = torch.utils.data.Subset(Numbers(), range(11))
+    made.fit(model, DataLoader(few, 4, shuffle=True))
+    assert sorted(index for _, _, ids in model.seen for index in ids) == list(range(11))
+    assert "not that of the fit before" in caplog.text
 
 
 def test_validation_by_total_batches_stays_where_it_was(job: str) -> None:
@@ -234,6 +262,72 @@ def test_an_accumulation_schedule_goes_on_in_mid_epoch(job: str) -> None:
     before, after = fit(job, schedule(), crash_at=6, max_epochs=3), fit(job, schedule(), max_epochs=3)
     assert lived(before, after) == calm.seen
     assert equal(after, calm)
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "flat"}}
+
+
+def test_a_plateau_is_seen_at_the_end_of_a_resumed_epoch(job: str) -> None:
+    """Lightning leaves `ReduceLROnPlateau` out at the end of the epoch that it resumes in: the rate stayed too high."""
+    options: dict[str, Any] = {"kind": Plateau, "max_epochs": 3}
+    calm = fit(f"{job}-calm", **options)
+    fit(job, crash_at=7, **options)
+    assert equal(fit(job, **options), calm)
+
+
+@pytest.mark.parametrize("crash_at", [6, 10])
+def test_averaging_goes_on_in_a_resumed_epoch(job: str, crash_at: int) -> None:
+    """SWA makes its scheduler where an epoch starts; Lightning does not say that of one that it resumes in."""
+
+    def averaging() -> StochasticWeightAveraging:
+        return StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=2)
+
+    calm = fit(f"{job}-calm", averaging(), max_epochs=4)
+    fit(job, averaging(), crash_at=crash_at, max_epochs=4)
+    assert equal(fit(job, averaging(), max_epochs=4), calm)
+
+
+class Exact(torch.optim.SGD):
+    """Moments in float32 for parameters in bfloat16, as fused and low-precision optimizers keep them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = closure()
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad.float() / 3
+            parameter -= (0.1 * state["mean"]).to(parameter.dtype)
+        return loss
+
+
+class Low(Net):
+    def __init__(self, crash_at: int | None = None) -> None:
+        super().__init__(crash_at)
+        self.layers.to(torch.bfloat16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([batch[0].bfloat16(), batch[1]], batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Exact(self.parameters(), lr=0.1)
+
+
+def test_moments_come_back_in_their_own_dtype(job: str) -> None:
+    """`Optimizer.load_state_dict` casts them to the parameter's: the run would go on with rounded moments."""
+    before, moments = fit(job, crash_at=7, kind=Low), list[torch.Tensor]()
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            moments.extend([] if moments else [one["mean"].clone() for one in trainer.optimizers[0].state.values()])
+
+    fit(job, Look(), kind=Low)
+    kept = [state["mean"] for state in before.trainer.optimizers[0].state.values()]
+    assert [one.dtype for one in moments] == [torch.float32] * len(kept)
+    assert all(torch.equal(one, other) for one, other in zip(moments, kept, strict=True))
 
 
 def test_devices_that_are_not_the_launchers_workers_are_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -130,6 +131,24 @@ def test_dump_is_lightnings_own_checkpoint() -> None:
     assert (checkpoint["global_step"], checkpoint["epoch"]) == (2, 0)
 
 
+def test_end_loaders_and_mode() -> None:
+    """The one given gives nothing more; in the next epoch it does."""
+    ended, seen = DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2), list[tuple[bool, ...]]()
+
+    class Two(Net):
+        def train_dataloader(self) -> Any:
+            return CombinedLoader([ended, super().train_dataloader()], "max_size")
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(tuple(one is not None for one in batch))
+            return super().training_step(batch[1], batch_idx)
+
+    end = At("on_train_start", lambda trainer: (private.mode(trainer), private.end_loaders(trainer, [ended])))
+    trainer(end, max_epochs=2).fit(Two())
+    assert end.found[0][0] == "max_size"
+    assert seen == [(False, True)] * 4 + [(True, True)] * 2 + [(False, True)] * 2
+
+
 class Kept(DataLoader[Any]):
     """A stateful loader, as StatefulDataLoader is one."""
 
@@ -196,6 +215,17 @@ def test_batches_that_stepped_is_in_a_dump_and_can_be_set() -> None:
     made = trainer()
     private.set_batches_that_stepped(made, 9)
     assert made.fit_loop.epoch_loop._batches_that_stepped == 9
+
+
+def test_restart_is_over() -> None:
+    """In the whole epoch that it resumes in, Lightning is restarting."""
+    checkpoint = dumped_after(2)
+    resume = At("setup", lambda trainer: private.resume_from(trainer, checkpoint, lambda *_: True))
+    before = At("on_train_batch_start", lambda trainer: trainer.fit_loop.restarting)
+    after = At("on_train_batch_end", lambda trainer: trainer.fit_loop.restarting)
+    over = At("on_train_batch_start", private.restart_is_over)
+    trainer(resume, before, over, after).fit(Net())
+    assert before.found + after.found == [True, False]
 
 
 def test_fast_dev_run_is_known() -> None:

@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from tests.contracts.spawn import plan
+from tests.contracts.spawn import spawn as spawn_trials
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.torch_cases import SAMPLES, Crash, Noisy, train
 
@@ -181,6 +183,15 @@ def test_two_ranks_shrink_to_one_and_see_every_id_once(job: str, tmp_path: Path,
     assert 0 < after[0]["first"] <= 3
     assert after[0]["step"] == 12
     assert exactly_once(before, after[0]["first"], after[0]["seen"])
+
+
+def test_disabled_two_ranks_still_share_the_samples(job: str) -> None:
+    """No seat, no cut; but the loader gives unequal shares of a short step, so DDP must know their weights."""
+    given, environ = {"noise": False, "samples": 21}, {"DLROVER_HOOKS_DISABLE": "1"}
+    (one,) = spawn_trials(1, [plan("one", job, given | {"accumulate": 4}, [None], environ=environ)], None, ["torch"])
+    two = spawn_trials(2, [plan("two", job, given | {"accumulate": 2}, [None], environ=environ)], None, ["torch"])
+    assert not two[0]["active"]
+    assert max(abs(a - b) for a, b in zip(two[0]["weights"], one["weights"], strict=True)) < 1e-12
 
 
 def test_closing_twice_and_a_finished_job(job: str, tmp_path: Path) -> None:
