@@ -14,7 +14,7 @@ import msgspec
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations._lightning_units import EvenLoader, epoch_batches
+from dlrover_hooks.integrations.even import EvenLoader, epoch_batches
 
 Loaders = Mapping[str, ElasticLoader | EvenLoader]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -51,9 +52,15 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
 
     # DDP compares annotations with classes; postponed evaluation made them strings
     weighted_sum.__annotations__ = {}
-    weighted_sum.harmless_on_zeros = True  # pyright: ignore[reportFunctionMemberAccess]
+    weighted_sum.harmless_on_zeros = weighted_sum.weighs = True  # pyright: ignore[reportFunctionMemberAccess]
     ddp.register_comm_hook(None, weighted_sum)
     return Outcome(True)
+
+
+def weighs(model: nn.Module) -> bool:
+    """Is it a DDP whose gradients `weigh_gradients` weighs?"""
+    hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []
+    return any(getattr(hook, "weighs", False) for hook, _ in hooks)
 
 
 class SyncAtEnds:

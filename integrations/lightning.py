@@ -29,8 +29,9 @@ from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
 from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended, leader
-from dlrover_hooks.integrations._lightning_units import EvenLoader, Units, epoch_batches, is_uneven, loss_scale
+from dlrover_hooks.integrations._lightning_units import Units
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, loss_scale
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
 from dlrover_hooks.session import Restored, Session
 

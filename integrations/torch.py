@@ -25,9 +25,13 @@ from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
+from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
+
+
+Loader = ElasticLoader | EvenLoader | LeasedLoader
 
 
 class Stateful(Protocol):
@@ -48,8 +52,8 @@ class AsyncCheckpointer:
         save_to: fsspec URL; None keeps checkpoints in memory only.
         model: a module, or the DistributedDataParallel around it.
         optimizer: the optimizer whose steps count.
-        loader: what `elastic_loader` returned; or all training loaders, of different names. The first one leads: its
-            micro-batches and weights are those of the step.
+        loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
+            names. The first one leads: its micro-batches and weights are those of the step.
         extra: anything else with `state_dict` and `load_state_dict`, always in the same order.
         shared: the shared keywords, see `dlrover_hooks.config.Config`.
 
@@ -62,7 +66,7 @@ class AsyncCheckpointer:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: ElasticLoader | LeasedLoader | Sequence[ElasticLoader | LeasedLoader],
+        loader: Loader | Sequence[Loader],
         extra: Iterable[Stateful] = (),
         **shared: Any,
     ) -> None:
@@ -70,7 +74,7 @@ class AsyncCheckpointer:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._model = model.module if self._ddp is not None else model
         self._optimizer, self._extra = optimizer, list(extra)
-        self._loaders = [loader] if isinstance(loader, ElasticLoader | LeasedLoader) else list(loader)
+        self._loaders = [loader] if isinstance(loader, Loader) else list(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
                 f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
@@ -137,7 +141,7 @@ class AsyncCheckpointer:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return settings.place(rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size())
         place = settings.place()
-        if place.world_size > 1 and any(isinstance(one, ElasticLoader) for one in self._loaders):
+        if place.world_size > 1 and not any(isinstance(one, LeasedLoader) for one in self._loaders):
             raise UsageError(
                 f"{place.world_size} workers were started, but there is no process group: each would train alone",
                 hint="call torch.distributed.init_process_group() and wrap the model with DistributedDataParallel",

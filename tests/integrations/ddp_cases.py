@@ -17,10 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.even import EvenLoader, TokenMean
 
 Tensors = list[torch.Tensor]
 
@@ -69,6 +72,56 @@ def _steps(loader: ElasticLoader, ddp: DDP, scaled: bool) -> Any:
             loader.sampler.mark()
             yield done
     assert batches == len(loader)
+
+
+def scaled(world: int) -> Any:
+    """The same error where the loss is weighed: FSDP2 and plain DDP, a mean over samples and one over tokens."""
+    sizes = ((46, 4, 20), (41, 4, 20), (42, 4, 12))
+    return {
+        f"{kind} {by} {n},{b},{G}": _worst_scaled(kind, by, n, b, G)
+        for kind in ("fsdp", "ddp", "hooked")
+        for by in ("samples", "tokens")
+        for n, b, G in sizes
+        if (kind, by) != ("hooked", "samples")  # that is `weights`
+    }
+
+
+def _worst_scaled(kind: str, by: str, n: int, b: int, G: int) -> float:
+    torch.manual_seed(0)
+    inputs, lengths = torch.randn(n, 6, dtype=torch.float64), torch.randint(1, 9, (n,))
+    data = torch.utils.data.TensorDataset(inputs, lengths)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    alone = copy.deepcopy(net)
+    loader = EvenLoader(elastic_loader(torch.utils.data.DataLoader(data, b, shuffle=True), global_batch_size=G, seed=3))
+    model: Any = (
+        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),))) if kind == "fsdp" else DDP(net)
+    )
+    if kind == "hooked":
+        assert weigh_gradients(model, lambda: loader.weight)
+    mean, errors, q = TokenMean(model, loader), [], 0
+    for x, tokens in loader:
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(loader.step_ends)
+        with contextlib.nullcontext() if kind == "fsdp" or loader.step_ends else model.no_sync():
+            each = model(x).square().squeeze(1)
+            loss = each.mean() * loader.mean_scale if by == "samples" else mean.add((each * tokens).sum(), tokens.sum())
+            loss.backward()
+        if not loader.step_ends:
+            continue
+        ids = loader.sampler.order.indices(0, torch.arange(q, min(q + G, n)).numpy())
+        q += G
+        exact = alone(inputs[ids]).square().squeeze(1)
+        (exact.mean() if by == "samples" else (exact * lengths[ids]).sum() / lengths[ids].sum()).backward()
+        if by == "tokens":
+            assert mean.divide() == int(lengths[ids].sum())
+        found = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in model.parameters()]
+        ours, right = torch.cat([grad.flatten() for grad in found]), _flat(alone)
+        errors.append(float((ours - right).norm() / right.norm()))
+        model.zero_grad()
+        alone.zero_grad()
+        loader.sampler.mark()
+    assert q >= n
+    return max(errors)
 
 
 def _flat(module: torch.nn.Module) -> torch.Tensor:

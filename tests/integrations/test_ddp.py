@@ -36,6 +36,14 @@ def test_weighted_gradient_is_that_of_one_process(world: int) -> None:
             assert inexact > 1e-3  # unequal micro-batches in one rank: what `loss_scale` is for
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_weighed_loss_gives_the_gradient_of_one_process(world: int) -> None:
+    """DL-87, DL-88: where gradients are averaged (FSDP2, DDP without our hook), and for means over tokens."""
+    for found in run("scaled", world):
+        assert len(found) == 15
+        assert all(error <= EXACT for error in found.values()), found
+
+
 def test_restart_with_replay_is_bit_equal_and_without_is_not() -> None:
     """W = 3, several buckets, parameters used in another order than defined; replay draws no random number."""
     for found in run("buckets", 3):
