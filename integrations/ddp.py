@@ -5,7 +5,10 @@ Both only act where they cannot do harm, and say why when they do not (`Outcome`
 
 from __future__ import annotations
 
+import atexit
 import logging
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,13 +51,31 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
         buffer.mul_(w) if w else buffer.zero_()
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda reduced: reduced.value()[0])
+
+        def first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            return reduced.value()[0]
+
+        _CALLBACKS.add(first)
+        return work.get_future().then(first)
 
     # DDP compares annotations with classes; postponed evaluation made them strings
     weighted_sum.__annotations__ = {}
     weighted_sum.harmless_on_zeros = weighted_sum.weighs = True  # pyright: ignore[reportFunctionMemberAccess]
     ddp.register_comm_hook(None, weighted_sum)
     return Outcome(True)
+
+
+_CALLBACKS: weakref.WeakSet[Callable[..., torch.Tensor]] = weakref.WeakSet()
+"""Those that the process group's thread has not freed yet. It needs the interpreter for that: if the process ends just
+then, it aborts. Seen once in six runs of a script whose end is its last backward."""
+_SETTLE_S = 2.0
+
+
+@atexit.register
+def _settle() -> None:
+    until = time.monotonic() + _SETTLE_S
+    while _CALLBACKS and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def weighs(model: nn.Module) -> bool:
@@ -71,23 +92,25 @@ class SyncAtEnds:
     """
 
     def __init__(self, ddp: DistributedDataParallel, step_ends: Callable[[], bool]) -> None:
-        self._ddp, self._step_ends, self._held = ddp, step_ends, False
-        self._handle = ddp.register_forward_pre_hook(lambda *_: self._before_forward())
+        self._step_ends, self._held = step_ends, False
+        self._ddp = weakref.ref(ddp)  # a cycle through the hook would keep DDP's threads alive past the process group
+        self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, ddp: Any) -> None:
         if self._step_ends():
-            self._release()
-        elif self._ddp.require_backward_grad_sync:
-            self._ddp.require_backward_grad_sync, self._held = False, True
+            self._release(ddp)
+        elif ddp.require_backward_grad_sync:
+            ddp.require_backward_grad_sync, self._held = False, True
 
-    def _release(self) -> None:
+    def _release(self, ddp: Any) -> None:
         if self._held:
-            self._ddp.require_backward_grad_sync, self._held = True, False
+            ddp.require_backward_grad_sync, self._held = True, False
 
     def close(self) -> None:
         """Leave DDP as it was."""
         self._handle.remove()
-        self._release()
+        if (ddp := self._ddp()) is not None:
+            self._release(ddp)
 
 
 class BucketOrder:

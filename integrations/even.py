@@ -158,7 +158,7 @@ class TokenMean:
         self._tokens = torch.zeros((), dtype=torch.int64)
 
     def add(self, total: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-        """What to call `backward` on; `total` is the sum over the `tokens` of the batch last received. 0 for a ghost."""
+        """What to call `backward` on; `total` is the sum over the `tokens` of the last batch received. 0 of a ghost."""
         if self._ghost:
             return total * 0.0
         self._tokens = self._tokens.to(total.device) + tokens

@@ -100,6 +100,7 @@ class AsyncCheckpointer:
     def close(self, reason: p.Departure = p.Departure.DONE) -> None:
         """End: DONE makes the last step durable first. Safe to call twice."""
         if self.session is None or not self._end.alive:
+            self._unshare_gradients()
             return
         try:
             if reason is p.Departure.DONE:
@@ -108,8 +109,7 @@ class AsyncCheckpointer:
         finally:
             self._end.detach()
             self._hook.remove()
-            if self._ddp is not None:
-                self._sync.close()
+            self._unshare_gradients()
             for loader in self._loaders:
                 loader.before_batch.remove(self._quiet)
             self.session.leave(reason, self.step)
@@ -154,6 +154,10 @@ class AsyncCheckpointer:
         if not (weighed := weigh_gradients(ddp, lambda: first.weight)):
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
         self._sync = SyncAtEnds(ddp, lambda: first.step_ends)
+
+    def _unshare_gradients(self) -> None:
+        if self._ddp is not None:
+            self._sync.close()
 
     def _load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
