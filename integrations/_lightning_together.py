@@ -1,7 +1,7 @@
-"""Several training loaders in one loop under Lightning: which one's weights are those of the step.
+"""Several training loaders in one loop under Lightning: which epochs are over, and which short steps cannot be weighed.
 
-A step has one weight per rank, since the losses of all loaders are one sum. In full steps all loaders agree. Where one
-ends its epoch with a short step it leads, and what is beside it must be short alike, or be left behind there anyway.
+Where one ends its epoch with a short step it leads (see `even.leader`), and what is beside it must be short alike, or
+be left behind there anyway.
 """
 
 from __future__ import annotations
@@ -36,12 +36,6 @@ class Run(msgspec.Struct, frozen=True):
         """(samples, batch size) of the short last step: what its weights follow from. No samples: there is none."""
         left = (self.plan.n - self.place) % self.plan.global_batch_size
         return left * self.plan.has_tail(self.place), self.plan.batch_size
-
-
-def leader(loaders: Loaders) -> ElasticLoader | EvenLoader | None:
-    """The loader whose weights are those of the batch last received: a short one, else the first that is not over."""
-    live = [one for one in loaders.values() if one.live] or list(loaders.values())
-    return next((one for one in live if _is_short(one)), live[0]) if live else None
 
 
 def closing(mode: str, loaders: Loaders) -> ElasticLoader | EvenLoader:
@@ -87,7 +81,3 @@ def _clash(mode: str, short: Run, other: Run) -> bool:
     if mode == "min_size":  # the shorter one ends the epoch: nothing of the longer one's short step is run
         return False
     return mode == "max_size_cycle" or other.steps > short.steps
-
-
-def _is_short(loader: ElasticLoader | EvenLoader) -> bool:
-    return loader.sampler.step.samples < loader.sampler.plan.global_batch_size

@@ -295,14 +295,11 @@ class PreparedLoader:
 
     def _align(self) -> None:
         """Accelerate counts micro-batches for itself, over epochs that were broken off too; ours is the count."""
-        window, number = self._loop.window, 1
+        window = self._loop.window
         if isinstance(self.elastic, ElasticLoader):
             self.end_of_dataloader = self.elastic.sampler.progress.finished
-            number = self.elastic.sampler.progress.current()[1]
-        if self.elastic is not window.loader:
-            return
         window.received()
-        self._accelerator.step = window.micro_batches - 1 if window.ends else number - 1
+        self._accelerator.step = window.micro_batches - 1 if window.ends else window.number - 1
         self._gradients._set_sync_gradients(window.ends)
 
     def set_epoch(self, epoch: int) -> None:

@@ -28,10 +28,10 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
-from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended, leader
+from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended
 from dlrover_hooks.integrations._lightning_units import Units
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
-from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, loss_scale
+from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, leader, loss_scale
 from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
 from dlrover_hooks.session import Restored, Session
 
@@ -269,7 +269,7 @@ class ElasticCallback(Callback):
         self._buckets = keep_buckets(model, saved)
 
     def _weight(self, otherwise: float) -> float:
-        loader = leader(self._loaders)
+        loader = leader(list(self._loaders.values()))
         return loader.sampler.weight if loader is not None else otherwise
 
     def _stepped(self) -> None:
@@ -278,7 +278,7 @@ class ElasticCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Short and unevenly shared steps: weigh the loss, without touching its value."""
-        loader = leader(self._loaders)
+        loader = leader(list(self._loaders.values()))
         if self.session is None or loader is None:
             return
         scale = loss_scale(loader, weighed=self._weighed)

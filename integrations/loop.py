@@ -23,6 +23,7 @@ from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.torch import Stateful, exact_optimizer_states, keep_buckets
 from dlrover_hooks.session import Restored, Session
 
@@ -36,13 +37,14 @@ class StatefulLoader(Stateful, Protocol):
 
 
 class Window:
-    """The accumulation window of the loop, led by its first elastic loader: as long as this rank's share of the step.
+    """The accumulation window of the loop, as long as this rank's share of the step.
 
-    Without one, and with leased data, every micro-batch is a step. Training thread only.
+    Without an elastic loader, and with leased data, every micro-batch is a step. Training thread only.
     """
 
     def __init__(self) -> None:
-        self.loader: ElasticLoader | LeasedLoader | None = None
+        self.loaders: list[ElasticLoader | LeasedLoader] = []
+        """They step together; the first one's epochs are those of the loop."""
         self.pending = False
         """True from a micro-batch's backward to the end of its step: gradients that must not be zeroed."""
         self.hooked = False
@@ -60,9 +62,20 @@ class Window:
         self._models.append(model)
 
     @property
+    def loader(self) -> ElasticLoader | LeasedLoader | None:
+        """The one whose weights are those of the step: see `even.leader`."""
+        return leader(self.loaders)
+
+    @property
     def micro_batches(self) -> int:
         """This rank's micro-batches in a full step."""
-        return self.loader.sampler.plan.micro_batches if isinstance(self.loader, ElasticLoader) else 1
+        first = self.loaders[0] if self.loaders else None
+        return first.sampler.plan.micro_batches if isinstance(first, ElasticLoader) else 1
+
+    @property
+    def number(self) -> int:
+        """Of the micro-batch last received, in its step; from 1."""
+        return self.loader.sampler.progress.current()[1] if isinstance(self.loader, ElasticLoader) else 1
 
     @property
     def ends(self) -> bool:
@@ -197,7 +210,7 @@ class Loop:
         made.before_batch.append(self.quiet)
         self._undo.append(lambda: made.before_batch.remove(self.quiet))
         self._loaders.append(made)
-        self.window.loader = self.window.loader or made
+        self.window.loaders.append(made)
         total = self._loaders[0].sampler.plan.total
         if made.sampler.plan.total != total:
             raise UsageError(
@@ -209,7 +222,7 @@ class Loop:
     def leased(self, loader: Any, *, accumulate: int) -> LeasedLoader:
         """`loader`, over a ShardDataset, as the master lends it out."""
         made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
-        if self.window.loader is not None or accumulate != 1:
+        if self.window.loaders or accumulate != 1:
             raise UsageError(
                 f"leased dataset {made.name!r}: each micro-batch is a step, and no other training loader goes along "
                 f"(gradient_accumulation_steps={accumulate})",
@@ -218,7 +231,7 @@ class Loop:
         self.session.lease(made.name, made)
         made.before_batch.append(self.quiet)
         self._undo.append(lambda: made.before_batch.remove(self.quiet))
-        self.window.loader = made
+        self.window.loaders.append(made)
         return made
 
     def _batch_of(self, loader: Any, name: str, accumulate: int) -> int:
@@ -232,7 +245,7 @@ class Loop:
 
     def epochs(self, n: int) -> Iterator[int]:
         """The epochs left of n, over all restarts: see `ElasticLoader.epochs`."""
-        for epoch in self.window.loader.epochs(n) if self.window.loader is not None else range(self._epoch, n):
+        for epoch in self.window.loaders[0].epochs(n) if self.window.loaders else range(self._epoch, n):
             self._epoch = epoch
             yield epoch
             self._epoch, self._epoch_over = epoch + 1, True
@@ -259,7 +272,7 @@ class Loop:
 
     def _before_forward(self, model: nn.Module) -> None:
         """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""
-        if self._asked and self.window.loader is None and model.training and torch.is_grad_enabled():
+        if self._asked and not self.window.loaders and model.training and torch.is_grad_enabled():
             self._asked = False
             self.quiet()
 
@@ -300,8 +313,8 @@ class Loop:
         if not self._end.alive:
             return
         try:
-            if self.window.loader is not None:
-                self.window.loader.finish()
+            if self.window.loaders:
+                self.window.loaders[0].finish()
             self.session.finish(self.step, self.state())
         finally:
             self.close(p.Departure.DONE)

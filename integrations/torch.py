@@ -25,7 +25,7 @@ from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
-from dlrover_hooks.integrations.even import EvenLoader
+from dlrover_hooks.integrations.even import EvenLoader, leader
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -53,7 +53,7 @@ class AsyncCheckpointer:
         model: a module, or the DistributedDataParallel around it.
         optimizer: the optimizer whose steps count.
         loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
-            names. The first one leads: its micro-batches and weights are those of the step.
+            names. Which one's weights are those of the step says `even.leader`.
         extra: anything else with `state_dict` and `load_state_dict`, always in the same order.
         shared: the shared keywords, see `dlrover_hooks.config.Config`.
 
@@ -150,10 +150,9 @@ class AsyncCheckpointer:
 
     def _share_gradients(self, ddp: DistributedDataParallel) -> None:
         """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
-        first = self._loaders[0]
-        if not (weighed := weigh_gradients(ddp, lambda: first.weight)):
+        if not (weighed := weigh_gradients(ddp, lambda: leader(self._loaders).weight)):
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
-        self._sync = SyncAtEnds(ddp, lambda: first.step_ends)
+        self._sync = SyncAtEnds(ddp, lambda: leader(self._loaders).step_ends)
 
     def _unshare_gradients(self) -> None:
         if self._ddp is not None:

@@ -7,6 +7,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
+from dlrover_hooks.integrations.even import leader
 from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
 
 
@@ -24,18 +25,18 @@ def train(given: Given, crash: int | None) -> Report:
     report.active = loop is not None
     report.restored = loop.restored.generation.step if loop is not None and loop.restored else None
     report.untouched = (made.own is None or feeds[-1] is made.own) and type(evaluation) is DataLoaderShard
-    step = report.restored or 0
+    step, elastic = report.restored or 0, [feed for feed in feeds if feed is not made.own]
     try:
         for epoch in accelerator.epochs(given.epochs):
             for batches in zip(*feeds, strict=False):
                 if step == crash:
                     raise Crash
                 (x, ids), *others = batches
-                if loop is None or feeds[0].weight:
+                if loop is None or leader(elastic).weight:
                     report.note(epoch, step, "train", ids)
                 if made.own is not None:
                     report.own += others.pop().tolist()
-                if others:
+                if others and (loop is None or leader(elastic).weight):
                     report.note(epoch, step, "second", others[0][1])
                 with accelerator.accumulate(model):
                     loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)

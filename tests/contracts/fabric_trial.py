@@ -9,6 +9,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricDataLoader
 
 from dlrover_hooks import protocol as p
+from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.fabric import ElasticFabric
 from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
 
@@ -30,24 +31,24 @@ def train(given: Given, crash: int | None) -> Report:
     report.active = fabric.loop is not None
     report.restored = fabric.loop.restored.generation.step if fabric.loop is not None and fabric.loop.restored else None
     report.untouched = (made.own is None or feeds[-1] is made.own) and isinstance(evaluation, _FabricDataLoader)
-    step = report.restored or 0
+    step, elastic = report.restored or 0, [feed for feed in feeds if feed is not made.own]
     try:
         for epoch in fabric.epochs(given.epochs):
             for batches in zip(*feeds, strict=False):
                 if step == crash:
                     raise Crash
                 (x, ids), *others = batches
-                if fabric.loop is None or feeds[0].weight:
+                if fabric.loop is None or leader(elastic).weight:
                     report.note(epoch, step, "train", ids)
                 if made.own is not None:
                     report.own += others.pop().tolist()
-                if others:
+                if others and (fabric.loop is None or leader(elastic).weight):
                     report.note(epoch, step, "second", others[0][1])
                 optimizer.zero_grad()
                 fabric.backward(loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others))
                 optimizer.step()
                 schedule.step()
-                step += fabric.loop is None or feeds[0].step_ends
+                step += fabric.loop is None or leader(elastic).step_ends
                 if given.leave and step == (epoch + 1) * given.leave:
                     break
             report.evaluated.append([one for _, ids in evaluation for one in ids.tolist()])

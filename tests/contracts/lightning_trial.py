@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
+from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
 
@@ -53,9 +54,10 @@ class Module(LightningModule):
 
 
 def is_ghost(trainer: Trainer) -> bool:
-    """Has the first loader's batch no weight on this rank?"""
-    loader: Any = trainer.fit_loop._combined_loader.flattened[0]  # pyright: ignore[reportOptionalMemberAccess]
-    return getattr(loader, "ghost", False) or (hasattr(loader, "weight") and loader.weight == 0)
+    """Has the leading loader's batch no weight on this rank?"""
+    loaders: Any = trainer.fit_loop._combined_loader.flattened  # pyright: ignore[reportOptionalMemberAccess]
+    lead = leader([one for one in loaders if hasattr(one, "weight")])
+    return lead is not None and (getattr(lead, "ghost", False) or lead.weight == 0)
 
 
 class Look(Callback):

@@ -33,6 +33,8 @@ ALONE: dict[str, dict[str, Any]] = {
 LEASED: dict[str, Any] = {"leased": True, "samples": 23, "epochs": 2}
 LENDING = [name for name in HERE if name != "lightning"]
 """Lightning's loop refuses a ShardDataset, see test_lightning.py."""
+TOGETHER: dict[str, Any] = {"noise": False, "samples": 31, "second": 17}
+"""The second one ends the epoch with a step of one sample, beside a full step of the first."""
 RESIZED: dict[str, Any] = {"noise": False, "epochs": 3, "samples": 23}
 G = 8  # N = 4 micro-batches: two each for two ranks; two, one and one for three
 STEPS = 9
@@ -56,6 +58,7 @@ def alone(job: str) -> Lives:
     plans = [plan(f"{name} calm", job, given, [None]) for name, given in ALONE.items()]
     plans += [plan(name, job, given, "every") for name, given in ALONE.items()]
     plans += [plan("single", job, RESIZED | {"accumulate": 4}, [None])]
+    plans += [plan("together one", job, TOGETHER | {"accumulate": 4}, [None])]
     plans += [plan("disabled", job, {"accumulate": 1}, [None], environ={"DLROVER_HOOKS_DISABLE": "1"})]
     found = spawn(1, plans, frameworks=HERE)
     found += spawn(1, [plan("leased", job, LEASED, "every")], frameworks=LENDING)
@@ -71,6 +74,9 @@ def resized(job: str, tmp_path_factory: pytest.TempPathFactory) -> Lives:
         for world, accumulate, crash in RESIZES:
             given = RESIZED | {"accumulate": accumulate, "shared": {"global_batch_size": G}}
             rows = spawn(world, [plan("resized", job, given, [crash])], master, HERE)
+            if world == 2:
+                given = TOGETHER | {"accumulate": 2, "shared": {"global_batch_size": G}}
+                rows += spawn(world, [plan("together two", job, given, [None])], master, HERE)
             rows += spawn(world, [plan("leased on", job, LEASED, [crash])], master, LENDING)
             found += [row | {"world": world} for row in rows]
     finally:
@@ -178,6 +184,17 @@ def test_resized_from_two_to_three_to_one_it_is_the_single_run(framework: str, a
     assert last["step"] == single["step"] == STEPS
     assert last["lr"] == single["lr"]
     assert max(abs(a - b) for a, b in zip(last["weights"], single["weights"], strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("framework", HERE)
+def test_a_short_step_of_any_loader_is_weighed(framework: str, alone: Lives, resized: Lives) -> None:
+    """The loader that ends its epoch with a short step leads, whichever it is: that step is made, and the rank that has
+    no sample in it only repeats one, though it has samples of the other loader.
+    """
+    for lives in (alone(framework, "together one"), resized(framework, "together two")):
+        assert {life["step"] for life in lives} == {6}
+        seen = [(epoch, one) for life in lives for epoch, _, loader, one in life["seen"] if loader == "second"]
+        assert Counter(seen) == Counter((epoch, one) for epoch in range(2) for one in range(17))
 
 
 def test_gathered_metrics_have_no_padded_duplicates(resized: Lives) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
 
@@ -37,19 +38,20 @@ def train(given: Given, crash: int | None) -> Report:
                 if checkpoints.step == crash:
                     raise Crash
                 (x, ids), *others = batches
-                if loader.weight:
+                lead = leader(loaders)
+                if lead.weight:
                     report.note(epoch, checkpoints.step, "train", ids)
                 if made.own is not None:
                     report.own += others.pop().tolist()
-                if others:
+                if others and lead.weight:
                     report.note(epoch, checkpoints.step, "second", others[0][1])
-                weight = 1.0 if ddp is not None else loader.weight  # DDP's hook has it
-                scale = weight * loader.loss_scale / micro_batches
-                by_hand = epoch == 1 and not loader.step_ends  # in the other epochs the checkpointer sees to it
+                weight = 1.0 if ddp is not None else lead.weight  # DDP's hook has it
+                scale = weight * lead.loss_scale / micro_batches
+                by_hand = epoch == 1 and not lead.step_ends  # in the other epochs the checkpointer sees to it
                 with ddp.no_sync() if ddp is not None and by_hand else contextlib.nullcontext():
                     loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)
                     (loss * scale).backward()
-                if loader.step_ends:
+                if lead.step_ends:
                     made.optimizer.step()
                     made.schedule.step()
                     made.optimizer.zero_grad()

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations._lightning_together import check_short_steps, leader
+from dlrover_hooks.integrations._lightning_together import check_short_steps
+from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from tests.contracts.spawn import plan, spawn
 from tests.contracts.trial import Numbers
@@ -151,15 +152,15 @@ def test_who_leads() -> None:
     loaders = made(8, 11)
     first, second = (iter(one) for one in loaders.values())
     assert next(first) is not next(second)
-    assert leader(loaders) is loaders["train.0"]
+    assert leader(list(loaders.values())) is loaders["train.0"]
     assert next(first) is not next(second)
     assert list(first) == []
     next(second)
-    assert leader(loaders) is loaders["train.1"]
+    assert leader(list(loaders.values())) is loaders["train.1"]
     loaders = made(11, 7)
     for one in [iter(one) for one in loaders.values()]:
         assert next(one) is not next(one)
-    assert leader(loaders) is loaders["train.1"]
+    assert leader(list(loaders.values())) is loaders["train.1"]
 
 
 @pytest.mark.slow
