@@ -8,7 +8,7 @@ from accelerate.data_loader import DataLoaderShard
 from dlrover_hooks import protocol as p
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
 from dlrover_hooks.integrations.even import leader
-from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
+from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 
 def train(given: Given, crash: int | None) -> Report:
@@ -39,7 +39,7 @@ def train(given: Given, crash: int | None) -> Report:
                 if others and (loop is None or leader(elastic).weight):
                     report.note(epoch, step, "second", others[0][1])
                 with accelerator.accumulate(model):
-                    loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)
+                    loss = joint_loss(given, model, [(x, ids), *others])
                     accelerator.backward(loss)
                     optimizer.step()
                     if accelerator.sync_gradients:

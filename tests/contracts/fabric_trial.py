@@ -11,7 +11,7 @@ from lightning.fabric.wrappers import _FabricDataLoader
 from dlrover_hooks import protocol as p
 from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.fabric import ElasticFabric
-from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
+from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
@@ -45,7 +45,7 @@ def train(given: Given, crash: int | None) -> Report:
                 if others and (fabric.loop is None or leader(elastic).weight):
                     report.note(epoch, step, "second", others[0][1])
                 optimizer.zero_grad()
-                fabric.backward(loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others))
+                fabric.backward(joint_loss(given, model, [(x, ids), *others]))
                 optimizer.step()
                 schedule.step()
                 step += fabric.loop is None or leader(elastic).step_ends

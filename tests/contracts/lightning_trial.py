@@ -14,14 +14,15 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.lightning import ElasticCallback
-from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
+from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(LightningModule):
-    def __init__(self, made: Setup, report: Report, crash: int | None, frequency: int) -> None:
+    def __init__(self, given: Given, made: Setup, report: Report, crash: int | None, frequency: int) -> None:
         super().__init__()
+        self.given = given
         self.frequency = frequency
         self.made, self.report, self.crash, self.net = [made], report, crash, made.net
         self.ids: list[int] = []
@@ -34,7 +35,7 @@ class Module(LightningModule):
             self.report.note(self.current_epoch, self.global_step, name, ids)
         if "own" in batch:
             self.report.own += batch["own"].tolist()
-        loss = torch.stack([loss_of(self.net, *one) for _, one in parts]).sum()
+        loss = joint_loss(self.given, self.net, [one for _, one in parts])
         size = len(parts[0][1][1])
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=size)  # a collective per batch
         return loss
@@ -91,7 +92,7 @@ def train(given: Given, crash: int | None) -> Report:
         enable_model_summary=False, callbacks=[elastic, Look(elastic, made, report)],
         **options,
     )  # fmt: skip
-    module = Module(made, report, crash, frequency)
+    module = Module(given, made, report, crash, frequency)
     report.crashed = True
     with contextlib.suppress(Crash):
         trainer.fit(module, feeds, made.evaluation)

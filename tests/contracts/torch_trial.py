@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
-from tests.contracts.trial import Crash, Given, Report, Setup, keywords, loss_of
+from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 
 def train(given: Given, crash: int | None) -> Report:
@@ -49,7 +49,7 @@ def train(given: Given, crash: int | None) -> Report:
                 scale = weight * lead.loss_scale / micro_batches
                 by_hand = epoch == 1 and not lead.step_ends  # in the other epochs the checkpointer sees to it
                 with ddp.no_sync() if ddp is not None and by_hand else contextlib.nullcontext():
-                    loss = loss_of(model, x, ids) + sum(loss_of(model, *one) for one in others)
+                    loss = joint_loss(given, model, [(x, ids), *others])
                     (loss * scale).backward()
                 if lead.step_ends:
                     made.optimizer.step()

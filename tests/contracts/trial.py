@@ -35,6 +35,8 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     """Steps after which the loop leaves each epoch (`break`, `limit_train_batches`); 0: never."""
     second: int = 0
     """Samples of a second training loader, zipped with the first; 0: there is none."""
+    mute: bool = False
+    """Only the last loader's samples have a loss."""
     own: bool = False
     """Beside them a loader that keeps its own state."""
     leased: bool = False
@@ -151,6 +153,12 @@ class Setup:
 def loss_of(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The mean over the samples of a micro-batch."""
     return (model(x).squeeze(1) - (ids % 3) / 3).square().mean()
+
+
+def joint_loss(given: Given, model: Any, batches: list[Any]) -> torch.Tensor:
+    """Of all loaders' micro-batches; of the last one's alone where `mute` is given."""
+    losses = [loss_of(model, *batch) for batch in batches]
+    return torch.stack([loss * 0.0 for loss in losses[:-1]] + losses[-1:] if given.mute else losses).sum()
 
 
 def keywords(given: Given) -> dict[str, Any]:
