@@ -20,7 +20,6 @@ from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.protocol import (
     Attach,
     AwaitPlan,
-    AwaitShards,
     Exited,
     Heartbeat,
     Join,
@@ -59,8 +58,8 @@ class Liveness:
                 nodes.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
         for agent in job.rounds.waiting:
             nodes.expect(self._nodes, (name, agent), now, self._nodes.lease_s)
-        for holder in job.ledgers.free:  # it may not beat at all
-            nodes.expect(self._nodes, (name, holder), now, GRACE_S)
+        for holder in job.ledgers.free:  # it does not beat, but it connects again, and then it may be silent
+            nodes.expect(self._nodes, (name, holder), now, self._nodes.lease_s)
 
     def close(self) -> None:
         """No more verdicts."""
@@ -79,11 +78,11 @@ class Liveness:
         """Who sends an event lives."""
         if isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
-        elif isinstance(event, Join):
-            self._heard((event.job, event.incarnation), self._nodes.lease_s)
-        elif isinstance(event, OpenLedger | TakeLeases):
+        elif isinstance(event, OpenLedger):
             name = (event.job, event.incarnation)
             self._heard(name, self._worker_s(name))
+        elif isinstance(event, Join | TakeLeases):
+            self._heard((event.job, event.incarnation), self._nodes.lease_s)
         elif isinstance(event, Leave):
             nodes.forget(self._nodes, (event.job, event.incarnation))
         elif isinstance(event, Exited):
@@ -99,13 +98,12 @@ class Liveness:
             self._heard(name, for_s + self._nodes.lease_s)
 
     def waited(self, request: Poll) -> None:
-        """It is over. An agent asks again at once; a worker with its plan, or a lease, may be busy for a long time."""
+        """It is over. Who waits for a round or a lease asks again at once; with its plan a worker may be busy."""
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
             nodes.closed(self._nodes, name, time.monotonic())
         else:
-            works = isinstance(request, AwaitPlan | AwaitShards)
-            within_s = self._worker_s(name) if works else self._nodes.lease_s
+            within_s = self._worker_s(name) if isinstance(request, AwaitPlan) else self._nodes.lease_s
             nodes.expect(self._nodes, name, time.monotonic(), within_s)
         self._arm()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
@@ -117,6 +118,37 @@ def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
         view = await runtime.query(p.ShowJob("job"))
         assert isinstance(view, p.JobView)
         assert [member.alive for member in view.members] == [True, False]
+        await runtime.close()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_a_new_life_misses_holders_without_a_seat(tmp_path: Path, speaks: bool) -> None:
+    """DL-69, DL-73: they send no heartbeats, but keep a connection open; one that died with the master has none, and
+    what it held is handed out again soon, though it may have spoken to the new life.
+    """
+    opening = p.OpenLedger("job", "w1", "train", "f", (p.Partition(end=1),), free=True)
+
+    async def first() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        runtime.start()
+        await runtime.event(opening)
+        lent = await runtime.event(p.TakeLeases("job", "w1", "train", 1, 1))
+        assert isinstance(lent, p.Leases)
+        assert lent.leases
+        await runtime.close()
+
+    async def second() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
+        runtime.start()
+        if speaks:
+            await runtime.event(p.TakeLeases("job", "w1", "train", 1, 0))
+        await runtime.event(msgspec.structs.replace(opening, incarnation="w2"))
+        found = await asyncio.wait_for(runtime.wait(p.AwaitShards("job", "w2", "train", 1)), 10)
+        assert isinstance(found, p.Leases)
+        assert found.state is p.LedgerState.OPEN
         await runtime.close()
 
     asyncio.run(first())
