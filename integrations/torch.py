@@ -80,6 +80,13 @@ class AsyncCheckpointer:
                 f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
                 hint='elastic_loader(..., name="images")',
             )
+        leased = [one.name for one in self._loaders if isinstance(one, LeasedLoader)]
+        if self._ddp is not None and leased and len(self._loaders) > 1:
+            raise UsageError(
+                f"leased dataset {leased[0]!r}: DistributedDataParallel weighs a step's gradients once, and each "
+                "rank's share of leased data is another than its share of the loader beside it",
+                hint="zip other data inside the dataset, or leave ShardDataset out",
+            )
         self.config = settings.load(save_to=save_to, **shared)
         self.session = None if self.config.disable else Session(self.config, self._place())
         self.restored: Restored | None = None

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader, _keep_pace
 from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
@@ -333,6 +334,16 @@ def test_split_batches_are_refused(job: str) -> None:
     with pytest.raises(UsageError, match="split_batches"):
         accelerator.prepare(DataLoader(Numbers(8, False), 2, shuffle=True))
     accelerator.close()
+
+
+def test_leased_data_takes_no_other_training_loader_along(job: str) -> None:
+    """Whichever comes first: the other's share of a step would have the wrong weight."""
+    for turn in (1, -1):
+        accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job)
+        loaders = [DataLoader(ShardDataset(range(8)), 2), DataLoader(Numbers(8, False), 2, shuffle=True)]
+        with pytest.raises(UsageError, match="leased dataset 'train'"):
+            accelerator.prepare(*loaders[::turn])
+        accelerator.close()
 
 
 def test_which_loaders_are_for_training(job: str) -> None:
