@@ -336,6 +336,26 @@ def test_split_batches_are_refused(job: str) -> None:
     accelerator.close()
 
 
+def test_what_was_prepared_is_prepared_once(job: str) -> None:
+    """As with Accelerate. A second place of the loader in the cut would be that before the step, trained twice then."""
+
+    def life(crash: int | None) -> list[int]:
+        run = Run(job)
+        again = run.accelerator.prepare(run.model, run.optimizer, run.loader)
+        assert [*map(id, again)] == [id(run.model), id(run.optimizer), id(run.loader)]
+        for batch in run.loader:
+            if run.accelerator.loop.step == crash:
+                run.accelerator.close(p.Departure.FAILED)
+                return run.seen
+            run.backward(batch)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        run.accelerator.finish()
+        return run.seen
+
+    assert sorted(life(4) + life(None)) == list(range(23))
+
+
 def test_leased_data_takes_no_other_training_loader_along(job: str) -> None:
     """Whichever comes first: the other's share of a step would have the wrong weight."""
     for turn in (1, -1):
