@@ -314,6 +314,12 @@ class Loop:
         """Put the elastic loaders where a checkpoint of the user's own stood."""
         for loader in self._loaders:
             loader.load_state_dict(states[loader.name])
+        for one in self.window.loaders:
+            if isinstance(one, LeasedLoader):
+                log.warning(
+                    "leased dataset %r: the model goes back to a checkpoint of your own, the master's books do not: "
+                    "samples trained since that save are not handed out again", one.name,
+                )  # fmt: skip
         self.session.forget_restored()
 
     # ---- the end ----------------------------------------------------------------------------------------------------

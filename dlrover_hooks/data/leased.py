@@ -210,9 +210,10 @@ class LeasedLoader:
     def _stand_in(self) -> Any:
         """A batch of one sample, for a rank that had none yet: any that can be read."""
         reading: Any = self.inner.dataset
-        read = Read()
+        collate: Any = self.inner.collate_fn
+        read: Read = Read()
         for pick in stand_ins(self.dataset):
-            read = self.inner.collate_fn(reading.__getitems__(pick))
+            read = collate(reading.__getitems__(pick))
             if read.good:
                 return read.batch
         raise ShardsFailed(f"dataset {self.name!r}: no sample to stand in on a rank without data: {read.reason}")

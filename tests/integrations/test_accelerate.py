@@ -336,6 +336,20 @@ def test_split_batches_are_refused(job: str) -> None:
     accelerator.close()
 
 
+def test_leased_data_does_not_go_back_with_a_checkpoint_of_the_users(
+    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the restored model lacks then must be said: nobody trains it again."""
+    made = Setup(Given(job=job, leased=True, noise=False))
+    accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job)
+    accelerator.prepare(made.net, made.optimizer, made.train)
+    accelerator.save_state(str(tmp_path))
+    assert "leased" not in caplog.text
+    accelerator.load_state(str(tmp_path))
+    accelerator.close()
+    assert "leased dataset 'train': the model goes back" in caplog.text
+
+
 def test_what_was_prepared_is_prepared_once(job: str) -> None:
     """As with Accelerate. A second place of the loader in the cut would be that before the step, trained twice then."""
 

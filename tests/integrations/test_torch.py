@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from tests.contracts.spawn import plan
 from tests.contracts.spawn import spawn as spawn_trials
@@ -116,6 +117,22 @@ def test_leased_data_with_another_loader_under_ddp_is_refused(job: str, beside: 
             AsyncCheckpointer(model=model, optimizer=optimizer, loader=loaders, job=job)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("data", [Noisy(), ShardDataset(range(8))])
+def test_a_loader_that_is_not_elastic_is_refused(job: str, data: Any, several: bool) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain: Any = DataLoader(data, 2)
+    with pytest.raises(UsageError, match="loader=DataLoader is not elastic"):
+        AsyncCheckpointer(model=model, optimizer=optimizer, loader=[plain] if several else plain, job=job)
+
+
+def test_leased_data_is_even_already() -> None:
+    lent: Any = elastic_loader(DataLoader(ShardDataset(range(8)), 2))
+    with pytest.raises(UsageError, match="LeasedLoader"):
+        EvenLoader(lent)
 
 
 def test_epochs_counts_over_restarts(job: str) -> None:
