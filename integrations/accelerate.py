@@ -38,7 +38,7 @@ from dlrover_hooks.integrations.loop import Loop, is_leased, is_training, keeps_
 log = logging.getLogger("dlrover_hooks")
 DATA_STATE = "elastic_data.json"
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU"}
-_OWN = {"accelerator", "config", "loop", "_accumulate", "_step_objects"}
+_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept", "_step_objects"}
 
 
 class ElasticAccelerator:
@@ -62,6 +62,7 @@ class ElasticAccelerator:
         self.loop: Loop | None = None
         """The seat in the job, from the first `prepare` to `end_training`; None when standing aside."""
         self._accumulate = accelerator.gradient_accumulation_steps
+        self._kept: list[Any] = []
         if accelerator._models or accelerator._optimizers:
             raise UsageError(
                 "the Accelerator has prepared something already, which would not be restored",
@@ -97,7 +98,9 @@ class ElasticAccelerator:
         others = iter(made if len(rest) > 1 else (made,))
         result = [arg if own else next(others) for arg, own in zip(args, ours, strict=True)]
         for one in sorted((one for one, own in zip(result, ours, strict=True) if not own), key=_rank_of):
-            self._keep(loop, one)
+            if not any(one is kept for kept in self._kept):  # prepared before: Accelerate returns it as it is
+                self._kept.append(one)
+                self._keep(loop, one)
         if self.accelerator.scaler is not None and not loop.has("scaler"):
             loop.add("scaler", self.accelerator.scaler)
         for index, own in enumerate(ours):
@@ -123,7 +126,7 @@ class ElasticAccelerator:
         return None
 
     def _is_ours(self, one: Any, beside: list[Any]) -> bool:
-        if isinstance(one, nn.Module | Optimizer) or not hasattr(one, "__iter__"):
+        if isinstance(one, nn.Module | Optimizer | PreparedLoader) or not hasattr(one, "__iter__"):
             return False
         return keeps_own_state(one) or is_training(one, beside)
 

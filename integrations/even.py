@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import weighs
 
 
@@ -34,6 +35,11 @@ class EvenLoader:
     """
 
     def __init__(self, elastic: ElasticLoader) -> None:
+        if not isinstance(elastic, ElasticLoader):
+            raise UsageError(
+                f"an EvenLoader is made around an ElasticLoader, not {type(elastic).__name__}",
+                hint="leased data is even already: a rank without data repeats a batch with weight 0",
+            )
         self.elastic = elastic
         self.ghost = False
         """The batch last received is a repetition."""

@@ -30,6 +30,7 @@ from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.loop import Loop, Window, is_leased, is_training, keeps_own_state
 
 log = logging.getLogger("dlrover_hooks")
@@ -137,6 +138,11 @@ class ElasticFabric:
     def _loader(self, loader: Any, beside: list[Any], move: bool, options: dict[str, Any]) -> Any:
         if (loop := self._come_up()) is None:
             return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
+        if isinstance(loader, SetUpLoader):
+            raise UsageError(
+                f"loader {loader.name!r} was set up already, it would have two places in the data",
+                hint="give each loader to `setup_dataloaders` once",
+            )
         if keeps_own_state(loader):
             log.warning("%s keeps its own state: exactly-once data is its promise, it is not wrapped", type(loader))
             loop.add_own_loader(loader)

@@ -198,6 +198,7 @@ class Loop:
         micro-batches a step has; all others follow.
         """
         name = f"train.{len(self._loaders)}" if self._loaders else "train"
+        self._refuse_beside_leased(name)
         made = elastic_loader(
             loader,
             global_batch_size=self._batch_of(loader, name, accumulate),
@@ -233,6 +234,15 @@ class Loop:
         self._undo.append(lambda: made.before_batch.remove(self.quiet))
         self.window.loaders.append(made)
         return made
+
+    def _refuse_beside_leased(self, name: str) -> None:
+        leased = next((one.name for one in self.window.loaders if isinstance(one, LeasedLoader)), None)
+        if leased is not None:
+            raise UsageError(
+                f"loader {name!r} beside leased dataset {leased!r}: a step weighs gradients once, and each rank's "
+                "share of leased data is another than its share of other data",
+                hint="zip other data inside the dataset, or leave ShardDataset out",
+            )
 
     def _batch_of(self, loader: Any, name: str, accumulate: int) -> int:
         if self._loaders:
@@ -304,6 +314,12 @@ class Loop:
         """Put the elastic loaders where a checkpoint of the user's own stood."""
         for loader in self._loaders:
             loader.load_state_dict(states[loader.name])
+        for one in self.window.loaders:
+            if isinstance(one, LeasedLoader):
+                log.warning(
+                    "leased dataset %r: the model goes back to a checkpoint of your own, the master's books do not: "
+                    "samples trained since that save are not handed out again", one.name,
+                )  # fmt: skip
         self.session.forget_restored()
 
     # ---- the end ----------------------------------------------------------------------------------------------------

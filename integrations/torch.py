@@ -74,11 +74,18 @@ class AsyncCheckpointer:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._model = model.module if self._ddp is not None else model
         self._optimizer, self._extra = optimizer, list(extra)
-        self._loaders = [loader] if isinstance(loader, Loader) else list(loader)
+        self._loaders = [loader] if isinstance(loader, Loader) else _checked(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
                 f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
-                hint='elastic_loader(..., name="images")',
+                hint='elastic_loader(..., name="images"), or ShardDataset(..., name="images")',
+            )
+        leased = [one.name for one in self._loaders if isinstance(one, LeasedLoader)]
+        if self._ddp is not None and leased and len(self._loaders) > 1:
+            raise UsageError(
+                f"leased dataset {leased[0]!r}: DistributedDataParallel weighs a step's gradients once, and each "
+                "rank's share of leased data is another than its share of the loader beside it",
+                hint="zip other data inside the dataset, or leave ShardDataset out",
             )
         self.config = settings.load(save_to=save_to, **shared)
         self.session = None if self.config.disable else Session(self.config, self._place())
@@ -184,6 +191,18 @@ class AsyncCheckpointer:
             "extra": [part.state_dict() for part in self._extra],
             "bucket_order": self._buckets.names if self._buckets is not None else [],
         }
+
+
+def _checked(loaders: Any) -> list[Loader]:
+    """What was given instead of one loader. Raises UsageError if it is not a sequence of them."""
+    found: list[Any] = list(loaders) if isinstance(loaders, Sequence) else [loaders]
+    for one in found:
+        if not isinstance(one, Loader):
+            raise UsageError(
+                f"loader={type(one).__name__} is not elastic: its place would not be in the checkpoint",
+                hint="give what elastic_loader(loader, optimizer=optimizer) returned, and iterate over that",
+            )
+    return found
 
 
 def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:

@@ -24,7 +24,7 @@ from dlrover_hooks.data.feed import Delivery, Feed, Picks, shut_down, with_picks
 from dlrover_hooks.data.holder import Holder, Line, hold, let_go, own_line
 from dlrover_hooks.data.leases import Borrower, Caller
 from dlrover_hooks.data.marks import mark_on_step
-from dlrover_hooks.data.shards import Pick, Read, ShardDataset, checked
+from dlrover_hooks.data.shards import Read, ShardDataset, checked, stand_ins
 from dlrover_hooks.data.sources import Stream
 from dlrover_hooks.data.tally import Tally
 from dlrover_hooks.errors import DataMismatch, HooksError, ShardsFailed, UsageError
@@ -208,17 +208,15 @@ class LeasedLoader:
         return found
 
     def _stand_in(self) -> Any:
-        """A batch of one sample, for a rank that had none yet."""
+        """A batch of one sample, for a rank that had none yet: any that can be read."""
         reading: Any = self.inner.dataset
-        if isinstance(self.dataset.source, Stream):
-            part = self.dataset.source.partitions[0]
-            pick = Pick(None, part.name, part.begin, part.begin + 1)
-        else:
-            pick = Pick([0])
-        read: Read = self.inner.collate_fn(reading.__getitems__(pick))
-        if not read.good:
-            raise ShardsFailed(f"dataset {self.name!r}: no sample to stand in on a rank without data: {read.reason}")
-        return read.batch
+        collate: Any = self.inner.collate_fn
+        read: Read = Read()
+        for pick in stand_ins(self.dataset):
+            read = collate(reading.__getitems__(pick))
+            if read.good:
+                return read.batch
+        raise ShardsFailed(f"dataset {self.name!r}: no sample to stand in on a rank without data: {read.reason}")
 
     def _start(self, feed: Feed) -> None:
         """Make the inner iterator: when the first lease is here, because making it asks for batches at once."""

@@ -10,7 +10,7 @@ could be read and why the next could not.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
@@ -22,6 +22,7 @@ from dlrover_hooks.protocol import Partition
 
 _TRACE_CHARS = 4000
 _REASON_CHARS = 500
+_STAND_INS = 32
 
 
 class ShardDataset(Dataset[Any]):
@@ -96,6 +97,18 @@ class ShardDataset(Dataset[Any]):
         if isinstance(self.source, Stream):
             return self.source.partitions
         return (Partition(end=len(self) * epochs),)
+
+
+def stand_ins(dataset: ShardDataset) -> Iterator[Pick]:
+    """Single samples from all over the data: one that cannot be read is not the only one of its file."""
+    if isinstance(dataset.source, Stream):
+        for part in dataset.source.partitions:
+            if part.begin != part.end:
+                yield Pick(None, part.name, part.begin, part.begin + 1)
+        return
+    n, tries = len(dataset), min(len(dataset), _STAND_INS)
+    for number in range(tries):
+        yield Pick([number * n // tries])
 
 
 def _refuse() -> NoReturn:

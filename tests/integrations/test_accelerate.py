@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader, _keep_pace
 from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
@@ -333,6 +334,50 @@ def test_split_batches_are_refused(job: str) -> None:
     with pytest.raises(UsageError, match="split_batches"):
         accelerator.prepare(DataLoader(Numbers(8, False), 2, shuffle=True))
     accelerator.close()
+
+
+def test_leased_data_does_not_go_back_with_a_checkpoint_of_the_users(
+    job: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the restored model lacks then must be said: nobody trains it again."""
+    made = Setup(Given(job=job, leased=True, noise=False))
+    accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job)
+    accelerator.prepare(made.net, made.optimizer, made.train)
+    accelerator.save_state(str(tmp_path))
+    assert "leased" not in caplog.text
+    accelerator.load_state(str(tmp_path))
+    accelerator.close()
+    assert "leased dataset 'train': the model goes back" in caplog.text
+
+
+def test_what_was_prepared_is_prepared_once(job: str) -> None:
+    """As with Accelerate. A second place of the loader in the cut would be that before the step, trained twice then."""
+
+    def life(crash: int | None) -> list[int]:
+        run = Run(job)
+        again = run.accelerator.prepare(run.model, run.optimizer, run.loader)
+        assert [*map(id, again)] == [id(run.model), id(run.optimizer), id(run.loader)]
+        for batch in run.loader:
+            if run.accelerator.loop.step == crash:
+                run.accelerator.close(p.Departure.FAILED)
+                return run.seen
+            run.backward(batch)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        run.accelerator.finish()
+        return run.seen
+
+    assert sorted(life(4) + life(None)) == list(range(23))
+
+
+def test_leased_data_takes_no_other_training_loader_along(job: str) -> None:
+    """Whichever comes first: the other's share of a step would have the wrong weight."""
+    for turn in (1, -1):
+        accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job)
+        loaders = [DataLoader(ShardDataset(range(8)), 2), DataLoader(Numbers(8, False), 2, shuffle=True)]
+        with pytest.raises(UsageError, match="leased dataset 'train'"):
+            accelerator.prepare(*loaders[::turn])
+        accelerator.close()
 
 
 def test_which_loaders_are_for_training(job: str) -> None:

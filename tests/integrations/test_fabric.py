@@ -92,6 +92,14 @@ def test_which_loaders_are_for_training(job: str) -> None:
     fabric.close()
 
 
+def test_a_loader_is_set_up_once(job: str) -> None:
+    fabric = elastic(job)
+    loader = fabric.setup_dataloaders(DataLoader(Numbers(8, False), 2, shuffle=True))
+    with pytest.raises(UsageError, match="loader 'train' was set up already"):
+        fabric.setup_dataloaders(loader)
+    fabric.close()
+
+
 def test_loaders_of_one_loop_share_their_steps(job: str) -> None:
     """The second follows the first's number of micro-batches; one that cannot is refused."""
     fabric = elastic(job, global_batch_size=8)

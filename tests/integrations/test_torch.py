@@ -20,11 +20,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.loader import elastic_loader
+from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from tests.contracts.spawn import plan
 from tests.contracts.spawn import spawn as spawn_trials
@@ -96,6 +100,39 @@ def test_workers_that_would_train_alone_are_refused(job: str, monkeypatch: pytes
     loader = elastic_loader(DataLoader(Noisy(), 2, shuffle=True), optimizer=optimizer)
     with pytest.raises(UsageError, match="no process group: each would train alone"):
         AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job)
+
+
+@pytest.mark.parametrize("beside", [ShardDataset(range(8), name="b"), Noisy()])
+def test_leased_data_with_another_loader_under_ddp_is_refused(job: str, beside: Any) -> None:
+    """One weight for two shares would be wrong for one of them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loaders = [
+            elastic_loader(DataLoader(data, 2), optimizer=optimizer, name="b")
+            for data in (ShardDataset(range(8), name="a"), beside)
+        ]
+        with pytest.raises(UsageError, match="leased dataset 'a': DistributedDataParallel weighs"):
+            AsyncCheckpointer(model=model, optimizer=optimizer, loader=loaders, job=job)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("data", [Noisy(), ShardDataset(range(8))])
+def test_a_loader_that_is_not_elastic_is_refused(job: str, data: Any, several: bool) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain: Any = DataLoader(data, 2)
+    with pytest.raises(UsageError, match="loader=DataLoader is not elastic"):
+        AsyncCheckpointer(model=model, optimizer=optimizer, loader=[plain] if several else plain, job=job)
+
+
+def test_leased_data_is_even_already() -> None:
+    lent: Any = elastic_loader(DataLoader(ShardDataset(range(8)), 2))
+    with pytest.raises(UsageError, match="LeasedLoader"):
+        EvenLoader(lent)
 
 
 def test_epochs_counts_over_restarts(job: str) -> None:

@@ -71,6 +71,16 @@ class Master(Alone):
         return super().call(p.ShowLedger(JOB, "train"))
 
 
+class Records:
+    """A stream of numbers without end; the partition `empty` has none."""
+
+    def __init__(self, empty: str) -> None:
+        self.empty = empty
+
+    def read(self, partition: str, lo: int, hi: int) -> Sequence[int]:
+        return range(lo, lo if partition == self.empty else hi)
+
+
 @pytest.fixture
 def master() -> Master:
     return Master()
@@ -329,6 +339,24 @@ def test_a_torn_sample_costs_itself_only(
     assert (master.view().done, master.view().leases) == (48, 0)
     failed = [ack.failed for one in master.log if isinstance(one, p.TakeLeases) for ack in one.acks if ack.failed]
     assert len(failed) == 6
+
+
+@pytest.mark.parametrize(
+    "lent",
+    [
+        Ids(9, bad=[0]),
+        Stream(Records(empty="a"), ["a", "b"]),
+        Stream(Records(empty="a"), [p.Partition("none", 0, 0), "a", "b"]),
+    ],
+)
+def test_a_rank_without_data_takes_any_sample_that_can_be_read(make: Callable[..., LeasedLoader], lent: Any) -> None:
+    """One torn sample must not end the ranks that train on the others."""
+    assert len(make(lent)._stand_in()) == 1
+
+
+def test_a_rank_without_data_says_that_there_is_none(make: Callable[..., LeasedLoader]) -> None:
+    with pytest.raises(ShardsFailed, match="no sample to stand in on a rank without data: row 8: OSError"):
+        make(Ids(9, bad=range(9)))._stand_in()
 
 
 def test_on_error_warn_goes_on(make: Callable[..., LeasedLoader]) -> None:
