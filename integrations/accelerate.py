@@ -311,12 +311,12 @@ class PreparedLoader:
     @property
     def total_batch_size(self) -> int:
         """Samples of an optimizer step's micro-batches over all processes."""
-        return self.elastic.sampler.plan.batch_size * self.elastic.sampler.plan.world_size
+        return self.elastic.batch_size * self._accelerator.num_processes
 
     @property
     def total_dataset_length(self) -> int:
         """Samples of an epoch over all processes."""
-        return self.elastic.sampler.plan.n
+        return len(self.elastic.dataset)
 
 
 def _rank_of(one: Any) -> int:

@@ -339,6 +339,9 @@ class Loop:
         """Give up the seat as it is. Safe to call twice."""
         if self._end.detach() is None:
             return
+        for loader in self.window.loaders:
+            if isinstance(loader, LeasedLoader):
+                loader.close()
         while getattr(self, "_undo", None):
             self._undo.pop()()
         self.session.leave(reason, getattr(self, "step", 0))

@@ -119,6 +119,8 @@ class AsyncCheckpointer:
             self._unshare_gradients()
             for loader in self._loaders:
                 loader.before_batch.remove(self._quiet)
+                if isinstance(loader, LeasedLoader):
+                    loader.close()
             self.session.leave(reason, self.step)
 
     def _come_up(self, session: Session) -> None:

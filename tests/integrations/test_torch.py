@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -229,6 +230,26 @@ def test_disabled_two_ranks_still_share_the_samples(job: str) -> None:
     two = spawn_trials(2, [plan("two", job, given | {"accumulate": 2}, [None], environ=environ)], None, ["torch"])
     assert not two[0]["active"]
     assert max(abs(a - b) for a, b in zip(two[0]["weights"], one["weights"], strict=True)) < 1e-12
+
+
+def test_an_exception_ends_the_thread_of_the_leases(job: str) -> None:
+    """Every thread has an owner that ends it."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = elastic_loader(DataLoader(ShardDataset(Noisy()), batch_size=2))
+
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    def train_one() -> None:
+        with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job):
+            for _ in loader:
+                assert "dlrover-hooks-leases" in names()
+                raise Crash
+
+    with pytest.raises(Crash):
+        train_one()
+    assert "dlrover-hooks-leases" not in names()
 
 
 def test_closing_twice_and_a_finished_job(job: str, tmp_path: Path) -> None:
