@@ -106,16 +106,15 @@ class Feed:
             if self._current is None:
                 return None
             self._next = self._current.lo
-        held = self._current
+        held, lo = self._current, self._next
         assert held is not None
-        lo = self._next
-        self._next = min(lo + self._batch_size, held.hi)
-        return Piece(held, lo, self._next)
+        self._next = hi = min(lo + self._batch_size, held.hi)
+        return Piece(held, lo, hi)
 
     def _left(self) -> bool:
         """Is there something to issue of the lease in work?"""
         held = self._current
-        if held is None or not held.whole or self._next >= held.hi:
+        if held is None or self._next >= held.end or not held.whole:
             return False
         if time.monotonic() >= held.until:
             self._lapse(held)

@@ -152,9 +152,10 @@ class LeasedLoader:
         """Batches at this worker's own pace."""
         try:
             self._start(feed)
+            pull, leftover = feed.pull, self._leftover
             while True:
                 self._quiet(token)
-                delivery = feed.pull(self._leftover)
+                delivery = pull(leftover)
                 if delivery is None:
                     break
                 yield self._hand_out(delivery)

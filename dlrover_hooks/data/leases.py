@@ -178,7 +178,7 @@ class Borrower:
         """Positions of `held` before `upto` are in the model."""
         self._pace.done(upto - held.committed)
         held.committed = upto
-        if held.complete and (self._ends or self.state is not LedgerState.OPEN):
+        if upto >= held.end and (self._ends or self.state is not LedgerState.OPEN):
             self._bell.put(None)  # somebody waits for it; else it travels with the next request
 
     def stop(self, held: Held, at: int, *, failed: str = "", failed_upto: int = 0) -> None:

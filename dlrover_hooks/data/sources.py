@@ -55,6 +55,7 @@ class Table:
 
     def __init__(self, rows: Any) -> None:
         self.rows = range(rows) if isinstance(rows, int) else rows
+        self._many = getattr(self.rows, "__getitems__", None)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,8 +64,10 @@ class Table:
         return self.rows[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        many = getattr(self.rows, "__getitems__", None)
-        return many(indices) if many is not None else [self.rows[index] for index in indices]
+        if self._many is not None:
+            return self._many(indices)
+        rows = self.rows
+        return [rows[index] for index in indices]
 
     def fingerprint(self) -> str:
         """Its length: nothing else is known of a map-style dataset."""
