@@ -33,6 +33,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.even import Around
 from dlrover_hooks.integrations.loop import Loop, is_leased, is_training, keeps_own_state
 
 log = logging.getLogger("dlrover_hooks")
@@ -251,7 +252,7 @@ class ElasticAccelerator:
             self.loop.place_at(json.loads(found.read_text()))
 
 
-class PreparedLoader:
+class PreparedLoader(Around):
     """A training loader as Accelerate's loop gets it: elastic, batches on the device, `GradientState` kept.
 
     What it lacks is the `ElasticLoader`'s. `end_of_dataloader` and `remainder` are what Accelerate reads of its
@@ -268,19 +269,6 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self._accelerator, self._loop = accelerator, loop
         self._gradients = GradientState()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "elastic" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.elastic, name)
-
-    def __len__(self) -> int:
-        """Micro-batches of this rank in a whole epoch, after a resume too."""
-        return len(self.elastic)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after a restore, else an epoch; `break` ends it, the next one begins the next epoch."""
-        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.end_of_dataloader = False

@@ -27,7 +27,29 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import weighs
 
 
-class EvenLoader:
+class Around:
+    """A loader around an elastic one, which has whatever it lacks. Subclasses say what becomes of the batches."""
+
+    elastic: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "elastic" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.elastic, name)
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in a whole epoch, after a resume too."""
+        return len(self.elastic)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch after a restore, else an epoch; `break` ends it, the next one begins the next epoch."""
+        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class EvenLoader(Around):
     """An `ElasticLoader` with equally many batches on every rank: what a rank lacks in a step, it repeats as a ghost.
 
     A ghost costs no time, since the other ranks are still computing then, and its loss must be multiplied by 0. Only
@@ -46,18 +68,9 @@ class EvenLoader:
         self.step_ends = True
         """The batch last received is the last one of its step, on every rank."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "elastic" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.elastic, name)
-
     def __len__(self) -> int:
         """Batches of a whole epoch, ghosts included; the same on every rank."""
         return epoch_batches(self.elastic.sampler.plan)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after a restore, else an epoch."""
-        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

@@ -31,6 +31,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.even import Around
 from dlrover_hooks.integrations.loop import Loop, Window, is_leased, is_training, keeps_own_state
 
 log = logging.getLogger("dlrover_hooks")
@@ -192,24 +193,11 @@ class ElasticFabric:
             self.loop.close(reason)
 
 
-class SetUpLoader:
+class SetUpLoader(Around):
     """A training loader as Fabric's loop gets it: elastic, batches on the device. What it lacks, `elastic` has."""
 
     def __init__(self, elastic: ElasticLoader | LeasedLoader, window: Window, device: torch.device | None) -> None:
         self.elastic, self.device, self._window = elastic, device, window
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "elastic" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.elastic, name)
-
-    def __len__(self) -> int:
-        """Micro-batches of this rank in a whole epoch, after a resume too."""
-        return len(self.elastic)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after a restore, else an epoch; `break` ends it, the next one begins the next epoch."""
-        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
