@@ -8,6 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.master_process import LiveMaster
+from tests.ranks import named_job
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[str]:
+    """See `named_job`."""
+    with named_job(request.path.stem.removeprefix("test_")) as name:
+        yield name
 
 
 @pytest.fixture

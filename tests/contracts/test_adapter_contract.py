@@ -7,18 +7,17 @@ What they did is judged here. A new framework: its `<framework>_trial.py`, and i
 from __future__ import annotations
 
 import importlib.util
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.contracts.run_trials import FRAMEWORKS
 from tests.contracts.spawn import by_step, plan, spawn, survived
 from tests.contracts.trial import EVALUATED
 from tests.e2e.master_process import LiveMaster
+from tests.ranks import named_job
 
 HERE = [name for name in FRAMEWORKS if importlib.util.find_spec(name if name != "fabric" else "lightning")]
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -45,11 +44,8 @@ RESIZES = ((2, 2, 2), (3, 1, 5), (1, 4, None))
 @pytest.fixture(scope="module")
 def job() -> Iterator[str]:
     """A name for all jobs; whatever keeper they left behind is ended."""
-    name = f"contract-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
+    with named_job("contract") as name:
+        yield name
 
 
 @pytest.fixture(scope="module")

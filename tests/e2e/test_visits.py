@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.session_life import until
 from tests.e2e.visits_worker import EPOCHS, SAMPLES
+from tests.ranks import ROOT, environments
 
-ROOT = Path(__file__).parents[2]
 WORLDS = (3, 1, 4, 2)
 KILL_MASTER = (False, True, True, False)
-
-
-@pytest.fixture
-def job() -> Iterator[str]:
-    name = f"visits-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
 
 
 @pytest.fixture
@@ -48,19 +35,12 @@ class Ranks:
     """All ranks of one world; `lines` is what they have said so far."""
 
     def __init__(self, folder: Path, master: LiveMaster, job: str, world: int, *words: object) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1, "DLROVER_HOOKS_JOB": job,
-                  "DLROVER_HOOKS_MASTER": master.url, "DLROVER_HOOKS_TOKEN": master.token}  # fmt: skip
         self.files = [folder / f"{world}.{rank}" for rank in range(world)]
         self.processes = []
-        for rank, file in enumerate(self.files):
-            env = os.environ | {
-                name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()
-            }
-            command = [sys.executable, "-m", "tests.e2e.visits_worker", *map(str, words)]
+        command = [sys.executable, "-m", "tests.e2e.visits_worker", *map(str, words)]
+        for rank, (file, env) in enumerate(
+            zip(self.files, environments(world, master, DLROVER_HOOKS_JOB=job), strict=True)
+        ):
             with file.open("wb") as out, file.with_suffix(f".{rank}.err").open("wb") as err:
                 self.processes.append(
                     subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -26,15 +24,6 @@ from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLo
 from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*", "ignore:'set_vital' is deprecated")
-
-
-@pytest.fixture
-def job() -> Iterator[str]:
-    name = f"accelerate-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -19,15 +16,6 @@ from dlrover_hooks.integrations.fabric import ElasticFabric, SetUpLoader
 from tests.contracts.trial import Given, Numbers, Setup, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture
-def job() -> Iterator[str]:
-    name = f"fabric-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
 
 
 def elastic(job: str, **shared: Any) -> Any:

@@ -2,10 +2,9 @@
 
 import json
 import logging
-import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,15 +57,6 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-@pytest.fixture
-def job() -> Iterator[str]:
-    name = f"lightning-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
 
 
 def fit(model: Net, elastic: ElasticCallback | None, n: int = 20, seed: int = 1, ckpt_path: str | None = None,

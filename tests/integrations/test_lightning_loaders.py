@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import uuid
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -51,15 +48,6 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-@pytest.fixture
-def job() -> Iterator[str]:
-    name = f"loaders-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
 
 
 def fit(

@@ -6,12 +6,10 @@ same optimizer steps as in one process (DL-87, DL-88, ED-34).
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -22,6 +20,7 @@ from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven
 from tests.contracts.spawn import by_step, plan, spawn, survived
 from tests.contracts.trial import Numbers
 from tests.e2e.master_process import LiveMaster
+from tests.ranks import named_job
 
 GIVEN: dict[str, Any] = {"noise": False, "epochs": 2, "samples": 43, "shared": {"global_batch_size": 10}}
 STEPS = 5  # of an epoch: four full ones, and one of 3 samples
@@ -35,11 +34,8 @@ EVALUATED_AT = {"share": [2, 4, 7, 9], "count": [2, 5], "over epochs": [5]}
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[str]:
-    name = f"uneven-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
+    with named_job("uneven") as name:
+        yield name
 
 
 @pytest.mark.slow

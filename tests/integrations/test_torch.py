@@ -6,19 +6,13 @@ DL-57, DL-81, DL-90, ED-25. Real keepers, real process groups; the loop is in to
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
-import uuid
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +25,7 @@ from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from tests import ranks
 from tests.contracts.spawn import plan
 from tests.contracts.spawn import spawn as spawn_trials
 from tests.e2e.master_process import LiveMaster
@@ -39,15 +34,6 @@ from tests.integrations.torch_cases import SAMPLES, Crash, Noisy, train
 CASES = Path(__file__).with_name("torch_cases.py")
 EXACT = ("step", "lr", "weights", "moments", "rng")
 Seen = list[tuple[int, int, int]]
-
-
-@pytest.fixture
-def job() -> Iterator[str]:
-    name = f"torch-{uuid.uuid4().hex[:8]}"
-    yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -146,31 +132,11 @@ def test_epochs_counts_over_restarts(job: str) -> None:
     assert last["step"] == 22
 
 
-def spawn(rank: int, world: int, port: int, master: LiveMaster | None, **given: Any) -> subprocess.Popen[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CASES.parents[2])}
-    if master is not None:
-        torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-        env |= {name: str(value) for name, value in torchrun.items()}
-        env |= {"DLROVER_HOOKS_MASTER": master.url, "DLROVER_HOOKS_TOKEN": master.token or ""}
-    command = [sys.executable, str(CASES), json.dumps(given)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def run(world: int, master: LiveMaster | None = None, **given: Any) -> tuple[list[int], list[dict[str, Any]], str]:
     """Exit codes, what each rank that ended well found, and all they said on stderr."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [spawn(rank, world, port, master, **given) for rank in range(world)]
-    try:
-        outputs = [rank.communicate(timeout=50) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    found = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
-    return [rank.returncode for rank in ranks], found, "".join(errors for _, errors in outputs)
+    processes = ranks.started([sys.executable, str(CASES), json.dumps(given)], world, master)
+    outputs = ranks.ended(processes, 50)
+    return [one.returncode for one in processes], ranks.reported(outputs), "".join(errors for _, errors in outputs)
 
 
 def noted(folder: Path) -> Seen:
