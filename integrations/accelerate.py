@@ -39,7 +39,7 @@ from dlrover_hooks.integrations.loop import Loop, is_leased, is_training, keeps_
 log = logging.getLogger("dlrover_hooks")
 DATA_STATE = "elastic_data.json"
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU"}
-_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept", "_step_objects"}
+_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept"}
 
 
 class ElasticAccelerator:

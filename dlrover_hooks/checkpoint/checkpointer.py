@@ -15,26 +15,26 @@ from typing import Any
 
 from dlrover_hooks.checkpoint import snapshot, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena, choose_slot
+from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import (
+    PARTS,
     RESERVE,
-    Header,
     Inside,
     Layout,
     Outgrown,
     TensorSpec,
     header_bytes,
     metadata,
-    parse,
     plan,
 )
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
-from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten, unflatten
-from dlrover_hooks.errors import CheckpointError, Corrupt, HooksError, KeeperAway, Stale, StorageFailed, UsageError
+from dlrover_hooks.checkpoint.restoring import Restored, Restorer
+from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
+from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
 
 _log = logging.getLogger(__name__)
-PARTS = ("state", "rank", "data", "leases")
 
 
 class Saved(Message, frozen=True):
@@ -42,17 +42,6 @@ class Saved(Message, frozen=True):
 
     generation: Generation
     copy_s: float
-
-
-class Restored(Message, frozen=True):
-    """`tree` in fresh memory. `same_world`: its `rank` part is this very rank's of an equally large world.
-
-    `leases`: the parts of that name of all saved ranks that this rank answers for. Over all ranks, each is there.
-    """
-
-    tree: dict[str, Any]
-    same_world: bool
-    leases: tuple[dict[str, Any], ...] = ()
 
 
 class Checkpointer:
@@ -91,7 +80,7 @@ class Checkpointer:
         self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
-        self._copier = snapshot.Copier()
+        self._copier = Copier()
 
     # ---- before training
 
@@ -138,71 +127,11 @@ class Checkpointer:
             StorageFailed: `save_to` cannot be read.
             KeeperAway: the memory is gone with its keeper.
         """
-        same = restore.world_size == self._world_size
+        where = (self.seat, self._rank, self._world_size)
+        found = Restorer(self._line, self._copier, *where, self.save_to, self.storage_options).load(restore)
         if restore.source is Source.MEMORY:
-            found = self._from_memory(restore, same)
             self._newest_complete = restore.generation
-        else:
-            found = self._from_storage(restore, same)
         return found
-
-    def _from_memory(self, restore: Restore, same: bool) -> Restored:
-        tree = self._open(restore, self._memory_rank(restore, same), PARTS)
-        if same:
-            return Restored(tree, same, (tree["leases"],) if "leases" in tree else ())
-        if self.seat != 0 or "leases" not in tree:  # seat 0 answers for all that its node holds
-            return Restored(tree, same)
-        return Restored(
-            tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in self._held_here(restore))
-        )
-
-    def _held_here(self, restore: Restore) -> list[int]:
-        held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
-        return sorted({one.rank for one in held if one.generation == restore.generation})
-
-    def _open(self, restore: Restore, rank: int, parts: tuple[str, ...]) -> dict[str, Any]:
-        reply, fd = self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
-        if isinstance(reply, wire.Refused):
-            raise Corrupt(reply.reason, hint=reply.hint)
-        arena = Arena.attach(fd, writable=False)
-        try:
-            view = arena.view(reply.slot, reply.image_bytes)
-            header = parse(view)
-            tree = self._tree(header, view, parts)
-            if arena.seq(reply.slot) != reply.seq:
-                raise Corrupt(f"slot {reply.slot} of seat {reply.seat} was overwritten while it was loaded")
-            return tree
-        finally:
-            view = None
-            arena.close()
-
-    def _memory_rank(self, restore: Restore, same: bool) -> int:
-        """Whose image to open. In another world size any will do for the replicated parts."""
-        if same:
-            return self._rank
-        wanted = self._rank % restore.world_size
-        here = self._held_here(restore)
-        return wanted if wanted in here or not here else here[wanted % len(here)]
-
-    def _from_storage(self, restore: Restore, same: bool) -> Restored:
-        url = restore.url or self.save_to
-        if url is None:
-            raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
-        manifest = storage.manifest_of(url, self.storage_options, restore.generation)
-        first = storage.read(url, self.storage_options, manifest, 0)
-        tree = self._tree(parse(first), first, ("state", "data"))
-        private: list[dict[str, Any]] = []
-        for rank in [self._rank] if same else range(self._rank, manifest.world_size, self._world_size):
-            own = first if rank == 0 else storage.read(url, self.storage_options, manifest, rank)
-            private.append(self._tree(parse(own), own, ("rank", "leases")))
-        leases = tuple(part["leases"] for part in private if "leases" in part)
-        return Restored(tree | (private[0] if same else {}), same, leases)
-
-    def _tree(self, header: Header, buffer: memoryview, parts: tuple[str, ...]) -> dict[str, Any]:
-        inside = header.inside()
-        wanted = [name for name in header.tensors if name.split(".", 1)[0] in parts]
-        tensors = snapshot.load(buffer, header, wanted, self._copier)
-        return {part: unflatten(inside.skeletons[part], tensors) for part in parts if part in inside.skeletons}
 
     # ---- while training
 
@@ -230,7 +159,7 @@ class Checkpointer:
             arena.begin(slot)
             view = arena.view(slot, layout.total_bytes)
             view[: len(header)] = header
-            self._copier.save(layout, tensors, view)
+            snapshot.save(layout, tensors, view, self._copier)
             arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
             self._line.seat().send(wire.Published(slot=slot))
         except (HooksError, OSError) as error:

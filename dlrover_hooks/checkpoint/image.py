@@ -35,6 +35,8 @@ ITEM_BYTES = {
     "U16": 2,
 }
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
+PARTS = ("state", "rank", "data", "leases")
+"""Parts of a saved tree: `state` and `data` are replicated; `rank` (random state) and `leases` are one rank's own."""
 _OURS = "dlrover_hooks"
 
 

@@ -1,32 +1,19 @@
 """Torch tensors into a slot and out of it. The only module of this room that imports torch.
 
-Contiguous CPU tensors are copied by plain threads that call `memcpy` without the GIL: torch's own pool costs ten times
-as much when cores are busy (measured), so no torch operation runs for them. What is loaded lies in fresh memory.
+Contiguous CPU tensors are copied without a torch operation (`copying`). What is loaded lies in fresh memory.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from dlrover_hooks.checkpoint.copying import Copier, Move
 from dlrover_hooks.checkpoint.image import Header, Layout, TensorSpec
 from dlrover_hooks.errors import Corrupt, UnsupportedState
-
-Move = tuple[int, int, int]
-"""Destination address, source address, bytes."""
-
-PIECE_BYTES = 4 << 20
-_ALONE_BYTES = 1 << 20
-_libc = ctypes.CDLL(None)
-_memcpy = _libc.memcpy
-_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcpy.restype = ctypes.c_void_p
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -75,44 +62,27 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(tensor.shape), tensor.nbytes)
 
 
-class Copier:
-    """Copies with up to `threads` threads, the caller's among them. They live for one copy; any thread may call."""
-
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or min(4, len(os.sched_getaffinity(0)))
-
-    def save(self, layout: Layout, tensors: Mapping[str, Any], image: memoryview) -> None:
-        """Copy `tensors` to their places in `image`. They must not change meanwhile; nothing of them is kept."""
-        base = _address(image)
-        held: list[Any] = []
-        moves: list[Move] = []
-        for spec, start in zip(layout.specs, layout.starts, strict=True):
-            tensor = tensors[spec.name]
-            if not spec.nbytes:
-                continue
-            if isinstance(tensor, np.ndarray):
-                tensor = np.ascontiguousarray(tensor)
-                moves.append((base + start, tensor.ctypes.data, spec.nbytes))
-            elif tensor.device.type != "cpu":
-                _from_device(tensor, image[start : start + spec.nbytes])
-                continue
-            else:
-                tensor = _plain(tensor)
-                moves.append((base + start, tensor.data_ptr(), spec.nbytes))
-            held.append(tensor)
-        self.copy(moves)
-        del held
-
-    def copy(self, moves: Iterable[Move]) -> None:
-        """Do all `moves`, the bytes shared out evenly among the threads."""
-        shares = _shares(moves, self.threads)
-        helpers = [threading.Thread(target=_run, args=(share,), name="dlrover-hooks-copy") for share in shares[1:]]
-        for helper in helpers:
-            helper.start()
-        if shares:
-            _run(shares[0])
-        for helper in helpers:
-            helper.join()
+def save(layout: Layout, tensors: Mapping[str, Any], image: memoryview, copier: Copier | None = None) -> None:
+    """Copy `tensors` to their places in `image`. They must not change meanwhile; nothing of them is kept."""
+    base = _address(image)
+    held: list[Any] = []
+    moves: list[Move] = []
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        tensor = tensors[spec.name]
+        if not spec.nbytes:
+            continue
+        if isinstance(tensor, np.ndarray):
+            tensor = np.ascontiguousarray(tensor)
+            moves.append((base + start, tensor.ctypes.data, spec.nbytes))
+        elif tensor.device.type != "cpu":
+            _from_device(tensor, image[start : start + spec.nbytes])
+            continue
+        else:
+            tensor = _plain(tensor)
+            moves.append((base + start, tensor.data_ptr(), spec.nbytes))
+        held.append(tensor)
+    (copier or Copier()).copy(moves)
+    del held
 
 
 def load(
@@ -151,25 +121,3 @@ def _from_device(tensor: torch.Tensor, view: memoryview) -> None:
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
-
-
-def _shares(moves: Iterable[Move], threads: int) -> list[list[Move]]:
-    """`moves` in pieces of at most 4 MiB, in at most `threads` runs of about equal bytes."""
-    pieces = [
-        (to + at, source + at, min(PIECE_BYTES, size - at))
-        for to, source, size in moves
-        for at in range(0, size, PIECE_BYTES)
-    ]
-    total = sum(size for _, _, size in pieces)
-    count = 1 if total < _ALONE_BYTES else threads
-    shares: list[list[Move]] = [[] for _ in range(count)]
-    done = 0
-    for piece in pieces:
-        shares[min(done * count // total, count - 1)].append(piece)
-        done += piece[2]
-    return [share for share in shares if share]
-
-
-def _run(moves: list[Move]) -> None:
-    for to, source, size in moves:
-        _memcpy(to, source, size)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dlrover_hooks.checkpoint import image, snapshot
+from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import ITEM_BYTES, PAGE, Inside, Outgrown, TensorSpec
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
@@ -27,7 +28,7 @@ def build(tensors: dict[str, torch.Tensor], *, rank: int = 0, reserve: int = 0) 
     inside = Inside(GENERATION, rank, 2, {"state": "{}"})
     data = bytearray(layout.total_bytes)
     data[: layout.header_bytes] = image.header_bytes(layout, image.metadata(layout, inside))
-    snapshot.Copier(1).save(layout, tensors, memoryview(data))
+    snapshot.save(layout, tensors, memoryview(data), Copier(1))
     return data
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrover_hooks.checkpoint import image, snapshot
-from dlrover_hooks.checkpoint.snapshot import Copier
+from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.errors import Corrupt, UnsupportedState
 
 
@@ -28,7 +28,7 @@ def put(tensors: dict[str, Any], threads: int = 2) -> tuple[bytearray, image.Hea
     layout = image.plan(snapshot.specs(tensors))
     data = bytearray(layout.total_bytes)
     data[: layout.header_bytes] = image.header_bytes(layout, {"format": "pt"})
-    Copier(threads).save(layout, tensors, memoryview(data))
+    snapshot.save(layout, tensors, memoryview(data), Copier(threads))
     return data, image.parse(data)
 
 
