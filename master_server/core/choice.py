@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import checkpoints, restore, shards
+from dlrover_hooks.master.core import checkpoints, replicas, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
 from dlrover_hooks.master.core.job import Effects, Job, enter, seat
-from dlrover_hooks.master.core.restore import Refusal
+from dlrover_hooks.master.core.restore import Neighbour, Refusal
 from dlrover_hooks.master.core.rounds import Member, Round
 from dlrover_hooks.protocol import Attach, Attached, Done, Loaded, Phase, Restore, Source
 
@@ -44,6 +44,9 @@ def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first
         job.settings = settings
     if event.held or member.local_rank == 0:
         job.offers.held[member.node] = event.held
+    if event.keeper is not None:
+        job.offers.neighbours[member.node] = Neighbour(keeper=event.keeper, domain=event.domain)
+        job.secret = job.secret if job.secret.key else event.secret
     if member.rank == 0:
         job.offers.stored = event.stored
         job.offers.stored_url = settings.resume if restore.is_url(settings.resume) else settings.save_to
@@ -55,12 +58,15 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     fresh = virgin and (job.fresh or job.settings.resume == "never")
     chosen = None if fresh else _candidate(job, current, virgin=virgin)
     job.plan.restore = chosen
+    job.plan.replicas_to = replicas.ring({name: one.domain for name, one in job.offers.neighbours.items()})
+    job.plan.holders = replicas.holders(job.offers, chosen)
+    job.plan.answers = replicas.answers(job.plan.holders)
     job.plan.refused = _refusal(job) if chosen is None and virgin and job.settings.resume == "require" else None
     job.restored_from = chosen.source if chosen else None
     job.attempt = max(job.attempt, chosen.generation.attempt if chosen else 0, _heard(job, fresh=fresh)) + 1
     current.attempt = job.attempt
     step = chosen.generation.step if chosen else 0
-    complete = chosen.generation if chosen is not None and chosen.source is Source.MEMORY else None
+    complete = chosen.generation if chosen is not None and chosen.source is not Source.STORAGE else None
     checkpoints.begin(job.saves, job.settings, step, complete, now)
     shards.begin(job, effects)
     waits = chosen is not None or job.plan.refused is not None
