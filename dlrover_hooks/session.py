@@ -122,6 +122,7 @@ class Session:
         plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
         while plan.phase is not p.Phase.TRAINING:
             plan = self._next_plan(plan, deadline)
+            stock.follow(plan, self._engine)
             if plan.refused is not None:
                 raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
@@ -247,6 +248,7 @@ class Session:
             storage_options=self.config.storage_options,
             keep=self.config.keep,
             linger_s=600.0 if self.config.named else 0.0,
+            locate=lambda *image: self._caller.call(p.Locate(self.config.job, self._incarnation, *image)),
             notify=lambda notice: self._courier.notice(notice),
             start_keeper=not launched,
         )
@@ -281,7 +283,7 @@ class Session:
         config, place = self.config, self.place
         held = self._engine.held() if self._engine is not None and place.local_rank == 0 else ()
         manifests = stock.stored(config) if self._engine is not None and place.rank == 0 else ()
-        return p.Attach(
+        attach = p.Attach(
             job=config.job,
             incarnation=self._incarnation,
             node=place.node,
@@ -295,6 +297,7 @@ class Session:
             held=held,
             stored=manifests,
         )
+        return stock.announced(attach, config, place, self._engine)
 
     def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
         number = plan.number or 0

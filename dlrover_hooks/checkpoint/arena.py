@@ -99,8 +99,8 @@ class Arena:
         self.fd = fd  # from here on it is ours to close
 
     @classmethod
-    def create(cls, seat: int, slot_bytes: int) -> Arena:
-        """A new sealed segment of 3 slots of at least `slot_bytes`, all its pages resident. Takes 260 ms per GB.
+    def create(cls, seat: int, slot_bytes: int, slots: int = SLOTS) -> Arena:
+        """A new sealed segment of slots of at least `slot_bytes`, all its pages resident. Takes 260 ms per GB.
 
         Raises:
             OSError: there is not enough memory.
@@ -108,14 +108,14 @@ class Arena:
         size = -(-slot_bytes // PAGE) * PAGE
         fd = os.memfd_create(f"dlrover-hooks-seat-{seat}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, PAGE + SLOTS * size)
-            os.posix_fallocate(fd, 0, PAGE + SLOTS * size)
+            os.ftruncate(fd, PAGE + slots * size)
+            os.posix_fallocate(fd, 0, PAGE + slots * size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             arena = cls(fd)
         except BaseException:
             os.close(fd)
             raise
-        for index, word in enumerate((_MAGIC, SLOTS, size)):
+        for index, word in enumerate((_MAGIC, slots, size)):
             arena._store(index, word)
         arena.slot_bytes = size
         arena.populate()
@@ -155,7 +155,7 @@ class Arena:
 
     def slots(self) -> tuple[Slot, ...]:
         """The slot table now."""
-        return tuple(self.slot(index) for index in range(SLOTS))
+        return tuple(self.slot(index) for index in range(self._words[1]))
 
     def seq(self, index: int) -> int:
         """The sequence word of a slot: one load."""

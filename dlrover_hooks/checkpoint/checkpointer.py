@@ -29,10 +29,11 @@ from dlrover_hooks.checkpoint.image import (
 )
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
 from dlrover_hooks.checkpoint.restoring import Restored, Restorer
 from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
-from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
+from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Source
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         keep: int = 2,
         linger_s: float = 600.0,
+        locate: Locate = lambda *_: Located(),
         notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
         deadline_s: float = 30.0,
@@ -76,6 +78,7 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
+        self.neighbours = Neighbours(self._line, node, locate)
         self._arena: Arena | None = None
         self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
         self._newest_complete: Generation | None = None
@@ -128,8 +131,9 @@ class Checkpointer:
             KeeperAway: the memory is gone with its keeper.
         """
         where = (self.seat, self._rank, self._world_size)
-        found = Restorer(self._line, self._copier, *where, self.save_to, self.storage_options).load(restore)
-        if restore.source is Source.MEMORY:
+        means = (self._line, self._copier, *where, self.save_to, self.storage_options, self.neighbours.fetch)
+        found = Restorer(*means).load(restore)
+        if restore.source is not Source.STORAGE:
             self._newest_complete = restore.generation
         return found
 
@@ -270,6 +274,7 @@ class Checkpointer:
             save_to=self.save_to,
             storage_options=self.storage_options,
             keep=self._keep,
+            replicate=self.neighbours.order,
         )
 
     def _noticed(self, notice: wire.Notice) -> None:
@@ -279,6 +284,9 @@ class Checkpointer:
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
+            return
+        if isinstance(notice, wire.Unreplicated):
+            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)

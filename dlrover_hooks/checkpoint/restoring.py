@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.checkpoint import snapshot, storage, wire
@@ -11,7 +12,7 @@ from dlrover_hooks.checkpoint.image import PARTS, Header, parse
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import Corrupt, StorageFailed
-from dlrover_hooks.protocol import Message, Restore, Source
+from dlrover_hooks.protocol import Generation, Message, Restore, Source
 
 
 class Restored(Message, frozen=True):
@@ -37,15 +38,16 @@ class Restorer:
         world_size: int,
         save_to: str | None,
         options: dict[str, Any],
+        fetch: Callable[[Generation, int], None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._line, self._copier, self._seat = line, copier, seat
-        self._save_to, self._options = save_to, options
+        self._save_to, self._options, self._fetch = save_to, options, fetch
 
     def load(self, restore: Restore) -> Restored:
         """See `Checkpointer.load`."""
         same = restore.world_size == self.world_size
-        if restore.source is Source.MEMORY:
+        if restore.source is not Source.STORAGE:
             return self._from_memory(restore, same)
         return self._from_storage(restore, same)
 
@@ -55,16 +57,21 @@ class Restorer:
             return Restored(tree, same, (tree["leases"],) if "leases" in tree else ())
         if self._seat != 0 or "leases" not in tree:  # seat 0 answers for all that its node holds
             return Restored(tree, same)
-        return Restored(
-            tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in self._held_here(restore))
-        )
+        mine = self._held_here(restore) if restore.answers is None else restore.answers
+        return Restored(tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in mine))
 
     def _held_here(self, restore: Restore) -> list[int]:
         held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
         return sorted({one.rank for one in held if one.generation == restore.generation})
 
     def _open(self, restore: Restore, rank: int, parts: tuple[str, ...]) -> dict[str, Any]:
-        reply, fd = self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+        def ask() -> tuple[Any, int]:
+            return self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+
+        reply, fd = ask()
+        if isinstance(reply, wire.Refused) and restore.source is Source.PEER:  # not here, or damaged
+            self._fetch(restore.generation, rank)
+            reply, fd = ask()
         if isinstance(reply, wire.Refused):
             raise Corrupt(reply.reason, hint=reply.hint)
         arena = Arena.attach(fd, writable=False)

@@ -15,10 +15,11 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.answers import Answers
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
-from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
+from dlrover_hooks.checkpoint.holdings import Found, Holdings, Proof, Segment
 from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
+from dlrover_hooks.checkpoint.replication import Replication
 from dlrover_hooks.checkpoint.shards import Shards
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,9 @@ class Keeper:
         rooms = Crew("room", 2, self._loop.post)
         self._hashes = Hashes(self._loop.post, self._hashed)
         self._shards = Shards(self._loop.post, self._loop.tell)
-        self._answers = Answers(self._loop, self.holdings, self._lifetime, self._hashes, self._shards, rooms)
+        self._replication = Replication(self.holdings, self._loop.post, self._loop.tell)
+        parts = (self._lifetime, self._hashes, self._shards, rooms, self._replication)
+        self._answers = Answers(self._loop, self.holdings, *parts)
         self._will_begun = self._over = False
         if life_fd is not None:
             self._live_by(life_fd)
@@ -45,6 +48,7 @@ class Keeper:
         while not self._over:
             self._loop.turn(self._lifetime.timeout_s(time.monotonic()))
             self._advance(time.monotonic())
+        self._replication.close()
 
     def stop(self) -> None:
         """End as soon as the loop gets to it. Any thread, or a signal handler."""
@@ -114,6 +118,7 @@ class Keeper:
             assert slot.generation is not None
             notice = wire.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
             self._loop.tell(segment.seat, notice)
+            self._replication.proved(Found(segment, proof))
 
     # ---- the end
 

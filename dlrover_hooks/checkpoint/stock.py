@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import secrets
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.neighbours import host_towards
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Manifest, Plan
+from dlrover_hooks.protocol import Attach, Manifest, Plan, Secret
 
 _log = logging.getLogger("dlrover_hooks")
 
@@ -44,6 +46,29 @@ def stored(config: Config) -> tuple[Manifest, ...]:
     if found.finished_step is not None and elsewhere(config) is None:
         _log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
     return tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
+
+
+def announced(attach: Attach, config: Config, place: Place, engine: Checkpointer | None) -> Attach:
+    """`attach` with the way to this node's keeper, if it is to take part in replication and local rank 0 asks."""
+    if not config.replicas or config.master is None or engine is None or place.local_rank != 0:
+        return attach
+    try:
+        keeper = engine.neighbours.listen(host_towards(config.master), config.replica_mb_per_s)
+    except KeeperAway as away:
+        _log.warning("job %s: node %s is without replicas: %s", config.job, place.node, away)
+        return attach
+    secret = Secret(secrets.token_hex(32))
+    return msgspec.structs.replace(attach, keeper=keeper, domain=place.domain, secret=secret)
+
+
+def follow(plan: Plan, engine: Checkpointer | None) -> None:
+    """Tell the keeper whom to admit and where to send; what fails is said again with the next seat that is taken."""
+    if plan.replication is None or engine is None:
+        return
+    try:
+        engine.neighbours.follow(plan.replication)
+    except KeeperAway as away:
+        _log.warning("job %s: no replicas for now: %s", engine.job, away)
 
 
 def refuse_nothing(config: Config) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.protocol import Generation, Held, ShardFile
+from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Secret, ShardFile
 
 MAX_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
@@ -27,6 +27,30 @@ class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 # ---- from the trainer
+
+
+class Replicate(Wire, frozen=True):
+    """Listen on `host`:`port` (0: any) for other nodes' keepers, as `node`, and send this node's images `to` that one.
+
+    Without a secret nobody is admitted and nothing is sent yet. Answer: Replicating, or Refused.
+    """
+
+    node: str
+    host: str
+    port: int = 0
+    secret: Secret = Secret()
+    to: KeeperAddress | None = None
+    mb_per_s: int = 0
+    """At most so many millions of bytes per second; 0: no limit."""
+
+
+class Fetch(Wire, frozen=True):
+    """Have `rank`'s image of `generation` here, from the first of `at` that gives it. Answer: Done, or Refused."""
+
+    generation: Generation
+    rank: int
+    at: tuple[KeeperAddress, ...]
+    secret: Secret
 
 
 class Hello(Wire, frozen=True):
@@ -44,6 +68,8 @@ class Hello(Wire, frozen=True):
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
     keep: int = 2
+    replicate: Replicate | None = None
+    """What the keeper was told before; a new one has to hear it again."""
 
 
 class Inventory(Wire, frozen=True):
@@ -129,6 +155,12 @@ class Opened(Wire, frozen=True):
     seat: int
 
 
+class Replicating(Wire, frozen=True):
+    """Other keepers reach this one at `port`."""
+
+    port: int
+
+
 class Refused(Wire, frozen=True):
     reason: str
     hint: str = ""
@@ -159,6 +191,12 @@ class PersistFailed(Wire, frozen=True):
     gone: bool = False
 
 
+class Unreplicated(Wire, frozen=True):
+    """Why an image of this seat is in this node's memory alone. Said once for each kind of reason."""
+
+    reason: str
+
+
 class Replaced(Wire, frozen=True):
     """Process `pid` has this connection's seat now: nothing that is saved here counts any more."""
 
@@ -166,9 +204,10 @@ class Replaced(Wire, frozen=True):
 
 
 SaveNotice = Hashed | Persisted | PersistFailed
-Notice = SaveNotice | Replaced
-Reply = Welcome | Allocated | Opened | Refused | Done
+Notice = SaveNotice | Replaced | Unreplicated
+Reply = Welcome | Allocated | Opened | Replicating | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
+Request |= Replicate | Fetch
 CARRY_FD = (Allocated, Opened, Adopt)
 _any = msgspec.json.Decoder(Request | Reply | Notice)
 
