@@ -169,10 +169,9 @@ class Answers:
             self._loop.send(peer, wire.Replicating(ref=message.ref, port=port))
 
     def _fetch(self, peer: Peer, message: wire.Fetch) -> None:
-        def done(outcome: Proof | Exception) -> None:
-            failed = isinstance(outcome, Exception)
+        def done(error: Exception | None) -> None:
             ref = message.ref
-            self._loop.send(peer, wire.Refused(ref=ref, reason=str(outcome)) if failed else wire.Done(ref=ref))
+            self._loop.send(peer, wire.Refused(ref=ref, reason=str(error)) if error else wire.Done(ref=ref))
 
         self._replication.fetch(message, done)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from dlrover_hooks.checkpoint.arena import Arena, free_memory_bytes
 from dlrover_hooks.checkpoint.channel import Channel, call
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.door import Door
-from dlrover_hooks.checkpoint.holdings import Berth, Found, Holdings, Proof, Segment, age
+from dlrover_hooks.checkpoint.holdings import Berth, Found, Holdings, Segment, age
 from dlrover_hooks.checkpoint.place import reason
 from dlrover_hooks.checkpoint.sender import CALL_S, Sender
 from dlrover_hooks.checkpoint.transfer import give, sound, take
@@ -27,6 +28,8 @@ from dlrover_hooks.protocol import KeeperAddress, Secret
 SLOTS = 2
 LOOP_S = 20.0
 """A living loop answers at once."""
+BUSY_S = 60.0
+"""So long an image waits for another one of the same seat."""
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 Post = Callable[[Callable[[], None]], None]
@@ -81,7 +84,7 @@ class Replication:
         if self._door is not None:
             self._sender.put(found)
 
-    def fetch(self, order: wire.Fetch, then: Callable[[Proof | Exception], None]) -> None:
+    def fetch(self, order: wire.Fetch, then: Callable[[Exception | None], None]) -> None:
         """Have what `order` names in this node's memory; `then` hears how it went."""
         self._fetches.submit(lambda: self._fetch(order), then)
 
@@ -137,8 +140,6 @@ class Replication:
             self._give(channel, found)
         elif word.home != node:
             channel.send(r.Refuse(f"node {node} sends what is of node {word.home}"))
-        elif self._on_loop(lambda: self._has(word)):
-            channel.send(r.Whole())
         else:
             self._take(channel, word)
 
@@ -152,55 +153,61 @@ class Replication:
             self._on_loop(lambda: found.segment.discard(found.proof))
             raise
 
-    def _fetch(self, order: wire.Fetch) -> Proof:
+    def _fetch(self, order: wire.Fetch) -> None:
         errors: list[str] = []
         for at in order.at:
             if at.node != self._node:
                 try:
-                    return self._fetch_from(at, order)
+                    self._fetch_from(at, order)
+                    return
                 except CheckpointError as error:
                     errors.append(error.message)
         which = f"{order.generation}, rank {order.rank}"
         raise Corrupt(f"no other node gave {which}: {'; '.join(errors) or 'none holds it'}")
 
-    def _fetch_from(self, at: KeeperAddress, order: wire.Fetch) -> Proof:
+    def _fetch_from(self, at: KeeperAddress, order: wire.Fetch) -> None:
         channel = call(at, order.secret, self._node, within_s=CALL_S)
         try:
             channel.send(r.Get(order.generation, order.rank))
             offer = channel.receive(r.Offer)
             if (offer.generation, offer.rank) != (order.generation, order.rank):
                 raise Corrupt(f"{channel.who} offers {offer} for {order.generation}, rank {order.rank}")
-            return self._take(channel, offer)
+            self._take(channel, offer)
         finally:
             channel.close()
 
-    def _take(self, channel: Channel, offer: r.Offer) -> Proof:
+    def _take(self, channel: Channel, offer: r.Offer) -> None:
         """What is offered, in a slot of its own. The giver hears why if it is not taken."""
         try:
             berth = self._berth(offer)
         except CheckpointError as error:
             channel.send(r.Refuse(error.message))
             raise
-        replicas = self._holdings.replicas
+        if berth is None:
+            channel.send(r.Whole())
+            return
+        replicas, proof = self._holdings.replicas, None
         try:
             proof = take(channel, offer, berth)
-        except BaseException:
-            self._on_loop(lambda: replicas.end(berth, None))
-            raise
-        self._on_loop(lambda: replicas.end(berth, proof))
-        return proof
+        finally:
+            self._on_loop(lambda: replicas.end(berth, proof))
 
-    def _berth(self, offer: r.Offer) -> Berth:
+    def _berth(self, offer: r.Offer) -> Berth | None:
+        """Where to put it; None: it is here already. Another image of the same seat may be under way: wait for it."""
         replicas, home, seat = self._holdings.replicas, offer.home, offer.seat
         if not sound(offer):
             raise KeeperAway(f"the numbers of what is offered, {offer}, do not agree")
-        if not self._on_loop(lambda: replicas.fits(home, seat, offer.image_bytes)):
-            arena = _room(offer)
-            self._on_loop(lambda: replicas.add(Segment(seat, arena, home=home)))
-        berth = self._on_loop(lambda: replicas.begin(home, seat))
-        if berth is None:
-            raise KeeperAway(f"another image of node {home}, seat {seat}, is under way")
-        return berth
+        until = time.monotonic() + BUSY_S
+        while not self._on_loop(lambda: self._has(offer)):
+            if not self._on_loop(lambda: replicas.fits(home, seat, offer.image_bytes)):
+                arena = _room(offer)
+                self._on_loop(lambda arena=arena: replicas.add(Segment(seat, arena, home=home)))
+            if (berth := self._on_loop(lambda: replicas.begin(home, seat))) is not None:
+                return berth
+            if time.monotonic() > until:
+                raise KeeperAway(f"another image of node {home}, seat {seat}, is under way")
+            time.sleep(0.05)
+        return None
 
 
 def _room(offer: r.Offer) -> Arena:
