@@ -75,7 +75,7 @@ class Neighbours:
             HooksError: the master does not say who holds it.
         """
         found = self._locate(generation, rank)
-        order = wire.Fetch(generation=generation, rank=rank, at=found.at, secret=found.secret)
+        order = wire.Fetch(node=self._node, generation=generation, rank=rank, at=found.at, secret=found.secret)
         reply, _ = self._line.ask(lambda ref: msgspec.structs.replace(order, ref=ref), timeout_s=FETCH_S)
         if isinstance(reply, wire.Refused):
             raise Corrupt(reply.reason, hint=reply.hint)

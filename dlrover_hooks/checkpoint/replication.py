@@ -20,7 +20,7 @@ from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.door import Door
 from dlrover_hooks.checkpoint.holdings import Berth, Found, Holdings, Segment, age
 from dlrover_hooks.checkpoint.place import reason
-from dlrover_hooks.checkpoint.sender import CALL_S, Sender
+from dlrover_hooks.checkpoint.sender import Sender
 from dlrover_hooks.checkpoint.transfer import give, sound, take
 from dlrover_hooks.errors import CheckpointError, Corrupt, KeeperAway
 from dlrover_hooks.protocol import KeeperAddress, Secret
@@ -28,6 +28,8 @@ from dlrover_hooks.protocol import KeeperAddress, Secret
 SLOTS = 2
 LOOP_S = 20.0
 """A living loop answers at once."""
+CALL_S = 10.0
+"""So long a keeper that is just coming up, or has not heard the secret yet, is asked for an image."""
 BUSY_S = 60.0
 """So long an image waits for another one of the same seat."""
 _log = logging.getLogger(__name__)
@@ -156,7 +158,7 @@ class Replication:
     def _fetch(self, order: wire.Fetch) -> None:
         errors: list[str] = []
         for at in order.at:
-            if at.node != self._node:
+            if at.node != order.node:
                 try:
                     self._fetch_from(at, order)
                     return
@@ -166,7 +168,7 @@ class Replication:
         raise Corrupt(f"no other node gave {which}: {'; '.join(errors) or 'none holds it'}")
 
     def _fetch_from(self, at: KeeperAddress, order: wire.Fetch) -> None:
-        channel = call(at, order.secret, self._node, within_s=CALL_S)
+        channel = call(at, order.secret, order.node, within_s=CALL_S)
         try:
             channel.send(r.Get(order.generation, order.rank))
             offer = channel.receive(r.Offer)

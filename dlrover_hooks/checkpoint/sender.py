@@ -13,9 +13,7 @@ from dlrover_hooks.checkpoint.transfer import Overwritten, give, pacer
 from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import KeeperAddress, Secret
 
-CALL_S = 10.0
-"""So long a keeper that is just coming up is waited for."""
-PAUSES_S = (1.0, 30.0)
+PAUSES_S = (0.25, 30.0)
 """Between two attempts to reach one that is away: the first pause, each next one twice as long, and the longest."""
 
 
@@ -95,7 +93,7 @@ class Sender:
             self._waiting.setdefault(found.segment.seat, found)
 
     def _send(self, found: Found, to: KeeperAddress, secret: Secret, node: str) -> None:
-        channel = call(to, secret, node, within_s=CALL_S)
+        channel = call(to, secret, node, within_s=0.0)
         try:
             give(channel, found, node, pacer(self._pace, self._closing.wait))
         finally:

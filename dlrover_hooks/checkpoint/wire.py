@@ -47,6 +47,7 @@ class Replicate(Wire, frozen=True):
 class Fetch(Wire, frozen=True):
     """Have `rank`'s image of `generation` here, from the first of `at` that gives it. Answer: Done, or Refused."""
 
+    node: str
     generation: Generation
     rank: int
     at: tuple[KeeperAddress, ...]

@@ -104,13 +104,13 @@ class Node:
 
     def segments(self, seat: int = 0) -> list[Arena]:
         """The keeper's own memory of `seat`s, of this node and of others, from outside."""
-        found: list[Arena] = []
+        found: dict[int, Arena] = {}
         for name in os.listdir(f"/proc/{self.keeper.pid}/fd"):
             path = f"/proc/{self.keeper.pid}/fd/{name}"
             with contextlib.suppress(OSError):
                 if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
-                    found.append(Arena.attach(os.open(path, os.O_RDWR)))
-        return found
+                    found.setdefault(os.stat(path).st_ino, Arena.attach(os.open(path, os.O_RDWR)))
+        return list(found.values())
 
     def flip(self, step: int, rank: int, at: int = -5) -> None:
         """One bit of `rank`'s image of `step`, here."""
@@ -148,9 +148,13 @@ class Proxy:
         while True:
             try:
                 caller, _ = self._listener.accept()
-                keeper = socket.create_connection((self._to.host, self._to.port))
             except OSError:
                 return
+            try:
+                keeper = socket.create_connection((self._to.host, self._to.port))
+            except OSError:
+                caller.close()
+                continue
             self._open += [caller, keeper]
             for source, sink, counts in ((caller, keeper, True), (keeper, caller, False)):
                 self._threads.append(threading.Thread(target=self._pass, args=(source, sink, counts)))
