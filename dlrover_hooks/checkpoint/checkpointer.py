@@ -67,6 +67,8 @@ class Checkpointer:
         """Saves that were not made: no slot was free, or the keeper was away."""
         self.stale: Stale | None = None
         """Another process has this seat: what is saved here counts no more. Set by any thread."""
+        self.damaged: wire.Damaged | None = None
+        """The newest word that a slot no longer holds what was left in it: everything must be copied again."""
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
@@ -159,7 +161,7 @@ class Checkpointer:
             view[: len(header)] = header
             self._recipe.fill(view, self._recipe.sources(tensors), self._copier)
             arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
-            self._line.seat().send(wire.Published(slot=slot))
+            self._line.seat().send(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot)))
         except (HooksError, OSError) as error:
             return self._skip(step, error)
         self.error = None
@@ -264,6 +266,10 @@ class Checkpointer:
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
+            return
+        if isinstance(notice, wire.Damaged):
+            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
+            self.damaged = notice
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)
