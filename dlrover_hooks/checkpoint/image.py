@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -114,9 +114,9 @@ class Subset(NamedTuple):
     nbytes: int
 
 
-def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
-    """Lay `specs` out, with at least `reserve` bytes in the header for metadata."""
-    ordered = tuple(sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)))
+def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[str] = ()) -> Layout:
+    """Lay `specs` out, with at least `reserve` bytes in the header for metadata; those `apart` next to each other."""
+    ordered = tuple(sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name in apart, spec.name)))
     sharding = json.dumps(
         {spec.name: {"saved_offsets": list(spec.offsets or (0,) * len(spec.shape))} for spec in ordered},
         separators=(",", ":"),

@@ -5,7 +5,8 @@ Contiguous CPU tensors are copied without a torch operation (`copying`). What is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Types of tensors that are nothing more than their bytes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NUMPY_NAMES = {
     np.dtype(str(dtype).removeprefix("torch.")): name
@@ -93,15 +96,22 @@ def plain(value: Any) -> Any:
     return value if value.is_contiguous() else value.detach().contiguous()
 
 
+def lie_plainly(values: Sequence[torch.Tensor]) -> bool:
+    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C."""
+    here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
+    return here and not any(map(torch.Tensor.is_neg, values))
+
+
+def addresses(values: Iterable[torch.Tensor]) -> list[int]:
+    """Where the bytes of CPU tensors begin."""
+    return list(map(torch.Tensor.data_ptr, values))
+
+
 def address(value: Any) -> int:
-    """Where the bytes of a `plain` array or CPU tensor begin."""
-    return int(value.ctypes.data) if isinstance(value, np.ndarray) else value.data_ptr()
-
-
-def from_device(tensor: torch.Tensor, place: memoryview) -> None:
-    """Copy a `plain` tensor of a device to `place`, and wait for it."""
-    flat = torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype)
-    flat.view(tensor.shape).copy_(tensor.detach())
+    """Where the bytes of a `plain` array or tensor begin; 0 if they lie on a device."""
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    return value.data_ptr() if value.is_cpu else 0
 
 
 def place_of(view: memoryview) -> int:

@@ -31,7 +31,8 @@ def put(tensors: dict[str, Any], threads: int = 2) -> tuple[bytearray, image.Hea
     recipe = Recipe(tensors)
     data = bytearray(recipe.layout.total_bytes)
     data[: recipe.layout.header_bytes] = recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {}))
-    recipe.fill(memoryview(data), recipe.sources(tensors), Copier(threads))
+    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
+    Copier(threads).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
     return data, image.parse(data)
 
 
