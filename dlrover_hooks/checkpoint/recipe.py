@@ -42,10 +42,9 @@ class Recipe:
     def __init__(self, tensors: Mapping[str, Any], apart: Collection[str] = ()) -> None:
         self._specs, self._apart = snapshot.specs(tensors), apart
         self._names, self._looks = list(tensors), self._look(tensors)
+        self._filled = [index for index, spec in enumerate(self._specs) if spec.nbytes]
         self._lay_out(RESERVE)
         values = list(tensors.values())
-        sizes = {spec.name: spec.nbytes for spec in self._specs}
-        self._filled = [index for index, name in enumerate(self._names) if sizes[name]]
         alike = len(self._filled) == len(values) and snapshot.PLAIN.issuperset(map(type, values))
         self._plain = alike and not any(value.is_complex() for value in values)
 
@@ -54,7 +53,7 @@ class Recipe:
         places = {
             spec.name: (start, spec.nbytes) for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
         }
-        self.places = [places[name] for name in self._names if places[name][1]]
+        self.places = [places[self._names[index]] for index in self._filled]
         """Offset in the image and bytes, without those that have none."""
         self._pieces: dict[tuple[int, ...] | None, Pieces] = {}
 
@@ -64,7 +63,10 @@ class Recipe:
 
     @staticmethod
     def _look(tensors: Mapping[str, Any]) -> list[list[Any]]:
-        return [list(map(look, tensors.values())) for look in _LOOKS]
+        looks = [list(map(look, tensors.values())) for look in _LOOKS]
+        if not snapshot.PLAIN.issuperset(looks[0]):
+            looks.append(list(map(snapshot.spread, tensors.values())))
+        return looks
 
     def header(self, inside: Inside) -> bytes:
         """The header of an image; a new layout if `inside` has outgrown the old one."""
