@@ -179,10 +179,11 @@ class Answers:
 
     def _published(self, peer: Peer, message: wire.Published) -> None:
         assert peer.hello is not None
-        segment = self._holdings.current(peer.hello.seat)
+        segment = self._holdings.numbered(peer.hello.seat, message.segment)
         if segment is not None and not peer.replaced and 0 <= message.slot < SLOTS:
-            segment.supersede(message.slot)
-            self._hashes.submit(segment, message.slot)
+            seq = message.seq or segment.arena.seq(message.slot)
+            segment.published(message.slot, seq, message.unchanged)
+            self._hashes.submit(segment, message.slot, seq)
 
     def _complete(self, peer: Peer, message: wire.Complete) -> None:
         self._holdings.completed(message.generation)

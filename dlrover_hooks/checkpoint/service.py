@@ -21,6 +21,7 @@ from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
 from dlrover_hooks.checkpoint.replication import Replication
 from dlrover_hooks.checkpoint.shards import Shards
+from dlrover_hooks.errors import Corrupt
 
 _log = logging.getLogger(__name__)
 
@@ -108,17 +109,25 @@ class Keeper:
 
     def _hash_rest(self, seat: int) -> None:
         for segment, index in self.holdings.unproved(seat):
-            self._hashes.submit(segment, index)
+            self._hashes.submit(segment, index, segment.arena.seq(index))
 
     def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
         if isinstance(proof, Exception):
             _log.error("seat %d, slot %d could not be hashed: %s", segment.seat, index, proof)
-        elif proof is not None and segment in self.holdings.seats[segment.seat] and segment.accept(proof):
-            slot = proof.slot
-            assert slot.generation is not None
-            notice = wire.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
-            self._loop.tell(segment.seat, notice)
-            self._replication.proved(Found(segment, proof))
+        elif proof is not None and segment in self.holdings.seats[segment.seat]:
+            self._tell_hashed(segment, proof)
+
+    def _tell_hashed(self, segment: Segment, proof: Proof) -> None:
+        slot = proof.slot
+        assert slot.generation is not None
+        try:
+            if segment.accept(proof):
+                notice = wire.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
+                self._loop.tell(segment.seat, notice)
+                self._replication.proved(Found(segment, proof))
+        except Corrupt as damage:
+            _log.error("%s", damage)
+            self._loop.tell(segment.seat, wire.Damaged(generation=slot.generation, reason=damage.message))
 
     # ---- the end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 
 import msgspec
@@ -48,17 +49,39 @@ def stored(config: Config) -> tuple[Manifest, ...]:
     return tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
 
 
-def announced(attach: Attach, config: Config, place: Place, engine: Checkpointer | None) -> Attach:
-    """`attach` with the way to this node's keeper, if it is to take part in replication and local rank 0 asks."""
+def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer | None) -> Attach:
+    """What a worker says of itself and offers: its node's memory (local rank 0), what storage holds (rank 0).
+
+    Raises: as `stored` and `Checkpointer.held`.
+    """
+    offer = Attach(
+        job=config.job,
+        incarnation=incarnation,
+        node=place.node,
+        pid=os.getpid(),
+        save_to=config.save_to,
+        storage_options=config.storage_options,
+        keep=config.keep,
+        save_every=config.save_every,
+        persist_every=config.persist_every,
+        resume="never" if config.fresh else config.resume,
+        held=engine.held() if engine is not None and place.local_rank == 0 else (),
+        stored=stored(config) if engine is not None and place.rank == 0 else (),
+    )
+    return _announced(offer, config, place, engine)
+
+
+def _announced(offer: Attach, config: Config, place: Place, engine: Checkpointer | None) -> Attach:
+    """`offer` with the way to this node's keeper, if it is to take part in replication and local rank 0 asks."""
     if not config.replicas or config.master is None or engine is None or place.local_rank != 0:
-        return attach
+        return offer
     try:
         keeper = engine.neighbours.listen(host_towards(config.master), config.replica_mb_per_s)
     except KeeperAway as away:
         _log.warning("job %s: node %s is without replicas: %s", config.job, place.node, away)
-        return attach
+        return offer
     secret = Secret(secrets.token_hex(32))
-    return msgspec.structs.replace(attach, keeper=keeper, domain=place.domain, secret=secret)
+    return msgspec.structs.replace(offer, keeper=keeper, domain=place.domain, secret=secret)
 
 
 def follow(plan: Plan, engine: Checkpointer | None) -> None:
