@@ -23,6 +23,11 @@ _WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye)
 _log = logging.getLogger(__name__)
 
 
+def _log_failure(outcome: Any) -> None:
+    if isinstance(outcome, Exception):
+        _log.warning("%s", outcome)
+
+
 class Answers:
     """One method for each request. `saving`: the newest Hello that names a `save_to`."""
 
@@ -122,6 +127,7 @@ class Answers:
             segment = Segment(seat, made)
             self._holdings.add(segment)
             self._allocated(peer, message, segment)
+            self._rooms.submit(made.populate, _log_failure)  # the trainer does so, too, at the same time
 
     def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
         busy = self._shards.under_way(segment.seat)

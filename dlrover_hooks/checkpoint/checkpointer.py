@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint import snapshot, storage, wire
-from dlrover_hooks.checkpoint.arena import Arena, choose_slot
+from dlrover_hooks.checkpoint.arena import choose_slot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import (
     PARTS,
@@ -30,6 +30,7 @@ from dlrover_hooks.checkpoint.image import (
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.restoring import Restored, Restorer
+from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
@@ -78,7 +79,7 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
-        self._arena: Arena | None = None
+        self._room = Room(self._line, self._allocated)
         self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
@@ -137,6 +138,18 @@ class Checkpointer:
 
     # ---- while training
 
+    def prepare(self, nbytes: int) -> None:
+        """Have memory for images of `nbytes` made ready in the background, so that the save finds it. Never blocks.
+
+        What cannot be had is told by that save (`error`).
+        """
+        self._room.prepare(nbytes)
+
+    @property
+    def ready(self) -> bool:
+        """The memory of the newest `prepare`, or save, is there."""
+        return self._room.ready
+
     def save(self, step: int, tree: Mapping[str, Any], *, on_unsupported: OnUnsupported | None = None) -> Saved | None:
         """Copy `tree` into a free slot and publish it; None if this save had to be skipped (`skipped`, `error`).
 
@@ -154,7 +167,7 @@ class Checkpointer:
             snapshot.specs(tensors), Inside(generation, self._rank, self._world_size, skeletons)
         )
         try:
-            arena = self._room(layout.total_bytes)
+            arena = self._room.take(layout.total_bytes)
             slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
             if slot is None:
                 raise CheckpointError("no slot is free: newest, newest complete and being persisted")
@@ -163,7 +176,8 @@ class Checkpointer:
             view[: len(header)] = header
             snapshot.save(layout, tensors, view, self._copier)
             arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
-            self._line.seat().send(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot)))
+            if not self._line.tell(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot))):
+                raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
         except (HooksError, OSError) as error:
             return self._skip(step, error)
         self.error = None
@@ -186,21 +200,11 @@ class Checkpointer:
             self._layout = (key, layout)
             return layout, header_bytes(layout, metadata(layout, inside))
 
-    def _room(self, nbytes: int) -> Arena:
-        """The arena, a new one if `nbytes` do not fit into its slots."""
-        self._line.seat()
-        if self._arena is None or self._arena.slot_bytes < nbytes:
-            spare = max(nbytes // 64, 64 << 10)  # so that a header may grow without a new segment
-            reply, fd = self._line.ask(lambda ref: wire.Allocate(ref=ref, slot_bytes=nbytes + spare), timeout_s=300.0)
-            if isinstance(reply, wire.Refused):
-                raise KeeperAway(reply.reason, hint=reply.hint)
-            if self._arena is not None:
-                self._arena.close()
-            self._arena = Arena.attach(fd)
-            self._persisting |= set(reply.persisting)
-            if reply.complete is not None and self._newest_complete is None:
-                self._newest_complete = reply.complete
-        return self._arena
+    def _allocated(self, reply: wire.Allocated) -> None:
+        """What the keeper says beside new memory. Any thread."""
+        self._persisting |= set(reply.persisting)
+        if reply.complete is not None and self._newest_complete is None:
+            self._newest_complete = reply.complete
 
     def _skip(self, step: int, error: Exception) -> None:
         self.skipped += 1
@@ -236,9 +240,7 @@ class Checkpointer:
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
         self._line.close(finished=finished)
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._room.close()
 
     # ---- the line
 
@@ -254,12 +256,10 @@ class Checkpointer:
         )
 
     def _forget(self) -> None:
-        """The keeper died, and with it what it held."""
+        """The keeper died, and with it what it held. Any thread."""
         self._newest_complete = None
         self._keeper_gone()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._room.lose()
 
     def _hello(self, ref: int) -> wire.Hello:
         return wire.Hello(

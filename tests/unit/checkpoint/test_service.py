@@ -125,7 +125,7 @@ def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
     hung.save(1)
     assert [one.generation.step for one in fresh.trainer.held()] == [1]
     fresh.save(2)
-    pages = [os.fstat(rank.trainer._arena.fd).st_ino for rank in (hung, fresh) if rank.trainer._arena]
+    pages = [os.fstat(rank.trainer._room.take(0).fd).st_ino for rank in (hung, fresh)]
     assert len(set(pages)) == 2
     hung.trainer.save(3, {"state": {"w": np.full(100, 3)}})  # into the old pages, which nobody hashes any more
     assert {one.generation.step for one in fresh.trainer.held()} == {1, 2}
