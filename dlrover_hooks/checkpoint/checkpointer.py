@@ -13,25 +13,21 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+import msgspec
+
+from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.checkpoint.arena import choose_slot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import (
     PARTS,
-    RESERVE,
     Inside,
-    Layout,
-    Outgrown,
-    TensorSpec,
-    header_bytes,
-    metadata,
-    plan,
 )
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Restored, Restorer
 from dlrover_hooks.checkpoint.room import Room
-from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
+from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
 
@@ -80,7 +76,8 @@ class Checkpointer:
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self._room = Room(self._line, self._allocated)
-        self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
+        self._recipe: Recipe | None = None
+        self._memo: Memo = {}
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
         self._copier = Copier()
@@ -94,7 +91,10 @@ class Checkpointer:
             KeeperAway: there is no keeper.
             UsageError: a living process of another launch saves there.
         """
-        return granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0]).held
+        welcome = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0])
+        for line in welcome.damage:
+            _log.warning("job %s, node %s: a generation in memory is lost: %s", self.job, self.node, line)
+        return welcome.held
 
     def take_seat(self) -> None:
         """From here on this process saves for its seat; whoever had it is told. After `begin`; `save` does it, too.
@@ -162,10 +162,11 @@ class Checkpointer:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
         tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
         generation = Generation(self._attempt, step, self._run)
-        skeletons = {part: flat.skeleton for part, flat in flats.items()}
-        layout, header = self._image(
-            snapshot.specs(tensors), Inside(generation, self._rank, self._world_size, skeletons)
-        )
+        skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
+        if self._recipe is None or not self._recipe.fits(tensors):
+            self._recipe = Recipe(tensors)
+        header = self._recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
+        layout = self._recipe.layout
         try:
             arena = self._room.take(layout.total_bytes)
             slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
@@ -174,7 +175,7 @@ class Checkpointer:
             arena.begin(slot)
             view = arena.view(slot, layout.total_bytes)
             view[: len(header)] = header
-            snapshot.save(layout, tensors, view, self._copier)
+            self._recipe.fill(view, self._recipe.sources(tensors), self._copier)
             arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
             if not self._line.tell(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot))):
                 raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
@@ -185,20 +186,7 @@ class Checkpointer:
 
     def _flatten(self, part: str, tree: Any, on_unsupported: OnUnsupported | None) -> Any:
         where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
-        return flatten(tree, where=where, on_unsupported=on_unsupported)
-
-    def _image(self, specs: tuple[TensorSpec, ...], inside: Inside) -> tuple[Layout, bytes]:
-        """The layout of before if it still fits, with this save's header."""
-        key = frozenset(specs)
-        if self._layout is None or self._layout[0] != key:
-            self._layout = (key, plan(specs))
-        layout = self._layout[1]
-        try:
-            return layout, header_bytes(layout, metadata(layout, inside))
-        except Outgrown as outgrown:
-            layout = plan(specs, RESERVE + layout.header_bytes + 2 * outgrown.needed)
-            self._layout = (key, layout)
-            return layout, header_bytes(layout, metadata(layout, inside))
+        return flatten(tree, where=where, on_unsupported=on_unsupported, memo=self._memo)
 
     def _allocated(self, reply: wire.Allocated) -> None:
         """What the keeper says beside new memory. Any thread."""

@@ -59,6 +59,29 @@ class Kept:
         self._stack.callback(made.close)
         return made
 
+    def dead_trainer(self, step: int, seat: int = 0, *, world: int = 1, **options: Any) -> int:
+        """A trainer of rank `seat` in a process of its own that saved `step`, heard of its hash, and was killed: -9."""
+        ready, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                hashed: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                trainer = Checkpointer("job", "node", seat, start_keeper=False, notify=hashed.put, **options)
+                trainer.begin(RUN, 0, seat, world)
+                trainer.save(step, state(step, options.pop("size", 1000)))
+                hashed.get(timeout=WAIT_S)
+                os.write(tell, b"!")
+                signal.pause()
+            os._exit(1)
+        os.close(tell)
+        try:
+            assert os.read(ready, 1) == b"!", "the trainer failed"
+        finally:
+            os.close(ready)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return pid
+
     def notice(self, kind: type[Any]) -> Any:
         while True:
             got = self.notices.get(timeout=WAIT_S)
