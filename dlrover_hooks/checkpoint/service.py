@@ -135,8 +135,8 @@ class Keeper:
         try:
             if segment.accept(proof):
                 notice = wire.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
-                self._loop.tell(segment.seat, notice)
                 self._replication.proved(Found(segment, proof))
+                self._loop.tell(segment.seat, notice)
         except Corrupt as damage:
             _log.error("%s", damage)
             self.holdings.damage.append(damage.message)
