@@ -34,8 +34,16 @@ class Fit(Protocol):
         ...
 
 
-Fitting = Callable[[Any, Images, Copier], Fit]
-"""Given the saved `state` with a `Stored` in the place of each tensor. Raises UsageError if it does not fit."""
+class Opening(NamedTuple):
+    """What an adapter may look at: `state` is the saved one with a `Stored` in the place of each tensor."""
+
+    state: Any
+    images: Images
+    copier: Copier
+
+
+Fitting = Callable[[Opening], Fit]
+"""Raises UsageError if what was saved does not fit."""
 
 
 class Restored(NamedTuple):
@@ -108,10 +116,15 @@ class Restorer:
         index = images.index()
         if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
             index = images.everything()
-        fit = fitting(unflatten(skeletons["state"], index), images, self._copier) if fitting is not None else None
+        opening = Opening(unflatten(skeletons["state"], index), images, self._copier)
+        fit = fitting(opening) if fitting is not None else None
         given = dict(fit.tensors) if fit is not None else {}
-        wanted = chosen(index, ("state", "data", *(("rank",) if same else ())))
-        fresh = snapshot.load([one for one in wanted if one.name not in given], self._copier)
+        parts = ("state", "data", *(("rank",) if same else ()))
+        wanted = [one for one in chosen(index, parts) if one.name not in given]
+        if not all(one.is_whole for one in wanted):
+            index = images.everything()
+            wanted = [one for one in chosen(index, parts) if one.name not in given]
+        fresh = snapshot.load(wanted, self._copier)
         images.check()
         tree = {part: unflatten(skeletons[part], fresh | given) for part in ("state", "data") if part in skeletons}
         if "rank" in own:
