@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -19,9 +20,10 @@ import msgspec
 from dlrover_hooks import protocol as p
 from dlrover_hooks import rng
 from dlrover_hooks.checkpoint import stock
-from dlrover_hooks.checkpoint.cadence import save_due
+from dlrover_hooks.checkpoint.cadence import Pace, save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.restoring import Fitting
+from dlrover_hooks.checkpoint.stock import Restored as Restored
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
@@ -53,19 +55,6 @@ class Leased(Source, Protocol):
     def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
 
 
-class Restored(msgspec.Struct, frozen=True):
-    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
-
-    generation: p.Generation
-    source: p.Source
-    state: Any
-    data: dict[str, dict[str, Any]]
-    leases: dict[str, dict[str, Any]]
-    """By leased dataset: the state of one of the saved ranks."""
-    rng: dict[str, Any] | None
-    """None at a new world size: the rank was reseeded instead."""
-
-
 class Session:
     """One life of one worker in a job.
 
@@ -91,8 +80,10 @@ class Session:
         self._data = Cut()
         self._restored: Restored | None = None
         self._rng: dict[str, Any] | None = None
-        self._last_step: tuple[int, float] | None = None
+        self._pace = Pace()
         self._at_step_end = False
+        self._cut_at = -1
+        """The step of the last cut."""
         self._said = set[str]()
         self._left = False
         self._caller = self._connect()
@@ -187,9 +178,20 @@ class Session:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
         if self._engine is None:
             return
-        saved = self._engine.save(step, self._tree(state))
+        self._cut_at = step
+        saved = self._engine.save(step, self._tree(state), behind=True)
         if saved is not None:
             self._courier.saved(saved.generation, saved.copy_s)
+
+    def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
+        """`parameters()`: those of the models. The frozen ones among them are not copied at every save."""
+        if self._engine is not None:
+            self._engine.parameters = parameters
+
+    def wait_copied(self) -> None:
+        """Return when the last cut is copied, before weights are changed other than by an optimizer's step."""
+        if self._engine is not None:
+            self._engine.wait_copied()
 
     def finish(self, step: int, state: Any) -> None:
         """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST.
@@ -252,6 +254,7 @@ class Session:
             linger_s=600.0 if self.config.named else 0.0,
             notify=lambda notice: self._courier.notice(notice),
             start_keeper=not launched,
+            mode=self.config.snapshot,
         )
 
     def _join_round(self) -> None:
@@ -321,10 +324,7 @@ class Session:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
         else:
-            tree = found.tree
-            own_rng = tree["rank"]["rng"] if found.same_world else None
-            leases = {name: state for part in found.leases for name, state in part.items()}
-            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
+            self._restored = stock.restored(choice, found)
             ok, reason = True, ""
         self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
 
@@ -354,14 +354,11 @@ class Session:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
-        """Smoothed seconds per optimizer step, for the master's choice of the cadence."""
-        now = time.monotonic()
-        if self._last_step is not None and step > self._last_step[0]:
-            seconds = (now - self._last_step[1]) / (step - self._last_step[0])
-            self._courier.step_s = seconds if not self._courier.step_s else 0.9 * self._courier.step_s + 0.1 * seconds
-        if self._last_step is None or step != self._last_step[0]:
-            self._last_step = (step, now)
-        self._courier.step = step
+        """How long the step took, for the cadence (smoothed) and for the mode of saves (those with a cut)."""
+        seconds = self._pace.at(step, time.monotonic())
+        if self._engine is not None and seconds is not None and self._cut_at == step - 1:
+            self._engine.took(seconds)
+        self._courier.step, self._courier.step_s = step, self._pace.step_s
 
     def _committed(self, generation: p.Generation) -> bool:
         self._surface()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_hooks.checkpoint.images import Stored
-from dlrover_hooks.checkpoint.snapshot import dtype_of
+from dlrover_hooks.checkpoint.loading import dtype_of
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.filling import is_sharded, refuse
 
@@ -43,7 +43,7 @@ class WholeState:
     """`model` (bare) and `optimizer` of one run. Training thread."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+        self.model, self._optimizer = model, optimizer
         found: Mapping[nn.Parameter, str] = {parameter: _plain(name) for name, parameter in model.named_parameters()}
         self._known = found
 
@@ -54,8 +54,8 @@ class WholeState:
     def load(self, saved: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Take `saved` (see `save`), the tensors of which are those of `targets` where it gave some."""
         model: dict[str, Any] = saved["model"]
-        live: dict[str, str] = {_plain(name): name for name in self._model.state_dict()}
-        self._model.load_state_dict({live.get(name, name): value for name, value in model.items()})
+        live: dict[str, str] = {_plain(name): name for name in self.model.state_dict()}
+        self.model.load_state_dict({live.get(name, name): value for name, value in model.items()})
         if not weights_only:
             numbered = self._numbered(saved["optimizer"])
             self._optimizer.load_state_dict(numbered)
@@ -73,7 +73,7 @@ class WholeState:
     # ---- the model
 
     def _named(self) -> dict[str, Any]:
-        return {_plain(name): value for name, value in self._model.state_dict().items()}
+        return {_plain(name): value for name, value in self.model.state_dict().items()}
 
     def _model_targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         live = self._named()

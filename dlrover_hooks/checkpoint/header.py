@@ -41,12 +41,12 @@ class Whole(Message, frozen=True):
 
 
 class Inside(Message, frozen=True):
-    """What the image says of itself, under `dlrover_hooks` in its metadata. `skeletons`: tagged JSON by part."""
+    """What the image says of itself, in its metadata. `skeletons`: tagged JSON by part (see `tree`)."""
 
     generation: Generation
     rank: int
     world_size: int
-    skeletons: dict[str, str]
+    skeletons: dict[str, msgspec.Raw]
     format: int = 1
 
 

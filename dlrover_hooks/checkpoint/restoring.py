@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+from dlrover_hooks.checkpoint import loading, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
@@ -103,7 +103,7 @@ class Restorer:
             first, leases = self._here(restore) if memory else (0, self._shares(restore))
             found = self._restored(restore, images, first, fitting)
             leases = [images.image(rank).header.inside().skeletons for rank in leases]
-            parts = tuple(unflatten(part["leases"], {}) for part in leases if "leases" in part)
+            parts = tuple(unflatten(bytes(part["leases"]), {}) for part in leases if "leases" in part)
             return found._replace(leases=parts)
         except BaseException:
             images.close()
@@ -116,7 +116,7 @@ class Restorer:
         index = images.index()
         if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
             index = images.everything()
-        opening = Opening(unflatten(skeletons["state"], index), images, self._copier)
+        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier)
         fit = fitting(opening) if fitting is not None else None
         given = dict(fit.tensors) if fit is not None else {}
         parts = ("state", "data", *(("rank",) if same else ()))
@@ -124,11 +124,13 @@ class Restorer:
         if not all(one.is_whole for one in wanted):
             index = images.everything()
             wanted = [one for one in chosen(index, parts) if one.name not in given]
-        fresh = snapshot.load(wanted, self._copier)
+        fresh = loading.load(wanted, self._copier)
         images.check()
-        tree = {part: unflatten(skeletons[part], fresh | given) for part in ("state", "data") if part in skeletons}
+        tree = {
+            part: unflatten(bytes(skeletons[part]), fresh | given) for part in ("state", "data") if part in skeletons
+        }
         if "rank" in own:
-            tree["rank"] = unflatten(own["rank"], fresh)
+            tree["rank"] = unflatten(bytes(own["rank"]), fresh)
         return Restored(tree, same, (), images, fit)
 
     # ---- memory

@@ -13,6 +13,8 @@ from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.header import Inside
 from dlrover_hooks.checkpoint.images import Images
+from dlrover_hooks.checkpoint.loading import load
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
 
@@ -45,20 +47,18 @@ class Memory:
         pass
 
 
-def loaded(data: bytearray, names: Any = None, threads: int = 2) -> dict[str, torch.Tensor]:
+def loaded(data: bytearray, threads: int = 2) -> dict[str, torch.Tensor]:
     images = Images(GENERATION, 1, lambda _: Memory(data))
     images.image(0)
-    return snapshot.load(
-        [one for one in images.index().values() if names is None or one.name in names], Copier(threads)
-    )
+    return load(images.index().values(), Copier(threads))
 
 
 def put(tensors: dict[str, Any], threads: int = 2) -> bytearray:
-    layout = image.plan(snapshot.specs(tensors))
-    data = bytearray(layout.total_bytes)
-    inside = Inside(GENERATION, 0, 1, {})
-    data[: layout.header_bytes] = image.header_bytes(layout, image.metadata(layout, inside))
-    snapshot.save(layout, tensors, memoryview(data), Copier(threads))
+    recipe = Recipe(tensors)
+    data = bytearray(recipe.layout.total_bytes)
+    data[: recipe.layout.header_bytes] = recipe.header(Inside(GENERATION, 0, 1, {}))
+    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
+    Copier(threads).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
     return data
 
 
