@@ -8,7 +8,6 @@ sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 import uuid
@@ -100,7 +99,7 @@ class Session:
         if not self.place.incarnation:
             self._join_round()
         use_seat()
-        attach = self._attach_request()
+        attach = stock.attach(self.config, self.place, self._incarnation, self._engine)
         self.run = self._caller.call(attach, timeout_s=60.0).run
         self._watcher = self._caller.watch(self.config.job, self._noticed)
 
@@ -282,25 +281,6 @@ class Session:
         while seated.round is None:
             self._in_time(deadline, f"{place.world_size} workers to join")
             seated = self._caller.call(p.AwaitRound(self.config.job, self._incarnation, timeout_s=20.0), timeout_s=60.0)
-
-    def _attach_request(self) -> p.Attach:
-        config, place = self.config, self.place
-        held = self._engine.held() if self._engine is not None and place.local_rank == 0 else ()
-        manifests = stock.stored(config) if self._engine is not None and place.rank == 0 else ()
-        return p.Attach(
-            job=config.job,
-            incarnation=self._incarnation,
-            node=place.node,
-            pid=os.getpid(),
-            save_to=config.save_to,
-            storage_options=config.storage_options,
-            keep=config.keep,
-            save_every=config.save_every,
-            persist_every=config.persist_every,
-            resume="never" if config.fresh else config.resume,
-            held=held,
-            stored=manifests,
-        )
 
     def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
         number = plan.number or 0

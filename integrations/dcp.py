@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dlrover_hooks.checkpoint import loading, storage
+from dlrover_hooks.checkpoint import snapshot, storage
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Images, Piece, Stored, need
 from dlrover_hooks.checkpoint.place import Place
@@ -86,7 +86,7 @@ class FlashReader(StorageReader):
         """Copy what `plan` says into the planner's tensors."""
         self.prepare_local_plan(plan)
         targets = [planner.resolve_tensor(item).detach() for item in plan.items]
-        loading.copy(zip(targets, self._sources(plan), strict=True), self._copier)
+        snapshot.copy(zip(targets, self._sources(plan), strict=True), self._copier)
         for item, target in zip(plan.items, targets, strict=True):
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -100,7 +100,7 @@ class FlashReader(StorageReader):
 
     def _sources(self, plan: LoadPlan) -> Iterator[torch.Tensor]:
         for item in plan.items:
-            whole = loading.source(self._piece(item), self._stored(item).dtype)
+            whole = snapshot.source(self._piece(item), self._stored(item).dtype)
             region = zip(item.storage_offsets, item.lengths, strict=True)
             yield whole[tuple(slice(at, at + length) for at, length in region)]
 
@@ -131,7 +131,7 @@ def opened(url: str, options: Mapping[str, Any] | None = None, step: int | None 
 
 def _metadata(stored: Stored) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in stored.pieces]
-    properties = TensorProperties(dtype=loading.dtype_of(stored.dtype))
+    properties = TensorProperties(dtype=snapshot.dtype_of(stored.dtype))
     return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
 
 

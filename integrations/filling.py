@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dlrover_hooks.checkpoint import loading, snapshot
+from dlrover_hooks.checkpoint import snapshot
 from dlrover_hooks.checkpoint.images import Stored, need_all
 from dlrover_hooks.checkpoint.restoring import Opening
 from dlrover_hooks.errors import UsageError
@@ -42,11 +42,11 @@ class Filling:
     def fill(self) -> None:
         """Copy; see `restoring.Fit`."""
         pairs = (
-            (target.detach(), loading.source(piece, stored.dtype))
+            (target.detach(), snapshot.source(piece, stored.dtype))
             for target, stored in self._whole
             for piece in stored.pieces
         )
-        loading.copy(pairs, self._copier)
+        snapshot.copy(pairs, self._copier)
         if self._parts is not None:
             self._parts.fill()
 
@@ -82,8 +82,8 @@ def _is_here(target: Any, stored: Stored) -> bool:
         return True
     if not is_sharded(target):
         return False
-    local, shards = snapshot.shards({stored.name: target})
-    at, shape = shards[stored.name].offsets, tuple(local[stored.name].shape)
+    spec, shape = snapshot.specs({stored.name: target})[0], tuple(snapshot.part(target).shape)
+    at = spec.offsets[: len(shape)]
     return 0 in shape or any((piece.offsets, piece.shape) == (at, shape) for piece in stored.pieces)
 
 
@@ -92,7 +92,7 @@ def _compare(targets: Mapping[str, torch.Tensor], index: Mapping[str, Stored]) -
     converted: list[str] = []
     for name, target in targets.items():
         stored = index[name]
-        dtype = loading.dtype_of(stored.dtype)
+        dtype = snapshot.dtype_of(stored.dtype)
         if tuple(target.shape) != stored.shape:
             wrong.append(f"{name} was saved as {list(stored.shape)}, here it is {list(target.shape)}")
         elif target.dtype is not dtype and target.is_floating_point() and dtype.is_floating_point:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_hooks.checkpoint.images import Stored
-from dlrover_hooks.checkpoint.loading import dtype_of
+from dlrover_hooks.checkpoint.snapshot import dtype_of
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.filling import is_sharded, refuse
 

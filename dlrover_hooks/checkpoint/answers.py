@@ -17,10 +17,16 @@ from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
 from dlrover_hooks.checkpoint.place import reason
 from dlrover_hooks.checkpoint.shards import Shards
+from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import KeeperAway
 
 _WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye)
 _log = logging.getLogger(__name__)
+
+
+def _log_failure(outcome: Any) -> None:
+    if isinstance(outcome, Exception):
+        _log.warning("%s", outcome)
 
 
 class Answers:
@@ -34,10 +40,11 @@ class Answers:
         hashes: Hashes,
         shards: Shards,
         rooms: Crew,
+        will: Will,
     ) -> None:
         self.saving: wire.Hello | None = None
         self._loop, self._holdings, self._lifetime = loop, holdings, lifetime
-        self._hashes, self._shards, self._rooms = hashes, shards, rooms
+        self._hashes, self._shards, self._rooms, self._will = hashes, shards, rooms, will
 
     def take(self, peer: Peer, message: Any) -> None:
         """Do what `message` asks. Raises KeeperAway where `peer` may not ask that."""
@@ -76,17 +83,24 @@ class Answers:
 
     def _welcome(self, peer: Peer, message: wire.Wire) -> None:
         """Answer once all that is published by now is hashed."""
-        self._hashes.when_done(
-            lambda: self._loop.send(peer, wire.Welcome(ref=message.ref, held=self._holdings.held(), pid=os.getpid()))
-        )
+
+        def answer() -> None:
+            held, damage = self._holdings.held(), tuple(self._holdings.damage)
+            if peer.hello is not None:
+                self._holdings.damage.clear()
+            self._loop.send(peer, wire.Welcome(ref=message.ref, held=held, damage=damage, pid=os.getpid()))
+
+        self._hashes.when_done(answer)
 
     def _drop(self, peer: Peer, message: wire.Drop) -> None:
         if not peer.replaced:
             self._holdings.forget(message.run, sparing=seats.taken(peer, self._loop.peers))
             self._shards.forget(message.run)
+            self._will.forget(message.run)
         self._loop.send(peer, wire.Done(ref=message.ref))
 
     def _goodbye(self, peer: Peer, message: wire.Goodbye) -> None:
+        peer.left = True
         if peer.hello is None:
             if message.finished:  # it has found the job finished
                 self._lifetime.job_done(seats.taken(peer, self._loop.peers))
@@ -122,6 +136,7 @@ class Answers:
             segment = Segment(seat, made)
             self._holdings.add(segment)
             self._allocated(peer, message, segment)
+            self._rooms.submit(made.populate, _log_failure)  # the trainer does so, too, at the same time
 
     def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
         busy = self._shards.under_way(segment.seat)
@@ -140,9 +155,9 @@ class Answers:
 
     def _opened(self, peer: Peer, message: wire.Open, segment: Segment, proof: Proof | Exception) -> None:
         if isinstance(proof, Exception):
-            for index, old in list(segment.proofs.items()):
+            for old in list(segment.proofs.values()):
                 if (old.slot.generation, old.slot.rank) == (message.generation, message.rank):
-                    del segment.proofs[index]
+                    segment.refute(old.slot)
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=str(proof)))
             return
         slot = proof.slot

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.checkpoint.arena import Arena, choose_slot
 from dlrover_hooks.checkpoint.image import PARTS, Inside
 from dlrover_hooks.checkpoint.line import Line, granted
@@ -24,6 +24,7 @@ from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.mode import EAGER, Mode
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
+from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
@@ -74,16 +75,16 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
-        self._arena: Arena | None = None
+        self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
         self._recipe: Recipe | None = None
         self._memo: Memo = {}
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
-        self._opened: Restored | None = None
-        """Opened and verified for the round that is forming, not copied yet."""
         self.parameters: Callable[[], Iterable[Any]] = tuple
         """Of the models (torch). The frozen ones among them are not copied at every save."""
         self._writer = self._make_writer(mode)
+        self._opened: Restored | None = None
+        """Opened and verified for the round that is forming, not copied yet."""
 
     def _make_writer(self, mode: str) -> Writer:
         if "torch" not in sys.modules:
@@ -101,7 +102,10 @@ class Checkpointer:
             KeeperAway: there is no keeper.
             UsageError: a living process of another launch saves there.
         """
-        return granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0]).held
+        welcome = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0])
+        for line in welcome.damage:
+            _log.warning("job %s, node %s: a generation in memory is lost: %s", self.job, self.node, line)
+        return welcome.held
 
     def take_seat(self) -> None:
         """From here on this process saves for its seat; whoever had it is told. After `begin`; `save` does it, too.
@@ -165,6 +169,18 @@ class Checkpointer:
 
     # ---- while training
 
+    def prepare(self, nbytes: int) -> None:
+        """Have memory for images of `nbytes` made ready in the background, so that the save finds it. Never blocks.
+
+        What cannot be had is told by that save (`error`).
+        """
+        self._room.prepare(nbytes)
+
+    @property
+    def ready(self) -> bool:
+        """The memory of the newest `prepare`, or save, is there."""
+        return self._room.ready
+
     def save(
         self, step: int, tree: Mapping[str, Any], *, behind: bool = False, on_unsupported: OnUnsupported | None = None
     ) -> Saved | None:
@@ -184,7 +200,7 @@ class Checkpointer:
             self.damaged = None
             self._writer.damaged()
         try:
-            arena = self._room(shot.recipe.layout.total_bytes)
+            arena = self._room.take(shot.recipe.layout.total_bytes)
             slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
             if slot is None:
                 raise CheckpointError("no slot is free: newest, newest complete and being persisted")
@@ -199,19 +215,19 @@ class Checkpointer:
         tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
         generation = Generation(self._attempt, step, self._run)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
-        tensors, shards = snapshot.shards(tensors)
-        if self._recipe is None or not self._recipe.fits(tensors, shards):
-            self._recipe = Recipe(tensors, self._writer.seldom(tensors), shards)
+        if self._recipe is None or not self._recipe.fits(tensors):
+            self._recipe = Recipe(tensors, self._writer.seldom(tensors))
         header = self._recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
         return Shot(generation, self._recipe, header, self._recipe.sources(tensors))
 
     def _target(self, arena: Arena, slot: int, shot: Shot) -> Target:
-        link, size = self._line.seat(), shot.recipe.layout.total_bytes
-        rank, world_size = self._rank, self._world_size
+        size, rank, world_size = shot.recipe.layout.total_bytes, self._rank, self._world_size
 
         def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
             arena.publish(slot, shot.generation, rank, world_size, size)
-            link.send(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged))
+            message = wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged)
+            if not self._line.tell(message):
+                raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
 
         return Target(arena.number, slot, arena.view(slot, size), publish)
 
@@ -227,21 +243,11 @@ class Checkpointer:
         where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
         return flatten(tree, where=where, on_unsupported=on_unsupported, memo=self._memo)
 
-    def _room(self, nbytes: int) -> Arena:
-        """The arena, a new one if `nbytes` do not fit into its slots."""
-        self._line.seat()
-        if self._arena is None or self._arena.slot_bytes < nbytes:
-            spare = max(nbytes // 64, 64 << 10)  # so that a header may grow without a new segment
-            reply, fd = self._line.ask(lambda ref: wire.Allocate(ref=ref, slot_bytes=nbytes + spare), timeout_s=300.0)
-            if isinstance(reply, wire.Refused):
-                raise KeeperAway(reply.reason, hint=reply.hint)
-            if self._arena is not None:
-                self._arena.close()
-            self._arena = Arena.attach(fd)
-            self._persisting |= set(reply.persisting)
-            if reply.complete is not None and self._newest_complete is None:
-                self._newest_complete = reply.complete
-        return self._arena
+    def _allocated(self, reply: wire.Allocated) -> None:
+        """What the keeper says beside new memory. Any thread."""
+        self._persisting |= set(reply.persisting)
+        if reply.complete is not None and self._newest_complete is None:
+            self._newest_complete = reply.complete
 
     def _skip(self, error: Exception) -> None:
         """A save does not count. Any thread."""
@@ -277,12 +283,10 @@ class Checkpointer:
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
-        self._close_opened()
         self._writer.close()
+        self._close_opened()
         self._line.close(finished=finished)
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._room.close()
 
     # ---- the line
 
@@ -298,13 +302,10 @@ class Checkpointer:
         )
 
     def _forget(self) -> None:
-        """The keeper died, and with it what it held."""
-        self._writer.wait()
+        """The keeper died, and with it what it held. Any thread."""
         self._newest_complete = None
         self._keeper_gone()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._room.lose()
 
     def _hello(self, ref: int) -> wire.Hello:
         return wire.Hello(

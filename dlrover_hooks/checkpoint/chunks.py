@@ -22,7 +22,11 @@ def digests(view: memoryview) -> tuple[str, ...]:
 
 def damaged(view: memoryview, expected: tuple[str, ...]) -> int | None:
     """Index of the first chunk of `view` that does not match `expected`, None if all do."""
-    found = digests(view)
+    return first_difference(digests(view), expected)
+
+
+def first_difference(found: tuple[str, ...], expected: tuple[str, ...]) -> int | None:
+    """Index of the first chunk that differs, None if all are equal."""
     if found == expected:
         return None
     for index, (is_, should) in enumerate(zip(found, expected, strict=False)):

@@ -110,6 +110,17 @@ def header_end(view: memoryview | bytes | bytearray, nbytes: int) -> int:
     return 8 + length
 
 
+def holds_shards(view: memoryview) -> bool:
+    """Does the image `view` hold parts of tensors? A search, not a reading: a keeper asks it for each save.
+
+    A state that holds these very words in a string is taken for one, too. That does no harm: more images are asked for.
+    """
+    try:
+        return rb"\"sharded\":true" in bytes(view[8 : header_end(view[:8], len(view))])
+    except Corrupt:
+        return False
+
+
 def parse(view: memoryview | bytes | bytearray, nbytes: int | None = None) -> Header:
     """Read the header at the begin of `view`, of an image of `nbytes` (None: `view` is the whole image).
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Arena, Slot
-from dlrover_hooks.checkpoint.chunks import digests, inside
+from dlrover_hooks.checkpoint.chunks import digests, first_difference, inside
+from dlrover_hooks.checkpoint.header import holds_shards
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 
@@ -50,21 +51,36 @@ class Segment:
         """Keep `proof`, unless its slot is superseded or a newer proof came first.
 
         Raises:
-            Corrupt: what was not copied again is not what it was; names slot and chunk.
+            Corrupt: it is not what it was when it was hashed before, as a whole or where it was not copied again; names
+                slot and chunk. The slot counts no more.
         """
         slot, chunks = proof
-        if slot.index in self.proofs and self.proofs[slot.index].slot.seq > slot.seq:
+        old = self.proofs.get(slot.index)
+        if old is not None and old.slot.seq >= slot.seq:
+            if old.slot.seq == slot.seq and (bad := first_difference(chunks, old.chunks)) is not None:
+                self.refute(slot)
+                raise Corrupt(f"{self._name(slot)}: chunk {bad} did not match its hash")
             return False
         seq, unchanged = self.unchanged.get(slot.index, (slot.seq, frozenset()))
         before = self.known.pop(slot.index, {})
         if seq == slot.seq and (bad := [chunk for chunk in sorted(unchanged) if before.get(chunk) != chunks[chunk]]):
+            self.refute(slot)
             why = "changed since it was hashed" if bad[0] in before else "was never hashed"
-            raise Corrupt(f"slot {slot.index} of seat {self.seat}, {slot.generation}: chunk {bad[0]}, kept, {why}")
+            raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, kept, {why}")
         self.known[slot.index] = dict(enumerate(chunks))
         if self.void.get(slot.index) == slot.seq:
             return False
         self.proofs[slot.index] = proof
         return True
+
+    def refute(self, slot: Slot) -> None:
+        """What stands in `slot` is damaged: it counts no more, however often it is hashed."""
+        self.void[slot.index] = slot.seq
+        self.proofs.pop(slot.index, None)
+        self.known.pop(slot.index, None)
+
+    def _name(self, slot: Slot) -> str:
+        return f"slot {slot.index} of seat {self.seat}, {slot.generation}, rank {slot.rank}"
 
     def supersede(self, index: int) -> None:
         """Slot `index` was published: an older image of the same generation and rank in another slot is void."""
@@ -74,6 +90,10 @@ class Segment:
             if old.index != index and (old.generation, old.rank) == (new.generation, new.rank):
                 self.proofs.pop(old.index, None)
                 self.void[old.index] = old.seq
+
+    def sharded(self, slot: Slot) -> bool:
+        """Does it hold parts of tensors?"""
+        return holds_shards(self.arena.view(slot.index, slot.image_bytes))
 
     def proved(self, slot: Slot) -> bool:
         """`slot` was hashed as it stands, or need not be."""
@@ -112,6 +132,8 @@ class Holdings:
     def __init__(self) -> None:
         self.seats: dict[int, list[Segment]] = {}
         self.complete: Generation | None = None
+        self.damage: list[str] = []
+        """What was found damaged, for the next trainer to say."""
 
     def current(self, seat: int) -> Segment | None:
         """The newest segment that the seat's trainer may write."""
@@ -143,7 +165,7 @@ class Holdings:
     def held(self) -> tuple[Held, ...]:
         """Every hashed slot of this node."""
         return tuple(
-            Held(slot.generation, slot.rank, slot.world_size, segment.seat, slot.index)
+            Held(slot.generation, slot.rank, slot.world_size, segment.seat, slot.index, sharded=segment.sharded(slot))
             for segment in self._segments()
             for slot, _ in segment.valid()
             if slot.generation is not None

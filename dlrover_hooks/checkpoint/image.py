@@ -69,11 +69,15 @@ class Subset(NamedTuple):
 def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[str] = ()) -> Layout:
     """Lay `specs` out, with at least `reserve` bytes in the header for metadata; those `apart` next to each other.
 
-    Shards of no bytes are only named: stock readers trip over them.
+    Shards of no bytes are only named: stock readers take an image for the whole tensor's as soon as it is in the table.
     """
     specs = tuple(specs)
-    there = (spec for spec in specs if spec.nbytes or spec.whole is None)
-    ordered = tuple(sorted(there, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name in apart, spec.name)))
+    ordered = tuple(
+        sorted(
+            (spec for spec in specs if spec.nbytes or spec.whole is None),
+            key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name in apart, spec.name),
+        )
+    )
     sharding = json.dumps(
         {spec.name: {"saved_offsets": list(spec.offsets or (0,) * len(spec.shape))} for spec in ordered},
         separators=(",", ":"),
@@ -83,20 +87,15 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[
         ends.append((ends[-1] if ends else 0) + spec.nbytes)
     begins = [0, *ends[:-1]]
     table = _table((spec.name, spec.dtype, spec.shape, a, b) for spec, a, b in zip(ordered, begins, ends, strict=False))
-    before = (
-        f'{{"__metadata__":{{"format":"pt","DCP_VERSION":"1.0","{SHARDING}":{json.dumps(sharding)},'
-        f'{_wholes(specs)}"{OURS}":'
-    )
-    after = f"}}{',' if table else ''}{table}}}"
+    wholes = {spec.name: spec.whole for spec in specs if spec.whole is not None}
+    stock = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: sharding}
+    if wholes:
+        stock[WHOLES] = msgspec.json.encode(wholes).decode()
+    before = f'{{"__metadata__":{json.dumps(stock, separators=(",", ":"))[:-1]},"{OURS}":'.encode()
+    after = f"}}{',' if table else ''}{table}}}".encode()
     header = _round_up(8 + len(before) + len(after) + reserve)
     starts = tuple(header + begin for begin, _ in zip(begins, ends, strict=False))
-    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before.encode(), after.encode())
-
-
-def _wholes(specs: Iterable[TensorSpec]) -> str:
-    """The metadata of what is not whole here, as a part of a JSON object."""
-    wholes = {spec.name: spec.whole for spec in specs if spec.whole is not None}
-    return f'"{WHOLES}":{json.dumps(msgspec.json.encode(wholes).decode())},' if wholes else ""
+    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before, after)
 
 
 def header_bytes(layout: Layout, inside: Inside) -> bytes:

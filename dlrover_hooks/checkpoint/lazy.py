@@ -81,6 +81,10 @@ class LazyWriter(Writer):
         self.behind.wait()
         self._events = []
 
+    def unmapped(self) -> None:
+        """See `Writer`."""
+        self._side.unpin()
+
     def damaged(self) -> None:
         """See `Writer`."""
         self._kept.forget()

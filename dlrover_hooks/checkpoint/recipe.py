@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dlrover_hooks.checkpoint import snapshot
 from dlrover_hooks.checkpoint.copying import Pieces
 from dlrover_hooks.checkpoint.image import RESERVE, Inside, Outgrown, header_bytes, plan
-from dlrover_hooks.checkpoint.snapshot import Shard
 
 _LOOKS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("shape"), attrgetter("dtype"))
 _numbers = itertools.count(1)
@@ -35,24 +33,18 @@ class Sources(NamedTuple):
 class Recipe:
     """The layout of `tensors` (by name), and the places to fill, in the order of the names. `number`: its own.
 
-    `apart`: names of those that lie together, because they are seldom copied. `shards`: see `snapshot.shards`.
+    `apart`: names of those that lie together, because they are seldom copied.
 
     Raises:
         UnsupportedState: see `snapshot.specs`.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        apart: Collection[str] = (),
-        shards: Mapping[str, Shard] = MappingProxyType({}),
-    ) -> None:
-        self._specs, self._apart, self._shards = snapshot.specs(tensors, shards), apart, shards
+    def __init__(self, tensors: Mapping[str, Any], apart: Collection[str] = ()) -> None:
+        self._specs, self._apart = snapshot.specs(tensors), apart
         self._names, self._looks = list(tensors), self._look(tensors)
+        self._filled = [index for index, spec in enumerate(self._specs) if spec.nbytes]
         self._lay_out(RESERVE)
         values = list(tensors.values())
-        sizes = {spec.name: spec.nbytes for spec in self._specs}
-        self._filled = [index for index, name in enumerate(self._names) if sizes[name]]
         alike = len(self._filled) == len(values) and snapshot.PLAIN.issuperset(map(type, values))
         self._plain = alike and not any(value.is_complex() for value in values)
 
@@ -61,17 +53,20 @@ class Recipe:
         places = {
             spec.name: (start, spec.nbytes) for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
         }
-        self.places = [places[name] for name in self._names if places.get(name, (0, 0))[1]]
+        self.places = [places[self._names[index]] for index in self._filled]
         """Offset in the image and bytes, without those that have none."""
         self._pieces: dict[tuple[int, ...] | None, Pieces] = {}
 
-    def fits(self, tensors: Mapping[str, Any], shards: Mapping[str, Shard] = MappingProxyType({})) -> bool:
-        """Do `tensors` have the names, shapes and types of before, and the same places in wholes?"""
-        return list(tensors) == self._names and self._look(tensors) == self._looks and shards == self._shards
+    def fits(self, tensors: Mapping[str, Any]) -> bool:
+        """Do `tensors` have the names, shapes and types of before?"""
+        return list(tensors) == self._names and self._look(tensors) == self._looks
 
     @staticmethod
     def _look(tensors: Mapping[str, Any]) -> list[list[Any]]:
-        return [list(map(look, tensors.values())) for look in _LOOKS]
+        looks = [list(map(look, tensors.values())) for look in _LOOKS]
+        if not snapshot.PLAIN.issuperset(looks[0]):
+            looks.append(list(map(snapshot.spread, tensors.values())))
+        return looks
 
     def header(self, inside: Inside) -> bytes:
         """The header of an image; a new layout if `inside` has outgrown the old one."""

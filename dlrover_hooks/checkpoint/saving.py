@@ -68,6 +68,9 @@ class Writer:
     def wait(self) -> None:
         """Return when nothing is being copied."""
 
+    def unmapped(self) -> None:
+        """Memory of slots is about to be unmapped."""
+
     def damaged(self) -> None:
         """A slot does not hold what it was filled with."""
 

@@ -20,6 +20,7 @@ from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
 from dlrover_hooks.checkpoint.shards import Shards
+from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import Corrupt
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ class Keeper:
         rooms = Crew("room", 2, self._loop.post)
         self._hashes = Hashes(self._loop.post, self._hashed)
         self._shards = Shards(self._loop.post, self._loop.tell)
-        self._answers = Answers(self._loop, self.holdings, self._lifetime, self._hashes, self._shards, rooms)
+        self._will = Will(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
+        self._answers = Answers(
+            self._loop, self.holdings, self._lifetime, self._hashes, self._shards, rooms, self._will
+        )
         self._will_begun = self._over = False
         if life_fd is not None:
             self._live_by(life_fd)
@@ -96,16 +100,26 @@ class Keeper:
         self._loop.send(peer, wire.Done(ref=message.ref))
 
     def _lost(self, peer: Peer) -> None:
-        """The trainer is gone: give torn slots back, hash what it had published."""
+        """The trainer is gone: give torn slots back, hash what it had published. If it died, look at all it left."""
         if peer.hello is not None:
-            self.holdings.roll_back(peer.hello.seat, retired=peer.replaced)
-            self._hash_rest(peer.hello.seat)
+            seat = peer.hello.seat
+            self.holdings.roll_back(seat, retired=peer.replaced)
+            self._hash_rest(seat)
+            if not peer.left and not peer.replaced:
+                self._check(seat)
+                self._will.trainer_died()
         if not any(other.asked for other in self._loop.peers):
             self._lifetime.alone(time.monotonic())
 
     def _hash_rest(self, seat: int) -> None:
         for segment, index in self.holdings.unproved(seat):
             self._hashes.submit(segment, index, segment.arena.seq(index))
+
+    def _check(self, seat: int) -> None:
+        """Hash again what lies there: the next life is told of no generation that is damaged by now."""
+        for segment in self.holdings.seats.get(seat, []):
+            for proof in segment.valid():
+                self._hashes.submit(segment, proof.slot.index, proof.slot.seq)
 
     def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
         if isinstance(proof, Exception):
@@ -122,20 +136,15 @@ class Keeper:
                 self._loop.tell(segment.seat, notice)
         except Corrupt as damage:
             _log.error("%s", damage)
+            self.holdings.damage.append(damage.message)
             self._loop.tell(segment.seat, wire.Damaged(generation=slot.generation, reason=damage.message))
-
-    # ---- the end
 
     def _write_will(self) -> None:
         self._will_begun = True
-        whole, saving = self.holdings.newest_whole(), self._answers.saving
-        if whole is None or saving is None or saving.save_to is None or self._lifetime.finished:
-            self._over = True
-            return
-        generation, ranks = whole
-        self._shards.last_will(ranks, generation, saving, self._will_written)
+        if self._lifetime.finished:
+            self._end_now()
+        else:
+            self._will.write(self._end_now)
 
-    def _will_written(self, manifest: Any) -> None:
-        if isinstance(manifest, Exception):
-            _log.error("the last generation was not made durable: %s", manifest)
+    def _end_now(self) -> None:
         self._over = True

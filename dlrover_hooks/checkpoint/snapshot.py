@@ -1,22 +1,23 @@
-"""Torch tensors on their way into a slot: what they are, where they lie (`loading` is the way out).
+"""Torch tensors into a slot and out of it. The only module of this room that imports torch.
 
-Contiguous CPU tensors are copied without a torch operation (`copying`).
+Contiguous CPU tensors are copied without a torch operation (`copying`). What is loaded lies in fresh memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from dlrover_hooks.checkpoint.copying import Copier, Move
 from dlrover_hooks.checkpoint.header import Whole
 from dlrover_hooks.checkpoint.image import TensorSpec
-from dlrover_hooks.checkpoint.images import COMPLEX
+from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, need_all
 from dlrover_hooks.errors import UnsupportedState
 
 DTYPES: dict[str, torch.dtype] = {
@@ -49,77 +50,121 @@ _NUMPY_NAMES = {
 }
 
 
-def shards(tensors: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Shard]]:
-    """`tensors` with the local part in the place of each DTensor, and where that part belongs.
+def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """What has to be laid out for `tensors` (torch tensors and numpy arrays).
 
     Raises:
-        UnsupportedState: a DTensor of partial sums.
+        UnsupportedState: a tensor that is sparse, quantized, of partial sums, without storage, or of a type that
+            safetensors lacks.
     """
-    if PLAIN.issuperset(map(type, tensors.values())):
-        return tensors, {}
-    found = {name: _shard(name, tensor) for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")}
-    if not found:
-        return tensors, {}
-    return {name: one._local_tensor if name in found else one for name, one in tensors.items()}, found
+    return tuple(_spec(name, tensor) for name, tensor in tensors.items())
 
 
-class Shard(NamedTuple):
-    """This rank's part of a DTensor begins at `offsets` of the whole of `shape`. `copy`: another rank writes it."""
+def _spec(name: str, tensor: Any) -> TensorSpec:
+    if isinstance(tensor, np.ndarray):
+        return TensorSpec(name, _NUMPY_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
+    if hasattr(tensor, "device_mesh"):
+        return _shard(name, tensor)
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        if tensor.dtype is torch.complex128 and tensor.layout is torch.strided and not tensor.is_meta:
+            whole = Whole(tuple(tensor.shape), COMPLEX)
+            return TensorSpec(name, "F64", (*tensor.shape, 2), tensor.nbytes, whole=whole)
+        kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
+        raise UnsupportedState(f"{name} is a {kind}, which a safetensors image cannot hold", hint="convert it first")
+    return TensorSpec(name, dtype, tuple(tensor.shape), tensor.nbytes)
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sharded: bool
-    copy: bool
 
-
-def _shard(name: str, tensor: Any) -> Shard:
+def _shard(name: str, tensor: Any) -> TensorSpec:
+    """This rank's part of a DTensor. Of replicas the first one is written to files."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedState(f"{name} is a DTensor of partial sums", hint="redistribute it to Shard or Replicate")
-    return _placed(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+    plain = _spec(name, tensor._local_tensor)
+    offsets, sharded, copy = _place(tensor.shape, tensor.device_mesh, tensor.placements)
+    dtype = plain.whole.dtype if plain.whole is not None else plain.dtype
+    offsets += (0,) * (len(plain.shape) - len(offsets))
+    return plain._replace(offsets=offsets, whole=Whole(tuple(tensor.shape), dtype, sharded, copy))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _placed(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Shard:
+def _place(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[tuple[int, ...], bool, bool]:
+    """Where this rank's part begins; is it only a part; does another rank have the same one, too, and writes it?"""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     sharded = any(placement.is_shard() for placement in placements)
     where = mesh.get_coordinate() or (0,) * len(placements)
     copy = any(at > 0 and not placement.is_shard() for at, placement in zip(where, placements, strict=True))
-    return Shard(tuple(shape), tuple(offsets), sharded, sharded and copy)
+    return tuple(offsets), sharded, sharded and copy
 
 
-def specs(tensors: Mapping[str, Any], shards: Mapping[str, Shard] = MappingProxyType({})) -> tuple[TensorSpec, ...]:
-    """What has to be laid out for `tensors` (torch tensors and numpy arrays), some of them parts: see `shards`.
+def spread(tensor: Any) -> tuple[Any, Any] | None:
+    """How a DTensor lies over the ranks; None for others."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else None
+
+
+def part(tensor: Any) -> Any:
+    """What of `tensor` lies in this process: the local shard of a DTensor, else itself."""
+    return tensor._local_tensor if hasattr(tensor, "device_mesh") else tensor
+
+
+def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, torch.Tensor]:
+    """The tensors `found`, whole, by name, in memory of their own: the images may change or go afterwards.
 
     Raises:
-        UnsupportedState: a tensor that is sparse, quantized, without storage, or of a type safetensors lacks.
+        Corrupt, StorageFailed: as `images.need`.
     """
-    return tuple(_spec(name, tensor, shards.get(name)) for name, tensor in tensors.items())
+    found = list(found)
+    need_all(found)
+    loaded = {stored.name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype)) for stored in found}
+    pairs = (
+        (_region(loaded[stored.name], piece), source(piece, stored.dtype))
+        for stored in found
+        for piece in stored.pieces
+    )
+    copy(pairs, copier)
+    return loaded
 
 
-def _spec(name: str, tensor: Any, shard: Shard | None) -> TensorSpec:
-    if isinstance(tensor, np.ndarray):
-        return TensorSpec(name, _NUMPY_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
-    dtype = COMPLEX if tensor.dtype is torch.complex128 else _NAMES.get(tensor.dtype)
-    if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
-        raise UnsupportedState(f"{name} is a {kind}, which a safetensors image cannot hold", hint="convert it first")
-    shape, whole = tuple(tensor.shape), None
-    offsets = shard.offsets if shard is not None else (0,) * len(shape)
-    if shard is not None:
-        whole = Whole(shard.shape, dtype, shard.sharded, shard.copy)
-    elif dtype == COMPLEX:
-        whole = Whole(shape, dtype)
-    if dtype == COMPLEX:
-        return TensorSpec(name, "F64", (*shape, 2), tensor.nbytes, (*offsets, 0), whole)
-    return TensorSpec(name, dtype, shape, tensor.nbytes, offsets, whole)
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's type for a safetensors one, or for "C128"."""
+    return torch.complex128 if name == COMPLEX else DTYPES[name]
+
+
+def source(piece: Piece, dtype: str) -> torch.Tensor:
+    """The piece where it lies: not to be written, nor used once its image is closed."""
+    if piece.stop == piece.start:
+        return torch.empty(piece.shape, dtype=dtype_of(dtype))
+    address = place_of(piece.image.view) + piece.start
+    memory = (ctypes.c_uint8 * (piece.stop - piece.start)).from_address(address)  # torch warns of read-only buffers
+    return torch.frombuffer(memory, dtype=dtype_of(dtype)).view(piece.shape)
+
+
+def _region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return whole[tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.shape, strict=True))]
+
+
+@torch.no_grad()
+def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], copier: Copier | None = None) -> None:
+    """Each (target, source), of one shape. By plain threads where the bytes lie alike; else torch converts."""
+    moves: list[Move] = []
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, origin in pairs:
+        alike = target.dtype is origin.dtype and target.device.type == "cpu"
+        if alike and target.is_contiguous() and origin.is_contiguous() and not (target.is_conj() or target.is_neg()):
+            moves.append((target.data_ptr(), origin.data_ptr(), origin.nbytes))
+        else:
+            others.append((target, origin))
+    (copier or Copier()).copy(moves)
+    for target, origin in others:
+        target.copy_(origin)
 
 
 def plain(value: Any) -> Any:
     """`value` itself if its bytes lie as they read, else a contiguous copy."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
+    value = part(value)
     if value.is_conj() or value.is_neg():
         value = value.detach().resolve_conj().resolve_neg()
     return value if value.is_contiguous() else value.detach().contiguous()

@@ -81,14 +81,14 @@ def _json(encoded: Any) -> bytes:
         return json.dumps(encoded, separators=(",", ":"), default=lambda raw: json.loads(bytes(raw))).encode()
 
 
-def unflatten(skeleton: bytes | str, tensors: Mapping[str, Any]) -> Any:
+def unflatten(skeleton: bytes | msgspec.Raw, tensors: Mapping[str, Any]) -> Any:
     """The tree again. `tensors` are put in as they are; arrays become numpy arrays on the same memory.
 
     Raises:
         Corrupt: the skeleton is damaged or a tensor it names is not there.
     """
     try:
-        return _decode(json.loads(skeleton), tensors)
+        return _decode(json.loads(bytes(skeleton)), tensors)
     except _BROKEN as error:
         raise Corrupt(f"the state's skeleton cannot be read: {type(error).__name__}: {error}") from error
 
@@ -96,13 +96,15 @@ def unflatten(skeleton: bytes | str, tensors: Mapping[str, Any]) -> Any:
 class _Writer:
     def __init__(self, on_unsupported: OnUnsupported | None, memo: Memo | None) -> None:
         self.tensors: dict[str, Any] = {}
-        self._at: dict[int, list[str]] = {}
-        """By address, the names of this dict's tensors that begin there: tied weights are stored once."""
         self._memo = memo
+        self._at: dict[int, list[str]] = {}
+        """By address, the names of the tensors that begin there: tied weights are stored once."""
         self._on_unsupported = on_unsupported
         self._inside: set[int] = set()
         self._torch: Any = sys.modules.get("torch")
         self._plain = {self._torch.Tensor, self._torch.nn.Parameter} if self._torch is not None else set[type]()
+        self._unseen: list[str] = []
+        """Names of tensors that are not in `_at` yet."""
 
     def encode(self, value: Any, path: str) -> Any:
         if value is None or type(value) in (bool, str):
@@ -134,19 +136,14 @@ class _Writer:
         finally:
             self._inside.discard(id(value))
 
-    def _dict(self, value: dict[Any, Any], path: str) -> dict[str, Any]:
-        outer, self._at = self._at, {}
-        try:
-            return self._items(value, path)
-        finally:
-            self._at = outer
-
-    def _items(self, value: dict[Any, Any], path: str) -> dict[str, Any]:
+    def _dict(self, value: dict[Any, Any], path: str) -> Any:
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, path)}
-        if not all(type(key) is str for key in value):
-            return {"$dict": self._pairs(value, path)}
-        return {(f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()}
+        if all(type(key) is str for key in value):
+            return {
+                (f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()
+            }
+        return {"$dict": self._pairs(value, path)}
 
     def _tensors_alone(self, value: dict[Any, Any]) -> bool:
         return self._memo is not None and bool(value) and self._plain.issuperset(map(type, value.values()))
@@ -159,6 +156,7 @@ class _Writer:
         if known is None or not same or not self.tensors.keys().isdisjoint(known.names):
             return self._remember(value, path, self._memo)
         self.tensors.update(zip(known.names, value.values(), strict=True))
+        self._unseen += known.names
         return known.json
 
     def _remember(self, value: dict[Any, Any], path: str, memo: Memo) -> Any:
@@ -206,6 +204,9 @@ class _Writer:
 
     def _tied(self, tensor: Any) -> str | None:
         """The name of a tensor before that is the very same memory, read the same way."""
+        while self._unseen:
+            name = self._unseen.pop()
+            self._at.setdefault(_address(self.tensors[name]), []).append(name)
         address = _address(tensor)
         return next((name for name in self._at.get(address, ()) if _same(self.tensors[name], tensor)), None)
 

@@ -117,9 +117,10 @@ class Adopt(Wire, frozen=True):
 
 
 class Welcome(Wire, frozen=True):
-    """What this node holds, hashed, and who holds it."""
+    """What this node holds, hashed, and who holds it. `damage`: lines about what is lost, until a seat was taken."""
 
     held: tuple[Held, ...] = ()
+    damage: tuple[str, ...] = ()
     pid: int = 0
 
 

@@ -13,7 +13,6 @@ from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.header import Inside
 from dlrover_hooks.checkpoint.images import Images
-from dlrover_hooks.checkpoint.loading import load
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
@@ -47,10 +46,12 @@ class Memory:
         pass
 
 
-def loaded(data: bytearray, threads: int = 2) -> dict[str, torch.Tensor]:
+def loaded(data: bytearray, names: Any = None, threads: int = 2) -> dict[str, torch.Tensor]:
     images = Images(GENERATION, 1, lambda _: Memory(data))
     images.image(0)
-    return load(images.index().values(), Copier(threads))
+    return snapshot.load(
+        [one for one in images.index().values() if names is None or one.name in names], Copier(threads)
+    )
 
 
 def put(tensors: dict[str, Any], threads: int = 2) -> bytearray:
