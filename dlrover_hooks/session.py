@@ -22,6 +22,7 @@ from dlrover_hooks.checkpoint import stock
 from dlrover_hooks.checkpoint.cadence import Pace, save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.restoring import Fitting
+from dlrover_hooks.checkpoint.stock import Restored as Restored
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
@@ -51,19 +52,6 @@ class Leased(Source, Protocol):
     """A dataset that the master lends out; see `dlrover_hooks.data.leased`."""
 
     def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
-
-
-class Restored(msgspec.Struct, frozen=True):
-    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
-
-    generation: p.Generation
-    source: p.Source
-    state: Any
-    data: dict[str, dict[str, Any]]
-    leases: dict[str, dict[str, Any]]
-    """By leased dataset: the state of one of the saved ranks."""
-    rng: dict[str, Any] | None
-    """None at a new world size: the rank was reseeded instead."""
 
 
 class Session:
@@ -319,10 +307,7 @@ class Session:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
         else:
-            tree = found.tree
-            own_rng = tree["rank"]["rng"] if found.same_world else None
-            leases = {name: state for part in found.leases for name, state in part.items()}
-            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
+            self._restored = stock.restored(choice, found)
             ok, reason = True, ""
         self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
 

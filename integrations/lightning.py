@@ -32,7 +32,8 @@ from dlrover_hooks.integrations._lightning_together import check_short_steps, cl
 from dlrover_hooks.integrations._lightning_units import Units
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, leader, loss_scale
-from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
+from dlrover_hooks.integrations.torch import keep_buckets
+from dlrover_hooks.integrations.whole import exact_optimizer_states
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
