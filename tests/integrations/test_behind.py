@@ -19,7 +19,7 @@ import torch
 from dlrover_hooks.errors import CheckpointError, StorageFailed, UnsupportedState
 from dlrover_hooks.integrations.behind import Behind
 from dlrover_hooks.integrations.copies import Copies
-from dlrover_hooks.integrations.whole import SUFFIX, whole_file, whole_folder
+from dlrover_hooks.integrations.atomic import SUFFIX, whole_file, whole_folder
 from tests.ranks import ROOT
 
 
@@ -165,7 +165,7 @@ def test_a_folder_replaces_another_and_keeps_what_is_not_its_own(tmp_path: Path)
 SCRIPT = """
     import sys, threading
     from dlrover_hooks.integrations.behind import Behind
-    from dlrover_hooks.integrations.whole import whole_file
+    from dlrover_hooks.integrations.atomic import whole_file
 
     def write():
         with whole_file(sys.argv[1]) as part:

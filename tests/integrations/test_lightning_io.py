@@ -54,8 +54,9 @@ class Net(LightningModule):
 
 def fit(io: FlashCheckpointIO | None, *callbacks: Callback, model: Net | None = None, **options: Any) -> Trainer:
     seed_everything(1, verbose=False)
+    files = any(isinstance(one, ModelCheckpoint) for one in callbacks)
     given = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
-             "enable_model_summary": False, "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks)} | options  # fmt: skip
+             "enable_model_summary": False, "enable_checkpointing": files} | options  # fmt: skip
     ckpt_path = given.pop("ckpt_path", None)
     trainer = Trainer(callbacks=list(callbacks), plugins=[io] if io is not None else [], **given)
     data = DataLoader(Numbers(), batch_size=4)
