@@ -20,9 +20,9 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 
 from dlrover_hooks.errors import HooksError, UnsupportedState, UsageError
 from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations.atomic import whole_file, whole_link
 from dlrover_hooks.integrations.behind import Behind
 from dlrover_hooks.integrations.copies import Copies
-from dlrover_hooks.integrations.atomic import whole_file, whole_link
 
 log = logging.getLogger("dlrover_hooks")
 _alive: WeakSet[FlashCheckpointIO] = WeakSet()

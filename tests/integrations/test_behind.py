@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from dlrover_hooks.errors import CheckpointError, StorageFailed, UnsupportedState
+from dlrover_hooks.integrations.atomic import SUFFIX, whole_file, whole_folder
 from dlrover_hooks.integrations.behind import Behind
 from dlrover_hooks.integrations.copies import Copies
-from dlrover_hooks.integrations.atomic import SUFFIX, whole_file, whole_folder
 from tests.ranks import ROOT
 
 
