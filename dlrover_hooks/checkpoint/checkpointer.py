@@ -13,24 +13,20 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+import msgspec
+
+from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.checkpoint.arena import Arena, choose_slot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import (
     PARTS,
-    RESERVE,
     Inside,
-    Layout,
-    Outgrown,
-    TensorSpec,
-    header_bytes,
-    metadata,
-    plan,
 )
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Restored, Restorer
-from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
+from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
 
@@ -71,13 +67,16 @@ class Checkpointer:
         """Saves that were not made: no slot was free, or the keeper was away."""
         self.stale: Stale | None = None
         """Another process has this seat: what is saved here counts no more. Set by any thread."""
+        self.damaged: wire.Damaged | None = None
+        """The newest word that a slot no longer holds what was left in it: everything must be copied again."""
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self._arena: Arena | None = None
-        self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
+        self._recipe: Recipe | None = None
+        self._memo: Memo = {}
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
         self._copier = Copier()
@@ -147,10 +146,11 @@ class Checkpointer:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
         tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
         generation = Generation(self._attempt, step, self._run)
-        skeletons = {part: flat.skeleton for part, flat in flats.items()}
-        layout, header = self._image(
-            snapshot.specs(tensors), Inside(generation, self._rank, self._world_size, skeletons)
-        )
+        skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
+        if self._recipe is None or not self._recipe.fits(tensors):
+            self._recipe = Recipe(tensors)
+        header = self._recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
+        layout = self._recipe.layout
         try:
             arena = self._room(layout.total_bytes)
             slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
@@ -159,9 +159,9 @@ class Checkpointer:
             arena.begin(slot)
             view = arena.view(slot, layout.total_bytes)
             view[: len(header)] = header
-            snapshot.save(layout, tensors, view, self._copier)
+            self._recipe.fill(view, self._recipe.sources(tensors), self._copier)
             arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
-            self._line.seat().send(wire.Published(slot=slot))
+            self._line.seat().send(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot)))
         except (HooksError, OSError) as error:
             return self._skip(step, error)
         self.error = None
@@ -169,20 +169,7 @@ class Checkpointer:
 
     def _flatten(self, part: str, tree: Any, on_unsupported: OnUnsupported | None) -> Any:
         where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
-        return flatten(tree, where=where, on_unsupported=on_unsupported)
-
-    def _image(self, specs: tuple[TensorSpec, ...], inside: Inside) -> tuple[Layout, bytes]:
-        """The layout of before if it still fits, with this save's header."""
-        key = frozenset(specs)
-        if self._layout is None or self._layout[0] != key:
-            self._layout = (key, plan(specs))
-        layout = self._layout[1]
-        try:
-            return layout, header_bytes(layout, metadata(layout, inside))
-        except Outgrown as outgrown:
-            layout = plan(specs, RESERVE + layout.header_bytes + 2 * outgrown.needed)
-            self._layout = (key, layout)
-            return layout, header_bytes(layout, metadata(layout, inside))
+        return flatten(tree, where=where, on_unsupported=on_unsupported, memo=self._memo)
 
     def _room(self, nbytes: int) -> Arena:
         """The arena, a new one if `nbytes` do not fit into its slots."""
@@ -279,6 +266,10 @@ class Checkpointer:
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
+            return
+        if isinstance(notice, wire.Damaged):
+            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
+            self.damaged = notice
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)

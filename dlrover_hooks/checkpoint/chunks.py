@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
@@ -29,6 +29,15 @@ def damaged(view: memoryview, expected: tuple[str, ...]) -> int | None:
         if is_ != should:
             return index
     return min(len(found), len(expected))
+
+
+def inside(ranges: Iterable[tuple[int, int]], nbytes: int) -> frozenset[int]:
+    """The chunks of an image of `nbytes` that lie wholly in one of `ranges` [start, stop)."""
+    found: set[int] = set()
+    for start, stop in ranges:
+        end = -(-nbytes // CHUNK_BYTES) if stop >= nbytes else stop // CHUNK_BYTES
+        found.update(range(-(-start // CHUNK_BYTES), end))
+    return frozenset(found)
 
 
 class Stream:

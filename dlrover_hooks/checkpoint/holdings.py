@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Arena, Slot
-from dlrover_hooks.checkpoint.chunks import digests
+from dlrover_hooks.checkpoint.chunks import digests, inside
+from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 
 
@@ -28,14 +29,38 @@ class Segment:
     void: dict[int, int] = field(default_factory=dict[int, int])
     """By slot, the sequence word of what was superseded; its hash may still be under way."""
     retired: bool = False
+    known: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
+    """By slot, the hashes of the chunks that nobody has written since they were hashed."""
+    unchanged: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
+    """By slot, its sequence word and the chunks that were not copied again then."""
 
     def valid(self) -> list[Proof]:
         """Proofs whose slot was not touched since."""
         return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
 
+    def published(self, index: int, seq: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Slot `index` was published with `seq`; all but `ranges` of it was written anew."""
+        self.supersede(index)
+        chunks = inside(ranges, self.arena.slot(index).image_bytes)
+        self.unchanged[index] = (seq, chunks)
+        before = self.known.get(index, {})
+        self.known[index] = {chunk: digest for chunk, digest in before.items() if chunk in chunks}
+
     def accept(self, proof: Proof) -> bool:
-        """Keep `proof`, unless its slot is superseded."""
-        slot = proof.slot
+        """Keep `proof`, unless its slot is superseded or a newer proof came first.
+
+        Raises:
+            Corrupt: what was not copied again is not what it was; names slot and chunk.
+        """
+        slot, chunks = proof
+        if slot.index in self.proofs and self.proofs[slot.index].slot.seq > slot.seq:
+            return False
+        seq, unchanged = self.unchanged.get(slot.index, (slot.seq, frozenset()))
+        before = self.known.pop(slot.index, {})
+        if seq == slot.seq and (bad := [chunk for chunk in sorted(unchanged) if before.get(chunk) != chunks[chunk]]):
+            why = "changed since it was hashed" if bad[0] in before else "was never hashed"
+            raise Corrupt(f"slot {slot.index} of seat {self.seat}, {slot.generation}: chunk {bad[0]}, kept, {why}")
+        self.known[slot.index] = dict(enumerate(chunks))
         if self.void.get(slot.index) == slot.seq:
             return False
         self.proofs[slot.index] = proof
@@ -72,10 +97,10 @@ class Found(NamedTuple):
     proof: Proof
 
 
-def prove(arena: Arena, index: int) -> Proof | None:
-    """Hash slot `index`; None if it is free, torn, or was written meanwhile. Any thread."""
+def prove(arena: Arena, index: int, seq: int) -> Proof | None:
+    """Hash slot `index` as it stood at `seq`; None if it is free, torn, or was written since. Any thread."""
     slot = arena.slot(index)
-    if slot.generation is None or slot.torn:
+    if slot.generation is None or slot.torn or slot.seq != seq:
         return None
     chunks = digests(arena.view(index, slot.image_bytes))
     return Proof(slot, chunks) if arena.seq(index) == slot.seq else None
@@ -89,9 +114,14 @@ class Holdings:
         self.complete: Generation | None = None
 
     def current(self, seat: int) -> Segment | None:
-        """The segment that the seat's trainer may write."""
+        """The newest segment that the seat's trainer may write."""
         segments = self.seats.get(seat)
         return segments[-1] if segments and not segments[-1].retired else None
+
+    def numbered(self, seat: int, number: int) -> Segment | None:
+        """The seat's segment of that number that its trainer may write; 0: the newest."""
+        mine = [one for one in self.seats.get(seat, []) if one.arena.number == number and not one.retired]
+        return mine[0] if mine else self.current(seat) if not number else None
 
     def add(self, segment: Segment) -> None:
         """Make `segment` its seat's current one. Of the older ones, the best stays until this one is complete."""

@@ -65,19 +65,19 @@ class Layout(NamedTuple):
     starts: tuple[int, ...]
     header_bytes: int
     total_bytes: int
-    table: str
-    """The JSON of the tensor table, made once."""
-    sharding: str
-    """The JSON of DCP_SHARDING_INFO, made once."""
+    before: bytes
+    """The header's JSON up to what we say of an image, made once."""
+    after: bytes
+    """And from there on."""
 
 
 class Inside(Message, frozen=True):
-    """What the image says of itself, under `dlrover_hooks` in its metadata. `skeletons`: tagged JSON by part."""
+    """What the image says of itself, in its metadata. `skeletons`: tagged JSON by part (see `tree`)."""
 
     generation: Generation
     rank: int
     world_size: int
-    skeletons: dict[str, str]
+    skeletons: dict[str, msgspec.Raw]
     format: int = 1
 
 
@@ -126,28 +126,23 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
         ends.append((ends[-1] if ends else 0) + spec.nbytes)
     begins = [0, *ends[:-1]]
     table = _table((spec.name, spec.dtype, spec.shape, a, b) for spec, a, b in zip(ordered, begins, ends, strict=False))
-    header = _round_up(8 + len(table) + len(json.dumps(sharding)) + 256 + reserve)
+    before = (
+        f'{{"__metadata__":{{"format":"pt","DCP_VERSION":"1.0","DCP_SHARDING_INFO":{json.dumps(sharding)},"{_OURS}":'
+    )
+    after = f"}}{',' if table else ''}{table}}}"
+    header = _round_up(8 + len(before) + len(after) + reserve)
     starts = tuple(header + begin for begin, _ in zip(begins, ends, strict=False))
-    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), table, sharding)
+    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before.encode(), after.encode())
 
 
-def metadata(layout: Layout, inside: Inside) -> dict[str, str]:
-    """The `__metadata__` of an image: what safetensors, DCP and we look for."""
-    return {
-        "format": "pt",
-        "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": layout.sharding,
-        _OURS: msgspec.json.encode(inside).decode(),
-    }
-
-
-def header_bytes(layout: Layout, metadata: Mapping[str, str]) -> bytes:
-    """The header, exactly `layout.header_bytes` long.
+def header_bytes(layout: Layout, inside: Inside) -> bytes:
+    """The header, exactly `layout.header_bytes` long: what safetensors, DCP and we look for.
 
     Raises:
-        Outgrown: `metadata` no longer fits.
+        Outgrown: `inside` does not fit.
     """
-    return _header(layout.table, metadata, layout.header_bytes)
+    ours = msgspec.json.encode(msgspec.json.encode(inside).decode())
+    return _padded(b"".join((layout.before, ours, layout.after)), layout.header_bytes)
 
 
 def parse(view: memoryview | bytes | bytearray) -> Header:
@@ -188,9 +183,10 @@ def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
         sharding = {name: row for name, row in json.loads(info["DCP_SHARDING_INFO"]).items() if name in names}
         info["DCP_SHARDING_INFO"] = json.dumps(sharding, separators=(",", ":"))
     table = _table(rows)
-    size = _round_up(8 + len(_text(table, info)))
+    text = f'{{"__metadata__":{json.dumps(info)}{"," if table else ""}{table}}}'.encode()
+    size = _round_up(8 + len(text))
     pieces = tuple((header.tensors[name].start, header.tensors[name].stop) for _, name in kept)
-    return Subset(_header(table, info, size), pieces, size + offset)
+    return Subset(_padded(text, size), pieces, size + offset)
 
 
 def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
@@ -198,17 +194,10 @@ def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
     return json.dumps(table, separators=(",", ":"))[1:-1]
 
 
-def _text(table: str, metadata: Mapping[str, str]) -> bytes:
-    head = json.dumps(dict(metadata), separators=(",", ":"))
-    return f'{{"__metadata__":{head}{"," if table else ""}{table}}}'.encode()
-
-
-def _header(table: str, metadata: Mapping[str, str], size: int) -> bytes:
-    text = _text(table, metadata)
-    spare = size - 8 - len(text)
-    if spare < 0:
+def _padded(text: bytes, size: int) -> bytes:
+    if (spare := size - 8 - len(text)) < 0:
         raise Outgrown(-spare)
-    return struct.pack("<Q", size - 8) + text + b" " * spare
+    return struct.pack("<Q", size - 8) + text.ljust(len(text) + spare)
 
 
 def _entry(row: Mapping[str, Any], payload: int) -> Entry:

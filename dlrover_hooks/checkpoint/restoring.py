@@ -105,4 +105,4 @@ class Restorer:
         inside = header.inside()
         wanted = [name for name in header.tensors if name.split(".", 1)[0] in parts]
         tensors = snapshot.load(buffer, header, wanted, self._copier)
-        return {part: unflatten(inside.skeletons[part], tensors) for part in parts if part in inside.skeletons}
+        return {part: unflatten(bytes(inside.skeletons[part]), tensors) for part in parts if part in inside.skeletons}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dlrover_hooks.checkpoint.copying import Copier, Move
-from dlrover_hooks.checkpoint.image import Header, Layout, TensorSpec
+from dlrover_hooks.checkpoint.image import Header, TensorSpec
 from dlrover_hooks.errors import Corrupt, UnsupportedState
 
 DTYPES: dict[str, torch.dtype] = {
@@ -62,29 +62,6 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(tensor.shape), tensor.nbytes)
 
 
-def save(layout: Layout, tensors: Mapping[str, Any], image: memoryview, copier: Copier | None = None) -> None:
-    """Copy `tensors` to their places in `image`. They must not change meanwhile; nothing of them is kept."""
-    base = _address(image)
-    held: list[Any] = []
-    moves: list[Move] = []
-    for spec, start in zip(layout.specs, layout.starts, strict=True):
-        tensor = tensors[spec.name]
-        if not spec.nbytes:
-            continue
-        if isinstance(tensor, np.ndarray):
-            tensor = np.ascontiguousarray(tensor)
-            moves.append((base + start, tensor.ctypes.data, spec.nbytes))
-        elif tensor.device.type != "cpu":
-            _from_device(tensor, image[start : start + spec.nbytes])
-            continue
-        else:
-            tensor = _plain(tensor)
-            moves.append((base + start, tensor.data_ptr(), spec.nbytes))
-        held.append(tensor)
-    (copier or Copier()).copy(moves)
-    del held
-
-
 def load(
     buffer: memoryview, header: Header, names: Iterable[str], copier: Copier | None = None
 ) -> dict[str, torch.Tensor]:
@@ -93,7 +70,7 @@ def load(
     Raises:
         Corrupt: the image lacks one of them.
     """
-    base = _address(buffer)
+    base = place_of(buffer)
     loaded: dict[str, torch.Tensor] = {}
     moves: list[Move] = []
     for name in names:
@@ -107,17 +84,26 @@ def load(
     return loaded
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself if its bytes lie as they read, else a contiguous copy."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+def plain(value: Any) -> Any:
+    """`value` itself if its bytes lie as they read, else a contiguous copy."""
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value)
+    if value.is_conj() or value.is_neg():
+        value = value.detach().resolve_conj().resolve_neg()
+    return value if value.is_contiguous() else value.detach().contiguous()
 
 
-def _from_device(tensor: torch.Tensor, view: memoryview) -> None:
-    flat = torch.frombuffer(view, dtype=torch.uint8).view(tensor.dtype)
+def address(value: Any) -> int:
+    """Where the bytes of a `plain` array or CPU tensor begin."""
+    return int(value.ctypes.data) if isinstance(value, np.ndarray) else value.data_ptr()
+
+
+def from_device(tensor: torch.Tensor, place: memoryview) -> None:
+    """Copy a `plain` tensor of a device to `place`, and wait for it."""
+    flat = torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach())
 
 
-def _address(view: memoryview) -> int:
+def place_of(view: memoryview) -> int:
+    """Where the bytes of `view` begin."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0

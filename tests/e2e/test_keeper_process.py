@@ -386,6 +386,47 @@ def test_flipped_bit_in_a_slot_is_refused_by_slot_and_chunk(kept: Kept) -> None:
     assert trainer.load(Restore(held[1].generation, 1, Source.MEMORY)).tree["state"]["step"] == 1
 
 
+def test_what_was_not_copied_again_must_be_what_it_was(kept: Kept) -> None:
+    """DL-90: a bit that flips in a kept chunk while nobody looks makes the slot worthless, and the trainer hears of it.
+
+    Once everything is copied again the slot counts again; so it does where only other chunks were written.
+    """
+    keeper = kept.keeper()
+    trainer = kept.trainer()
+    trainer.save(1, state(1, 4 << 20))
+    kept.notice(wire.Hashed)
+    ours = trainer._arena
+    assert ours is not None
+    slot = next(slot for slot in ours.slots() if slot.generation)
+    chunk = 4 << 20
+    kept_ranges = ((chunk - 5, 2 * chunk + 5), (3 * chunk, slot.image_bytes))  # chunk 1, and 3 with the short last one
+
+    def again(step: int, *unchanged: tuple[int, int]) -> None:
+        ours.begin(slot.index)
+        ours.view(slot.index)[100] = 32  # in chunk 0
+        ours.publish(slot.index, Generation(0, step, RUN), 0, 1, slot.image_bytes)
+        trainer._line.tell(wire.Published(slot=slot.index, seq=ours.seq(slot.index), unchanged=unchanged))
+
+    again(2, *kept_ranges)
+    assert kept.notice(wire.Hashed).generation.step == 2
+    arena = segment(keeper.pid)
+    arena.view(slot.index)[2 * chunk + 7] ^= 1  # nobody has vouched for chunk 2
+    again(3, *kept_ranges)
+    assert kept.notice(wire.Hashed).generation.step == 3
+    arena.view(slot.index)[slot.image_bytes - 1] ^= 1
+    arena.close()
+    again(4, *kept_ranges)
+    until(lambda: trainer.damaged, "the keeper's word")
+    assert trainer.damaged is not None
+    assert trainer.damaged.generation.step == 4
+    assert f"slot {slot.index} of seat 0" in trainer.damaged.reason
+    assert "chunk 4, kept, changed since it was hashed" in trainer.damaged.reason
+    assert trainer.held() == ()
+    again(5)
+    assert kept.notice(wire.Hashed).generation.step == 5
+    assert [one.generation.step for one in trainer.held()] == [5]
+
+
 def test_persist_commit_and_damage(kept: Kept, tmp_path: Path) -> None:
     """A flipped or shortened shard file is refused by name when it is loaded."""
     kept.keeper()

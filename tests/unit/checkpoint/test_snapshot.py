@@ -11,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.image import Inside
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import Corrupt, UnsupportedState
+from dlrover_hooks.protocol import Generation
 
 
 class Ops(TorchDispatchMode):
@@ -25,10 +28,10 @@ class Ops(TorchDispatchMode):
 
 
 def put(tensors: dict[str, Any], threads: int = 2) -> tuple[bytearray, image.Header]:
-    layout = image.plan(snapshot.specs(tensors))
-    data = bytearray(layout.total_bytes)
-    data[: layout.header_bytes] = image.header_bytes(layout, {"format": "pt"})
-    snapshot.save(layout, tensors, memoryview(data), Copier(threads))
+    recipe = Recipe(tensors)
+    data = bytearray(recipe.layout.total_bytes)
+    data[: recipe.layout.header_bytes] = recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {}))
+    recipe.fill(memoryview(data), recipe.sources(tensors), Copier(threads))
     return data, image.parse(data)
 
 
