@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -46,12 +47,11 @@ def _sweep(folder: Path) -> None:
 
 def whole_folder(part: str, path: str) -> None:
     """Folder `part`, whose files are all written, becomes `path` at once. Files of others in an older `path` stay."""
-    for place, _, names in os.walk(part, topdown=False):
-        for name in names:
-            sync(Path(place, name))
-        sync(Path(place))
+    sync_all(Path(part))
     if not os.path.exists(path):
         os.rename(part, path)
+    elif not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     else:
         _exchange(part, path)
         for name in set(os.listdir(part)) - set(os.listdir(path)):
@@ -73,6 +73,14 @@ def _exchange(one: str, other: str) -> None:
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), other)
+
+
+def sync_all(folder: Path) -> None:
+    """All that lies in `folder` is on the disk afterwards. What goes meanwhile is somebody else's."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in (*names, ""):
+            with contextlib.suppress(FileNotFoundError):
+                sync(Path(place, name))
 
 
 def sync(path: Path) -> None:
