@@ -7,9 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from dlrover_hooks.errors import HooksError
-from dlrover_hooks.protocol import Manifest
+from dlrover_hooks.errors import HooksError, StorageFailed
+from dlrover_hooks.protocol import Manifest, Retention
 
+COMMIT_S = 120.0
 log = logging.getLogger("dlrover_hooks.master")
 
 
@@ -24,7 +25,7 @@ class Hold(Protocol):
 class Storage(Protocol):
     """Where manifests go. Blocking; called from threads."""
 
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """Write the MANIFEST, point `latest` at it, drop old generations."""
         ...
 
@@ -38,11 +39,30 @@ class Storage(Protocol):
 
 
 class Folders:
-    """The storage of checkpoints as training sees it."""
+    """The storage of checkpoints as training sees it. A store that hangs has failed after `stall_s` without an answer.
 
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+    What failed is tried once more, with the file system opened anew: a master's credentials may have expired since its
+    last commit.
+    """
+
+    def __init__(self, stall_s: float = COMMIT_S) -> None:
+        self._stall_s = stall_s
+        self._patience: Any = None
+
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """See `Storage`."""
-        _checkpoint("storage").commit(url, options, manifest, keep)
+        try:
+            self._commit(url, options, manifest, keep)
+        except StorageFailed as error:
+            log.warning("job %s: %s, trying again", manifest.job, error.message)
+            self._commit(url, options, manifest, keep)
+
+    def _commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
+        if self._patience is None:
+            self._patience = _checkpoint("patience").Patience(self._stall_s)
+        commit = _checkpoint("storage").commit
+        what = f"commit {manifest.generation} to {url}"
+        self._patience.run(lambda _: commit(url, options, manifest, keep), what)
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
         """See `Storage`."""

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+from dlrover_hooks.checkpoint import progress, snapshot, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena, choose_slot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import (
@@ -32,7 +32,7 @@ from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.restoring import Restored, Restorer
 from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
-from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
+from dlrover_hooks.protocol import Generation, Held, Message, Restore, Retention, Source
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Checkpointer:
         master: str = "",
         save_to: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        keep: int = 2,
+        keep: int | Retention = 2,
         linger_s: float = 600.0,
         notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
@@ -279,6 +279,10 @@ class Checkpointer:
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
+            return
+        if isinstance(notice, (wire.Storing, wire.Persisted)) and self._rank == 0 and self.save_to is not None:
+            progress.say(self.job, self.save_to, notice)
+        if isinstance(notice, wire.Storing):
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)

@@ -214,18 +214,6 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
     rank.trainer.close(finished=True)
 
 
-def test_storage_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    def fail(*_: Any) -> None:
-        raise StorageFailed("down")
-
-    monkeypatch.setattr(durable, "_persist", fail)
-    with pytest.raises(StorageFailed):
-        durable.persist(None, "url", {}, job="job", wait=waits.append)  # type: ignore[arg-type]
-    assert waits == list(durable.BACKOFF_S)
-
-
 def test_lock_is_one_keepers(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     assert lock(path) is not None
