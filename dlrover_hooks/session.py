@@ -1,8 +1,8 @@
 """A worker's seat in a job: the only thing adapters talk to.
 
 The verbs, in the order of a run: `join`, `restore_plan`, then per step `stepped`, `batch_requested`, `cut`, at the end
-`finish` and `leave`. All are called on the training thread. Nothing else here touches a framework: state is a tree the
-adapter gives, data sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
+`finish` and `leave`; all on the training thread. No framework is touched: state is a tree the adapter gives, data
+sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dlrover_hooks import rng
 from dlrover_hooks.checkpoint import stock
 from dlrover_hooks.checkpoint.cadence import save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.restoring import Fitting
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
@@ -112,8 +113,10 @@ class Session:
         self.run = self._caller.call(attach, timeout_s=60.0).run
         self._watcher = self._caller.watch(self.config.job, self._noticed)
 
-    def restore_plan(self) -> Restored | None:
+    def restore_plan(self, fitting: Fitting | None = None) -> Restored | None:
         """Wait for all workers, load what the master chose, and begin. None: a fresh start.
+
+        `fitting` gives the adapter's own tensors; they are written once all ranks have verified what they need.
 
         Raises:
             NoCheckpoint: `resume="require"` and nothing whole was found.
@@ -126,7 +129,7 @@ class Session:
                 raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
                 tried = True
-                self._load(plan, plan.restore)
+                self._load(plan, plan.restore, fitting)
         if plan.restore is None and (tried or plan.attempt == 1):
             stock.refuse_nothing(self.config)
         self._begin(plan)
@@ -305,14 +308,14 @@ class Session:
             if answer.number is not None:
                 return answer
 
-    def _load(self, plan: p.Plan, choice: p.Restore) -> None:
+    def _load(self, plan: p.Plan, choice: p.Restore, fitting: Fitting | None) -> None:
         """Load the choice and say so; what cannot be loaded is reported and the master chooses again."""
         assert self._engine is not None
         for lost in plan.fallbacks:
             log.warning("job %s rank %d: fell back: %s", self.config.job, self.place.rank, lost)
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
-            found = self._engine.load(choice)
+            found = self._engine.load(choice, fitting)
             cuts = united(found.leases)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
@@ -330,6 +333,8 @@ class Session:
         if plan.restore is None:
             self._restored = None
         if self._engine is not None:
+            if self._restored is not None:
+                self._engine.fill()
             stock.take_seat(self.config, self._engine, plan, self.place)
         if self._restored is not None:
             self._say_restored(self._restored)

@@ -29,7 +29,7 @@ from dlrover_hooks.checkpoint.image import (
 )
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
-from dlrover_hooks.checkpoint.restoring import Restored, Restorer
+from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
 from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Retention, Source
@@ -81,6 +81,8 @@ class Checkpointer:
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
         self._copier = Copier()
+        self._opened: Restored | None = None
+        """Opened and verified for the round that is forming, not copied yet."""
 
     # ---- before training
 
@@ -117,21 +119,41 @@ class Checkpointer:
             valid = False
         if not valid:
             raise UsageError(f"run {run!r} is not a uuid in hex", hint="use uuid.uuid4().hex")
+        self._close_opened()
         self._run, self._attempt, self._rank, self._world_size = run, attempt, rank, world_size
 
-    def load(self, restore: Restore) -> Restored:
+    def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """Load and verify what the round restores; nothing of it aliases shared memory or a file's buffer.
 
+        Tensors that `fitting` gives are written by `fill` only.
+
         Raises:
+            UsageError: from `fitting`; the saved state does not fit.
             Corrupt: it is not there whole, or does not match its hashes; says where.
             StorageFailed: `save_to` cannot be read.
             KeeperAway: the memory is gone with its keeper.
         """
         where = (self.seat, self._rank, self._world_size)
-        found = Restorer(self._line, self._copier, *where, self.save_to, self.storage_options).load(restore)
+        restorer = Restorer(self._line, self._copier, *where, self.save_to, self.storage_options)
+        found = self._opened = restorer.load(restore, fitting)
         if restore.source is Source.MEMORY:
             self._newest_complete = restore.generation
         return found
+
+    def fill(self) -> None:
+        """Write the adapter's tensors with what `load` opened and verified; nothing if that was done.
+
+        Raises:
+            Corrupt: memory was overwritten meanwhile; the tensors are of no use then.
+        """
+        if self._opened is not None:
+            self._opened.fill()
+            self._opened = None
+
+    def _close_opened(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     # ---- while training
 
@@ -233,6 +255,7 @@ class Checkpointer:
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
+        self._close_opened()
         self._line.close(finished=finished)
         if self._arena is not None:
             self._arena.close()
