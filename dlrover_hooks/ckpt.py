@@ -61,7 +61,7 @@ def _said() -> Iterator[None]:
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
 
 
-@ckpt.command()
+@ckpt.command(short_help="List the generations: which are whole, and why not.")
 @_tree
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of a table.")
 def ls(url: str, options: dict[str, Any], as_json: bool) -> None:
@@ -126,7 +126,7 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-@ckpt.command()
+@ckpt.command(short_help="Read everything and compare it with its hashes.")
 @_tree
 @click.option("--step", type=int, help="Only this step.")
 def verify(url: str, options: dict[str, Any], step: int | None) -> None:
@@ -160,7 +160,7 @@ def verify(url: str, options: dict[str, Any], step: int | None) -> None:
             sys.exit(_FAILED)
 
 
-@ckpt.command()
+@ckpt.command(short_help="Remove what need not be kept.")
 @_tree
 @click.option("--keep", required=True, help='What stays: "2", or "last=2,every_steps=1000,every=1h".')
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
@@ -191,7 +191,7 @@ def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
                 claim.release()
 
 
-@ckpt.command()
+@ckpt.command(short_help="Write one in a form that other tools read.")
 @_tree
 @click.argument("dest", type=click.Path())
 @click.option("--to", "form", type=click.Choice(FORMS), required=True, help="The form to write.")

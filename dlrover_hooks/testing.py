@@ -175,7 +175,7 @@ class Bucket:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[int, bytearray] = {}
-        self.fail: Callable[[str, str], None] = lambda verb, path: None
+        self.fail: Callable[[str, str], object] = lambda verb, path: None
         self.room_bytes = 1 << 40
         self.credentials = 0
         self.lock = threading.Lock()

@@ -59,7 +59,7 @@ def export(url: str, options: Mapping[str, Any], manifest: Manifest, form: str, 
 
 
 def _to_torch(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
-    """As torch.load(weights_only=True) reads it: what that refuses becomes its nearest plain value."""
+    """As `torch.load` reads it with weights_only=True: what that refuses becomes its nearest plain value."""
     about = {"job": manifest.job, "data": tree.get("data")}
     about |= {name: getattr(manifest.generation, name) for name in ("run", "attempt", "step")}
     _save(_plain(tree["state"] | {"dlrover_hooks": about}), dest)
@@ -155,7 +155,7 @@ def _shares(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` out of what torch.load(weights_only=True) allows."""
+    """`value` out of what `torch.load` allows with weights_only=True."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value) if value.dtype.isnative and value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, np.generic):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dlrover_hooks.errors import HooksError, StorageFailed
 from dlrover_hooks.protocol import Manifest, Retention
 
-COMMIT_S = 120.0
+STALL_S = 120.0
 log = logging.getLogger("dlrover_hooks.master")
 
 
@@ -45,32 +45,33 @@ class Folders:
     last commit.
     """
 
-    def __init__(self, stall_s: float = COMMIT_S) -> None:
+    def __init__(self, stall_s: float = STALL_S) -> None:
         self._stall_s = stall_s
         self._patience: Any = None
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """See `Storage`."""
-        try:
-            self._commit(url, options, manifest, keep)
-        except StorageFailed as error:
-            log.warning("job %s: %s, trying again", manifest.job, error.message)
-            self._commit(url, options, manifest, keep)
-
-    def _commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-        if self._patience is None:
-            self._patience = _checkpoint("patience").Patience(self._stall_s)
         commit = _checkpoint("storage").commit
-        what = f"commit {manifest.generation} to {url}"
-        self._patience.run(lambda _: commit(url, options, manifest, keep), what)
+        self._twice(f"commit {manifest.generation} to {url}", lambda: commit(url, options, manifest, keep))
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
         """See `Storage`."""
-        _checkpoint("storage").finish(url, options, job, run, step)
+        finish = _checkpoint("storage").finish
+        self._twice(f"write the end of job {job!r} to {url}", lambda: finish(url, options, job, run, step))
 
     def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
         """See `Storage`."""
-        return _checkpoint("claim").Claim.take(url, options, job, owner)
+        take = _checkpoint("claim").Claim.take
+        return self._twice(f"claim {url} for job {job!r}", lambda: take(url, options, job, owner))
+
+    def _twice(self, what: str, work: Callable[[], Any]) -> Any:
+        if self._patience is None:
+            self._patience = _checkpoint("patience").Patience(self._stall_s)
+        try:
+            return self._patience.run(lambda _: work(), what)
+        except StorageFailed as error:
+            log.warning("%s, trying again", error.message)
+            return self._patience.run(lambda _: work(), what)
 
 
 def release(hold: Hold) -> None:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from dlrover_hooks.errors import StorageFailed
 
-STALL_S = 60.0
-"""So long a store may take for one piece (at most 8 MiB), or for a call that moves none."""
+STALL_S = 120.0
+"""So long a store may take for one piece (at most 8 MiB), or for what moves none: S3 takes a minute and more to put
+the parts of a large upload together."""
 REPORT_S = 10.0
 STUCK = 8
 """So many calls may hang at once; a thread that hangs cannot be ended."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
 from dlrover_hooks.protocol import Manifest, Plan
 
+_T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
 
 
@@ -32,18 +36,28 @@ def stored(config: Config) -> tuple[Manifest, ...]:
         StorageFailed: `save_to` cannot be written, or nothing can be read.
         SaveToBusy: `save_to` holds generations of another job.
     """
-    if config.save_to is not None:
-        storage.probe(config.save_to, config.storage_options)
-        storage.refuse_others(config.save_to, config.storage_options, config.job)
     url = elsewhere(config) or config.save_to
+    if config.save_to is not None:
+        _bounded(config.save_to, lambda save_to: _claimable(config, save_to))
     if anew(config) or url is None:
         return ()
-    found = storage.scan(url, config.storage_options, None if elsewhere(config) else config.job)
+    job = None if elsewhere(config) else config.job
+    found = _bounded(url, lambda url: storage.scan(url, config.storage_options, job))
     for damage in found.damaged:
         _log.warning("job %s: %s", config.job, damage)
     if found.finished_step is not None and elsewhere(config) is None:
         _log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
     return tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
+
+
+def _claimable(config: Config, save_to: str) -> None:
+    storage.probe(save_to, config.storage_options)
+    storage.refuse_others(save_to, config.storage_options, config.job)
+
+
+def _bounded(url: str, look: Callable[[str], _T]) -> _T:
+    """A store that does not answer must not hold up the start for ever."""
+    return Patience().run(lambda _: look(url), f"open {url}")
 
 
 def refuse_nothing(config: Config) -> None:

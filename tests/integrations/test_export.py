@@ -67,7 +67,7 @@ def trained(job: str, url: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader = elastic_loader(data(), optimizer=optimizer)
-    with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, save_to=url, save_every=1):
+    with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, save_to=str(url), save_every=1):
         for _ in loader.epochs(1):
             for (x,) in loader:
                 optimizer.zero_grad()
@@ -124,7 +124,7 @@ def test_what_accelerate_saved_is_found(job: str, tmp_path: Path) -> None:
     """Its cut keeps models in a list of parts."""
     torch.manual_seed(1)
     net = nn.Linear(4, 1)
-    accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job, save_every=1, save_to=tmp_path / "ck")
+    accelerator: Any = ElasticAccelerator(Accelerator(cpu=True), job=job, save_every=1, save_to=str(tmp_path / "ck"))
     model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data())
     for _ in accelerator.epochs(1):
         for (x,) in loader:
@@ -172,7 +172,7 @@ def test_stock_lightning_goes_on_from_an_exported_checkpoint(job: str, tmp_path:
     """As from one that it wrote itself at the same step: weights, moments, schedule, epoch, hyper-parameters."""
     seed_everything(1, verbose=False)
     first = trainer(
-        2, ElasticCallback(job=job, save_to=tmp_path / "ck", save_every=1), ModelCheckpoint(tmp_path / "own")
+        2, ElasticCallback(job=job, save_to=str(tmp_path / "ck"), save_every=1), ModelCheckpoint(tmp_path / "own")
     )
     model = Net(width=5)
     first.fit(model, data())

@@ -11,6 +11,8 @@ from pathlib import Path
 import fsspec
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrover_hooks.checkpoint import retention, storage
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
@@ -362,3 +364,24 @@ def test_storage_is_torch_free() -> None:
         "import sys, dlrover_hooks.checkpoint.storage, dlrover_hooks.checkpoint.service; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+rules = st.builds(
+    Retention,
+    last=st.integers(1, 4),
+    every_steps=st.none() | st.integers(1, 30),
+    every=st.none() | st.integers(1, 50).map(lambda s: f"{s}s"),
+)
+
+
+@given(rules, st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), min_size=1, unique=True))
+def test_retention_step_by_step_is_retention_at_once(keep: Retention, saved: list[tuple[int, int]]) -> None:
+    """DL-91: whatever earlier commits removed, the same stays; the newest and the first of each span among it."""
+    left: list[Manifest] = []
+    for attempt, step in sorted(saved):
+        left.append(Manifest("job", generation(step, attempt=attempt), 1, (), float(step + 1000 * attempt)))
+        stays = retention.kept(left, keep)
+        assert left[-1].generation in stays
+        left = [one for one in left if one.generation in stays]
+    everything = [Manifest("job", generation(s, attempt=a), 1, (), float(s + 1000 * a)) for a, s in saved]
+    assert {one.generation for one in left} == retention.kept(everything, keep)
