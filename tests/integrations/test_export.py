@@ -186,10 +186,10 @@ def test_stock_lightning_goes_on_from_an_exported_checkpoint(job: str, tmp_path:
     assert equal(load_file(tmp_path / "hf" / "model.safetensors"), dict(model.state_dict()))
 
 
-def shard(url: str, rank: int) -> Any:
-    """Rows 2 x rank and following of a 4 x 3 tensor, as FSDP2 leaves them to each of two ranks."""
+def shard(url: str, rank: int, height: int = 4) -> Any:
+    """Rows 2 x rank and following of a tensor of 3 columns, as FSDP2 leaves them to each rank."""
     which, rows = Generation(0, 7, "a" * 32), torch.arange(12.0).view(4, 3)[2 * rank : 2 * rank + 2].contiguous()
-    spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), Whole((4, 3), "F32", sharded=True))
+    spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), Whole((height, 3), "F32", sharded=True))
     layout = plan([spec])
     skeleton = tree.flatten({"model": {"w": rows}}, where="state").skeleton
     inside = Inside(which, rank, 2, {"state": skeleton})
@@ -205,6 +205,15 @@ def test_shards_of_all_ranks_become_whole_tensors(tmp_path: Path) -> None:
     storage.commit(url, None, Manifest("sharded", Generation(0, 7, "a" * 32), 2, files, 1.0), 2)
     assert exported("hf", url, tmp_path / "hf").exit_code == 0
     assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], torch.arange(12.0).view(4, 3))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    url = str(tmp_path / "ck")
+    files = (shard(url, 0, height=6), shard(url, 1, height=6))
+    storage.commit(url, None, Manifest("sharded", Generation(0, 7, "a" * 32), 2, files, 1.0), 2)
+    done = exported("hf", url, tmp_path / "hf")
+    assert done.exit_code == 1
+    assert "do not hold all of tensor state.model.w" in done.output
 
 
 def test_what_cannot_be_exported_is_said(job: str, tmp_path: Path) -> None:

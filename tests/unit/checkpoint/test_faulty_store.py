@@ -14,7 +14,7 @@ from dlrover_hooks.checkpoint import durable, storage
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.holdings import Found, Segment, prove
 from dlrover_hooks.checkpoint.image import Inside, TensorSpec, header_bytes, metadata, plan
-from dlrover_hooks.checkpoint.patience import STUCK, Attempt, Patience
+from dlrover_hooks.checkpoint.patience import STUCK, Attempt, GivenUp, Patience
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.master.folders import Folders
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
@@ -155,6 +155,16 @@ def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, b
     assert bucket.uploads == {}
     manifest = storage.manifest_of(URL, None, Generation(0, 1, RUN))
     assert bytes(storage.read(URL, None, manifest, 0)[-len(DATA) :]) == DATA
+
+
+def test_what_was_given_up_during_its_last_piece_is_not_published() -> None:
+    """DL-90: that piece may have been read out of a slot that somebody else fills by now."""
+    attempt = Attempt()
+    pieces = attempt.through([memoryview(b"only one")])
+    assert next(pieces) == b"only one"
+    attempt.given_up = True
+    with pytest.raises(GivenUp):
+        next(pieces)
 
 
 def test_a_store_that_never_answers_uses_up_no_threads(hang: Hang, found: Found) -> None:
