@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -380,7 +381,8 @@ def test_too_large_a_state_is_refused_with_a_reason(kept: Kept) -> None:
     link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
     link.call(lambda ref: wire.Hello(ref=ref, seat=0, job="job"))
     reply, _ = link.call(lambda ref: wire.Allocate(ref=ref, slot_bytes=1 << 50))
-    assert "free memory" in reply.reason
+    assert re.match(r"3 slots of 1126 TB need 3378 TB; .* are free: does not fit$", reply.reason)
+    assert "fewer workers" in reply.hint
     link.close()
 
 
