@@ -1,17 +1,17 @@
 """A worker's seat in a job: the only thing adapters talk to.
 
 The verbs, in the order of a run: `join`, `restore_plan`, then per step `stepped`, `batch_requested`, `cut`, at the end
-`finish` and `leave`. All are called on the training thread. Nothing else here touches a framework: state is a tree the
-adapter gives, data sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
+`finish` and `leave`; all on the training thread. No framework is touched: state is a tree the adapter gives, data
+sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -19,8 +19,9 @@ import msgspec
 from dlrover_hooks import protocol as p
 from dlrover_hooks import rng
 from dlrover_hooks.checkpoint import stock
-from dlrover_hooks.checkpoint.cadence import save_due
+from dlrover_hooks.checkpoint.cadence import Pace, save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.restoring import Fitting
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
@@ -90,8 +91,10 @@ class Session:
         self._data = Cut()
         self._restored: Restored | None = None
         self._rng: dict[str, Any] | None = None
-        self._last_step: tuple[int, float] | None = None
+        self._pace = Pace()
         self._at_step_end = False
+        self._cut_at = -1
+        """The step of the last cut."""
         self._said = set[str]()
         self._left = False
         self._caller = self._connect()
@@ -108,12 +111,14 @@ class Session:
         if not self.place.incarnation:
             self._join_round()
         use_seat()
-        attach = self._attach_request()
+        attach = stock.attach(self.config, self.place, self._incarnation, self._engine)
         self.run = self._caller.call(attach, timeout_s=60.0).run
         self._watcher = self._caller.watch(self.config.job, self._noticed)
 
-    def restore_plan(self) -> Restored | None:
+    def restore_plan(self, fitting: Fitting | None = None) -> Restored | None:
         """Wait for all workers, load what the master chose, and begin. None: a fresh start.
+
+        `fitting` gives the adapter's own tensors; they are written once all ranks have verified what they need.
 
         Raises:
             NoCheckpoint: `resume="require"` and nothing whole was found.
@@ -126,7 +131,7 @@ class Session:
                 raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
                 tried = True
-                self._load(plan, plan.restore)
+                self._load(plan, plan.restore, fitting)
         if plan.restore is None and (tried or plan.attempt == 1):
             stock.refuse_nothing(self.config)
         self._begin(plan)
@@ -184,9 +189,20 @@ class Session:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
         if self._engine is None:
             return
-        saved = self._engine.save(step, self._tree(state))
+        self._cut_at = step
+        saved = self._engine.save(step, self._tree(state), behind=True)
         if saved is not None:
             self._courier.saved(saved.generation, saved.copy_s)
+
+    def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
+        """`parameters()`: those of the models. The frozen ones among them are not copied at every save."""
+        if self._engine is not None:
+            self._engine.parameters = parameters
+
+    def wait_copied(self) -> None:
+        """Return when the last cut is copied, before weights are changed other than by an optimizer's step."""
+        if self._engine is not None:
+            self._engine.wait_copied()
 
     def finish(self, step: int, state: Any) -> None:
         """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST.
@@ -249,6 +265,7 @@ class Session:
             linger_s=600.0 if self.config.named else 0.0,
             notify=lambda notice: self._courier.notice(notice),
             start_keeper=not launched,
+            mode=self.config.snapshot,
         )
 
     def _join_round(self) -> None:
@@ -277,25 +294,6 @@ class Session:
             self._in_time(deadline, f"{place.world_size} workers to join")
             seated = self._caller.call(p.AwaitRound(self.config.job, self._incarnation, timeout_s=20.0), timeout_s=60.0)
 
-    def _attach_request(self) -> p.Attach:
-        config, place = self.config, self.place
-        held = self._engine.held() if self._engine is not None and place.local_rank == 0 else ()
-        manifests = stock.stored(config) if self._engine is not None and place.rank == 0 else ()
-        return p.Attach(
-            job=config.job,
-            incarnation=self._incarnation,
-            node=place.node,
-            pid=os.getpid(),
-            save_to=config.save_to,
-            storage_options=config.storage_options,
-            keep=config.keep,
-            save_every=config.save_every,
-            persist_every=config.persist_every,
-            resume="never" if config.fresh else config.resume,
-            held=held,
-            stored=manifests,
-        )
-
     def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
         number = plan.number or 0
         while True:
@@ -305,14 +303,14 @@ class Session:
             if answer.number is not None:
                 return answer
 
-    def _load(self, plan: p.Plan, choice: p.Restore) -> None:
+    def _load(self, plan: p.Plan, choice: p.Restore, fitting: Fitting | None) -> None:
         """Load the choice and say so; what cannot be loaded is reported and the master chooses again."""
         assert self._engine is not None
         for lost in plan.fallbacks:
             log.warning("job %s rank %d: fell back: %s", self.config.job, self.place.rank, lost)
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
-            found = self._engine.load(choice)
+            found = self._engine.load(choice, fitting)
             cuts = united(found.leases)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
@@ -330,6 +328,8 @@ class Session:
         if plan.restore is None:
             self._restored = None
         if self._engine is not None:
+            if self._restored is not None:
+                self._engine.fill()
             stock.take_seat(self.config, self._engine, plan, self.place)
         if self._restored is not None:
             self._say_restored(self._restored)
@@ -349,14 +349,11 @@ class Session:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
-        """Smoothed seconds per optimizer step, for the master's choice of the cadence."""
-        now = time.monotonic()
-        if self._last_step is not None and step > self._last_step[0]:
-            seconds = (now - self._last_step[1]) / (step - self._last_step[0])
-            self._courier.step_s = seconds if not self._courier.step_s else 0.9 * self._courier.step_s + 0.1 * seconds
-        if self._last_step is None or step != self._last_step[0]:
-            self._last_step = (step, now)
-        self._courier.step = step
+        """How long the step took, for the cadence (smoothed) and for the mode of saves (those with a cut)."""
+        seconds = self._pace.at(step, time.monotonic())
+        if self._engine is not None and seconds is not None and self._cut_at == step - 1:
+            self._engine.took(seconds)
+        self._courier.step, self._courier.step_s = step, self._pace.step_s
 
     def _committed(self, generation: p.Generation) -> bool:
         self._surface()

@@ -31,6 +31,7 @@ from dlrover_hooks.protocol import Generation, Message
 SLOTS = 3
 _MAGIC = int.from_bytes(b"DLRHOOK1", "little")
 _LINE = 8  # words
+_POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -146,6 +147,11 @@ class Arena:
         """Map every page for writing, 123 ms per GB. Best effort: old kernels fault them in one by one later."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         _libc.madvise(address, self.nbytes, _POPULATE_WRITE)
+
+    def fault_in(self) -> None:
+        """Map every page for reading, at a fifth of what touching them one by one costs. Best effort."""
+        with contextlib.suppress(OSError):
+            self._map.madvise(_POPULATE_READ)
 
     def close(self) -> None:
         """Unmap (once all views are gone) and close the descriptor. Idempotent."""

@@ -1,6 +1,6 @@
 """The trainer's side of a checkpoint: copy into a slot, tell the keeper, load again (DL-90, DL-91).
 
-First version: eager copies only. A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data`
+A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data`
 (replicated: cursors), `rank` (private to this global rank: random state) and `leases` (private, too: what this rank
 has consumed of leased datasets, without tensors).
 """
@@ -8,25 +8,24 @@ has consumed of leased datasets, without tensors).
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage, wire
-from dlrover_hooks.checkpoint.arena import choose_slot
-from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.image import (
-    PARTS,
-    Inside,
-)
+from dlrover_hooks.checkpoint.arena import Arena, choose_slot
+from dlrover_hooks.checkpoint.image import PARTS, Inside
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.mode import EAGER, Mode
 from dlrover_hooks.checkpoint.recipe import Recipe
-from dlrover_hooks.checkpoint.restoring import Restored, Restorer
+from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
 from dlrover_hooks.checkpoint.room import Room
+from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
@@ -58,6 +57,7 @@ class Checkpointer:
         notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
         deadline_s: float = 30.0,
+        mode: str = EAGER,
     ) -> None:
         self.job, self.node, self.seat = job, node, seat
         self.save_to = storage.absolute(save_to) if save_to is not None else None
@@ -75,12 +75,23 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
-        self._room = Room(self._line, self._allocated)
+        self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
         self._recipe: Recipe | None = None
         self._memo: Memo = {}
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
-        self._copier = Copier()
+        self.parameters: Callable[[], Iterable[Any]] = tuple
+        """Of the models (torch). The frozen ones among them are not copied at every save."""
+        self._writer = self._make_writer(mode)
+        self._opened: Restored | None = None
+        """Opened and verified for the round that is forming, not copied yet."""
+
+    def _make_writer(self, mode: str) -> Writer:
+        if "torch" not in sys.modules:
+            return Writer()
+        from dlrover_hooks.checkpoint.lazy import LazyWriter
+
+        return LazyWriter(Mode(mode), self._skip, lambda: self.parameters())
 
     # ---- before training
 
@@ -120,21 +131,41 @@ class Checkpointer:
             valid = False
         if not valid:
             raise UsageError(f"run {run!r} is not a uuid in hex", hint="use uuid.uuid4().hex")
+        self._close_opened()
         self._run, self._attempt, self._rank, self._world_size = run, attempt, rank, world_size
 
-    def load(self, restore: Restore) -> Restored:
+    def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """Load and verify what the round restores; nothing of it aliases shared memory or a file's buffer.
 
+        Tensors that `fitting` gives are written by `fill` only.
+
         Raises:
+            UsageError: from `fitting`; the saved state does not fit.
             Corrupt: it is not there whole, or does not match its hashes; says where.
             StorageFailed: `save_to` cannot be read.
             KeeperAway: the memory is gone with its keeper.
         """
         where = (self.seat, self._rank, self._world_size)
-        found = Restorer(self._line, self._copier, *where, self.save_to, self.storage_options).load(restore)
+        restorer = Restorer(self._line, self._writer.copier, *where, self.save_to, self.storage_options)
+        found = self._opened = restorer.load(restore, fitting)
         if restore.source is Source.MEMORY:
             self._newest_complete = restore.generation
         return found
+
+    def fill(self) -> None:
+        """Write the adapter's tensors with what `load` opened and verified; nothing if that was done.
+
+        Raises:
+            Corrupt: memory was overwritten meanwhile; the tensors are of no use then.
+        """
+        if self._opened is not None:
+            self._opened.fill()
+            self._opened = None
+
+    def _close_opened(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     # ---- while training
 
@@ -150,39 +181,63 @@ class Checkpointer:
         """The memory of the newest `prepare`, or save, is there."""
         return self._room.ready
 
-    def save(self, step: int, tree: Mapping[str, Any], *, on_unsupported: OnUnsupported | None = None) -> Saved | None:
+    def save(
+        self, step: int, tree: Mapping[str, Any], *, behind: bool = False, on_unsupported: OnUnsupported | None = None
+    ) -> Saved | None:
         """Copy `tree` into a free slot and publish it; None if this save had to be skipped (`skipped`, `error`).
 
-        Training thread, at a quiet point; `tree` may change as soon as this returns. A dead keeper never raises here.
+        Training thread, at a quiet point; `tree` may change as soon as this returns. `behind`: an optimizer's step
+        follows, so parameters and its state may be copied until then (see `Mode`). A dead keeper never raises here.
 
         Raises:
             UnsupportedState: something in `tree` cannot be saved.
         """
+        self._writer.wait()
         began = time.perf_counter()
+        shot = self._shot(step, tree, on_unsupported)
+        self.error = None
+        if self.damaged is not None:
+            self.damaged = None
+            self._writer.damaged()
+        try:
+            arena = self._room.take(shot.recipe.layout.total_bytes)
+            slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
+            if slot is None:
+                raise CheckpointError("no slot is free: newest, newest complete and being persisted")
+            arena.begin(slot)
+            self._writer.write(shot, self._target(arena, slot, shot), behind=behind)
+        except (HooksError, OSError) as error:
+            return self._skip(error)
+        return Saved(shot.generation, time.perf_counter() - began)
+
+    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None) -> Shot:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
         tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
         generation = Generation(self._attempt, step, self._run)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
         if self._recipe is None or not self._recipe.fits(tensors):
-            self._recipe = Recipe(tensors)
+            self._recipe = Recipe(tensors, self._writer.seldom(tensors))
         header = self._recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
-        layout = self._recipe.layout
-        try:
-            arena = self._room.take(layout.total_bytes)
-            slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
-            if slot is None:
-                raise CheckpointError("no slot is free: newest, newest complete and being persisted")
-            arena.begin(slot)
-            view = arena.view(slot, layout.total_bytes)
-            view[: len(header)] = header
-            self._recipe.fill(view, self._recipe.sources(tensors), self._copier)
-            arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
-            if not self._line.tell(wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot))):
+        return Shot(generation, self._recipe, header, self._recipe.sources(tensors))
+
+    def _target(self, arena: Arena, slot: int, shot: Shot) -> Target:
+        size, rank, world_size = shot.recipe.layout.total_bytes, self._rank, self._world_size
+
+        def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
+            arena.publish(slot, shot.generation, rank, world_size, size)
+            message = wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged)
+            if not self._line.tell(message):
                 raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
-        except (HooksError, OSError) as error:
-            return self._skip(step, error)
-        self.error = None
-        return Saved(generation, time.perf_counter() - began)
+
+        return Target(arena.number, slot, arena.view(slot, size), publish)
+
+    def wait_copied(self) -> None:
+        """Return when the last save is copied: weights may be changed other than by an optimizer's step."""
+        self._writer.wait()
+
+    def took(self, seconds: float) -> None:
+        """The step that began with the last save took so long: what `Mode` learns from."""
+        self._writer.took(seconds)
 
     def _flatten(self, part: str, tree: Any, on_unsupported: OnUnsupported | None) -> Any:
         where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
@@ -194,12 +249,13 @@ class Checkpointer:
         if reply.complete is not None and self._newest_complete is None:
             self._newest_complete = reply.complete
 
-    def _skip(self, step: int, error: Exception) -> None:
+    def _skip(self, error: Exception) -> None:
+        """A save does not count. Any thread."""
         self.skipped += 1
         self.error = error if isinstance(error, HooksError) else KeeperAway(f"the slot cannot be written: {error}")
         if isinstance(error, UsageError):
             self.stale = Stale(error.message, hint=error.hint)
-        _log.debug("job %s, rank %d: step %d was not saved: %s", self.job, self._rank, step, self.error)
+        _log.debug("job %s, rank %d: not saved: %s", self.job, self._rank, self.error)
 
     def complete(self, generation: Generation) -> None:
         """`generation` is memory-complete over all ranks. Any thread."""
@@ -227,6 +283,8 @@ class Checkpointer:
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
+        self._writer.close()
+        self._close_opened()
         self._line.close(finished=finished)
         self._room.close()
 

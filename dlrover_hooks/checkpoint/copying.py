@@ -40,7 +40,7 @@ class Pieces:
         sizes: their bytes.
     """
 
-    def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(self, offsets: Sequence[int] | _Words, sizes: Sequence[int] | _Words) -> None:
         lengths = np.asarray(sizes, np.uint64)
         counts = (-(-lengths.astype(np.int64) // PIECE_BYTES)).astype(np.intp)
         self.of = np.repeat(np.arange(len(counts)), counts)
@@ -79,7 +79,7 @@ class Copier:
         targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
         self.fill(Pieces(targets, sizes), 0, sources)
 
-    def fill(self, pieces: Pieces, base: int, sources: Sequence[int]) -> None:
+    def fill(self, pieces: Pieces, base: int, sources: Sequence[int] | _Words) -> None:
         """Fill all `pieces` from `base` on; `sources[i]` is the address of what place i gets."""
         froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
         run = _run_native if self.native else _run

@@ -1,7 +1,7 @@
 """How a keeper makes slots durable: one rank's shard file, or a whole generation at its end. Worker threads.
 
-Global rank 0 writes its whole image; the others only their private tensors (names that begin with `rank.`), because
-replicated state needs to be stored once. No torch.
+Global rank 0 writes its whole image; the others their private tensors (names that begin with `rank.`) and their shards
+of sharded ones, because replicated state needs to be stored once. No torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.chunks import damaged
 from dlrover_hooks.checkpoint.claim import KEEPER
+from dlrover_hooks.checkpoint.header import Header, parse
 from dlrover_hooks.checkpoint.holdings import Found, Proof
-from dlrover_hooks.checkpoint.image import parse, subset
+from dlrover_hooks.checkpoint.image import subset
 from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
@@ -54,7 +55,7 @@ def _persist(found: Found, url: str, options: Mapping[str, Any], job: str) -> Sh
         pieces, nbytes = [view], slot.image_bytes
     else:
         verify(found)
-        part = subset(parse(view), lambda name: name.startswith(PRIVATE))
+        part = subset(header := parse(view), _own(header))
         pieces, nbytes = [memoryview(part.header), *(view[a:b] for a, b in part.pieces)], part.nbytes
     file = storage.write_shard(url, options, generation, slot.rank, slot.world_size, pieces, nbytes, job=job)
     if arena.seq(slot.index) != slot.seq:
@@ -62,6 +63,12 @@ def _persist(found: Found, url: str, options: Mapping[str, Any], job: str) -> Sh
     if slot.rank == 0 and file.chunks != chunks:
         raise Corrupt(_damage(found, view))
     return file
+
+
+def _own(header: Header) -> Callable[[str], bool]:
+    """Which tensors of an image belong into the file of a rank above 0."""
+    shards = {name for name, whole in header.wholes().items() if whole.sharded and not whole.copy}
+    return lambda name: name.startswith(PRIVATE) or name in shards
 
 
 def verify(found: Found) -> Proof:

@@ -11,33 +11,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from dlrover_hooks.errors import Corrupt
-from dlrover_hooks.protocol import Generation, Message
+from dlrover_hooks.checkpoint.header import ITEM_BYTES, OURS, SHARDING, WHOLES, Header, Inside, Whole
+from dlrover_hooks.checkpoint.header import parse as parse
 
 PAGE = 4096
 RESERVE = 16 << 10
-ITEM_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-}
-ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
 PARTS = ("state", "rank", "data", "leases")
 """Parts of a saved tree: `state` and `data` are replicated; `rank` (random state) and `leases` are one rank's own."""
-_OURS = "dlrover_hooks"
 
 
 class Outgrown(Exception):
@@ -49,13 +34,15 @@ class Outgrown(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """One tensor: safetensors `dtype`, `shape`, bytes. `offsets`: place in the global tensor, all 0 if replicated."""
+    """One tensor: safetensors `dtype`, `shape`, bytes. `offsets`: place in the whole tensor, all 0 if replicated."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     offsets: tuple[int, ...] = ()
+    whole: Whole | None = None
+    """What it is as a whole, where the rest of this does not tell."""
 
 
 class Layout(NamedTuple):
@@ -71,41 +58,6 @@ class Layout(NamedTuple):
     """And from there on."""
 
 
-class Inside(Message, frozen=True):
-    """What the image says of itself, in its metadata. `skeletons`: tagged JSON by part (see `tree`)."""
-
-    generation: Generation
-    rank: int
-    world_size: int
-    skeletons: dict[str, msgspec.Raw]
-    format: int = 1
-
-
-class Entry(NamedTuple):
-    """One tensor of a parsed header; `start`, `stop`: bytes in the image."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-class Header(NamedTuple):
-    """A parsed header. `payload`: where the tensors begin."""
-
-    metadata: dict[str, str]
-    tensors: dict[str, Entry]
-    payload: int
-    total_bytes: int
-
-    def inside(self) -> Inside:
-        """What dlrover_hooks wrote into the metadata. Raises Corrupt if it is not there or not readable."""
-        try:
-            return msgspec.json.decode(self.metadata[_OURS], type=Inside)
-        except (KeyError, msgspec.DecodeError) as error:
-            raise Corrupt(f"the image has no readable {_OURS!r} metadata: {error}") from error
-
-
 class Subset(NamedTuple):
     """A smaller file out of an image: its header, then `pieces` (start, stop) of that image."""
 
@@ -114,9 +66,18 @@ class Subset(NamedTuple):
     nbytes: int
 
 
-def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
-    """Lay `specs` out, with at least `reserve` bytes in the header for metadata."""
-    ordered = tuple(sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)))
+def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[str] = ()) -> Layout:
+    """Lay `specs` out, with at least `reserve` bytes in the header for metadata; those `apart` next to each other.
+
+    Shards of no bytes are only named: stock readers take an image for the whole tensor's as soon as it is in the table.
+    """
+    specs = tuple(specs)
+    ordered = tuple(
+        sorted(
+            (spec for spec in specs if spec.nbytes or spec.whole is None),
+            key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name in apart, spec.name),
+        )
+    )
     sharding = json.dumps(
         {spec.name: {"saved_offsets": list(spec.offsets or (0,) * len(spec.shape))} for spec in ordered},
         separators=(",", ":"),
@@ -126,13 +87,15 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
         ends.append((ends[-1] if ends else 0) + spec.nbytes)
     begins = [0, *ends[:-1]]
     table = _table((spec.name, spec.dtype, spec.shape, a, b) for spec, a, b in zip(ordered, begins, ends, strict=False))
-    before = (
-        f'{{"__metadata__":{{"format":"pt","DCP_VERSION":"1.0","DCP_SHARDING_INFO":{json.dumps(sharding)},"{_OURS}":'
-    )
-    after = f"}}{',' if table else ''}{table}}}"
+    wholes = {spec.name: spec.whole for spec in specs if spec.whole is not None}
+    stock = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: sharding}
+    if wholes:
+        stock[WHOLES] = msgspec.json.encode(wholes).decode()
+    before = f'{{"__metadata__":{json.dumps(stock, separators=(",", ":"))[:-1]},"{OURS}":'.encode()
+    after = f"}}{',' if table else ''}{table}}}".encode()
     header = _round_up(8 + len(before) + len(after) + reserve)
     starts = tuple(header + begin for begin, _ in zip(begins, ends, strict=False))
-    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before.encode(), after.encode())
+    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before, after)
 
 
 def header_bytes(layout: Layout, inside: Inside) -> bytes:
@@ -145,29 +108,6 @@ def header_bytes(layout: Layout, inside: Inside) -> bytes:
     return _padded(b"".join((layout.before, ours, layout.after)), layout.header_bytes)
 
 
-def parse(view: memoryview | bytes | bytearray) -> Header:
-    """Read the header of the image that begins `view`.
-
-    Raises:
-        Corrupt: this is no image, or its table does not fit `view`.
-    """
-    view = memoryview(view)
-    try:
-        (length,) = struct.unpack_from("<Q", view)
-        if 8 + length > len(view):
-            raise ValueError(f"header of {length} bytes in an image of {len(view)}")
-        table: dict[str, Any] = json.loads(bytes(view[8 : 8 + length]))
-        info = table.pop("__metadata__", {})
-        tensors = {name: _entry(row, 8 + length) for name, row in table.items()}
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Corrupt(f"not a safetensors image: {error}") from error
-    total = max((entry.stop for entry in tensors.values()), default=8 + length)
-    for name, entry in tensors.items():
-        if entry.stop > len(view) or _size(entry) != entry.stop - entry.start:
-            raise Corrupt(f"tensor {name} does not fit its image")
-    return Header(info, tensors, 8 + length, total)
-
-
 def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
     """The file that holds only the tensors whose name is `wanted`, in the order of the image."""
     kept = sorted((entry.start, name) for name, entry in header.tensors.items() if wanted(name))
@@ -178,10 +118,10 @@ def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
         rows.append((name, entry.dtype, entry.shape, offset, offset + entry.stop - entry.start))
         offset = rows[-1][-1]
     info = dict(header.metadata)
-    if "DCP_SHARDING_INFO" in info:
+    if SHARDING in info:
         names = {name for _, name in kept}
-        sharding = {name: row for name, row in json.loads(info["DCP_SHARDING_INFO"]).items() if name in names}
-        info["DCP_SHARDING_INFO"] = json.dumps(sharding, separators=(",", ":"))
+        sharding = {name: row for name, row in json.loads(info[SHARDING]).items() if name in names}
+        info[SHARDING] = json.dumps(sharding, separators=(",", ":"))
     table = _table(rows)
     text = f'{{"__metadata__":{json.dumps(info)}{"," if table else ""}{table}}}'.encode()
     size = _round_up(8 + len(text))
@@ -198,20 +138,6 @@ def _padded(text: bytes, size: int) -> bytes:
     if (spare := size - 8 - len(text)) < 0:
         raise Outgrown(-spare)
     return struct.pack("<Q", size - 8) + text.ljust(len(text) + spare)
-
-
-def _entry(row: Mapping[str, Any], payload: int) -> Entry:
-    start, stop = row["data_offsets"]
-    if not 0 <= start <= stop:
-        raise ValueError(f"data_offsets {start}, {stop}")
-    return Entry(row["dtype"], tuple(row["shape"]), payload + start, payload + stop)
-
-
-def _size(entry: Entry) -> int:
-    size = ITEM_BYTES.get(entry.dtype, 0)
-    for length in entry.shape:
-        size *= length
-    return size
 
 
 def _round_up(size: int) -> int:

@@ -1,28 +1,72 @@
-"""What a round restores, out of this node's memory or out of storage, for one rank. Training thread."""
+"""What a round restores, out of this node's memory or out of storage, for one rank. Training thread.
+
+Two phases, so that a load that fails leaves the model as it was: `Restorer.load` opens and verifies all that this rank
+needs, `Restored.fill` copies it into the adapter's own tensors, once every rank has said that it can.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint import snapshot, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.image import PARTS, Header, parse
+from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
 from dlrover_hooks.checkpoint.line import Line, granted
+from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.checkpoint.stored import StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import Corrupt, StorageFailed
-from dlrover_hooks.protocol import Message, Restore, Source
+from dlrover_hooks.protocol import Restore, Source
 
 
-class Restored(Message, frozen=True):
-    """`tree` in fresh memory. `same_world`: its `rank` part is this very rank's of an equally large world.
+class Fit(Protocol):
+    """How the adapter's own tensors take what was saved. All it needs of the images is verified already."""
 
-    `leases`: the parts of that name of all saved ranks that this rank answers for. Over all ranks, each is there.
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By saved name, the tensors that `fill` will write; they stand in the restored tree."""
+        ...
+
+    def fill(self) -> None:
+        """Copy. No error is left but that memory was overwritten meanwhile."""
+        ...
+
+
+Fitting = Callable[[Any, Images, Copier], Fit]
+"""Given the saved `state` with a `Stored` in the place of each tensor. Raises UsageError if it does not fit."""
+
+
+class Restored(NamedTuple):
+    """`tree` in fresh memory, but for tensors of the adapter's own, which are as they were until `fill`.
+
+    `same_world`: its `rank` part is this very rank's of an equally large world. `leases`: the parts of that name of all
+    saved ranks that this rank answers for. Over all ranks, each is there.
     """
 
     tree: dict[str, Any]
     same_world: bool
-    leases: tuple[dict[str, Any], ...] = ()
+    leases: tuple[dict[str, Any], ...]
+    images: Images
+    fit: Fit | None = None
+
+    def fill(self) -> None:
+        """The second phase; it ends with `close`.
+
+        Raises:
+            Corrupt: the memory was overwritten under the copy. The tensors are of no use then.
+        """
+        try:
+            if self.fit is not None:
+                self.fit.fill()
+            self.images.check()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the images. Idempotent."""
+        self.images.close()
 
 
 class Restorer:
@@ -42,67 +86,76 @@ class Restorer:
         self._line, self._copier, self._seat = line, copier, seat
         self._save_to, self._options = save_to, options
 
-    def load(self, restore: Restore) -> Restored:
+    def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """See `Checkpointer.load`."""
-        same = restore.world_size == self.world_size
-        if restore.source is Source.MEMORY:
-            return self._from_memory(restore, same)
-        return self._from_storage(restore, same)
-
-    def _from_memory(self, restore: Restore, same: bool) -> Restored:
-        tree = self._open(restore, self._memory_rank(restore, same), PARTS)
-        if same:
-            return Restored(tree, same, (tree["leases"],) if "leases" in tree else ())
-        if self._seat != 0 or "leases" not in tree:  # seat 0 answers for all that its node holds
-            return Restored(tree, same)
-        return Restored(
-            tree, same, tuple(self._open(restore, rank, ("leases",))["leases"] for rank in self._held_here(restore))
-        )
-
-    def _held_here(self, restore: Restore) -> list[int]:
-        held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
-        return sorted({one.rank for one in held if one.generation == restore.generation})
-
-    def _open(self, restore: Restore, rank: int, parts: tuple[str, ...]) -> dict[str, Any]:
-        reply, fd = self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
-        if isinstance(reply, wire.Refused):
-            raise Corrupt(reply.reason, hint=reply.hint)
-        arena = Arena.attach(fd, writable=False)
+        memory = restore.source is Source.MEMORY
+        opener = self._opener(restore) if memory else self._files(restore)
+        images = Images(restore.generation, restore.world_size, opener)
         try:
-            view = arena.view(reply.slot, reply.image_bytes)
-            header = parse(view)
-            tree = self._tree(header, view, parts)
-            if arena.seq(reply.slot) != reply.seq:
-                raise Corrupt(f"slot {reply.slot} of seat {reply.seat} was overwritten while it was loaded")
-            return tree
-        finally:
-            view = None
-            arena.close()
+            first, leases = self._here(restore) if memory else (0, self._shares(restore))
+            found = self._restored(restore, images, first, fitting)
+            leases = [images.image(rank).header.inside().skeletons for rank in leases]
+            parts = tuple(unflatten(part["leases"], {}) for part in leases if "leases" in part)
+            return found._replace(leases=parts)
+        except BaseException:
+            images.close()
+            raise
 
-    def _memory_rank(self, restore: Restore, same: bool) -> int:
-        """Whose image to open. In another world size any will do for the replicated parts."""
-        if same:
-            return self.rank
+    def _restored(self, restore: Restore, images: Images, first: int, fitting: Fitting | None) -> Restored:
+        same = restore.world_size == self.world_size
+        skeletons = images.image(first).header.inside().skeletons
+        own = images.image(self.rank).header.inside().skeletons if same else {}
+        index = images.index()
+        if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
+            index = images.everything()
+        fit = fitting(unflatten(skeletons["state"], index), images, self._copier) if fitting is not None else None
+        given = dict(fit.tensors) if fit is not None else {}
+        wanted = chosen(index, ("state", "data", *(("rank",) if same else ())))
+        fresh = snapshot.load([one for one in wanted if one.name not in given], self._copier)
+        images.check()
+        tree = {part: unflatten(skeletons[part], fresh | given) for part in ("state", "data") if part in skeletons}
+        if "rank" in own:
+            tree["rank"] = unflatten(own["rank"], fresh)
+        return Restored(tree, same, (), images, fit)
+
+    # ---- memory
+
+    def _here(self, restore: Restore) -> tuple[int, list[int]]:
+        """Whose image to begin with, and of which ranks this one answers for the leases."""
+        if restore.world_size == self.world_size:
+            return self.rank, [self.rank]
+        held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
+        here = sorted({one.rank for one in held if one.generation == restore.generation})
         wanted = self.rank % restore.world_size
-        here = self._held_here(restore)
-        return wanted if wanted in here or not here else here[wanted % len(here)]
+        first = wanted if wanted in here or not here else here[wanted % len(here)]
+        return first, here if self._seat == 0 else []  # seat 0 answers for all that its node holds
 
-    def _from_storage(self, restore: Restore, same: bool) -> Restored:
+    def _opener(self, restore: Restore) -> Callable[[int], Image]:
+        def open_slot(rank: int) -> Image:
+            reply, fd = self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+            if isinstance(reply, wire.Refused):
+                raise Corrupt(reply.reason, hint=reply.hint)
+            arena = Arena.attach(fd, writable=False)
+            try:
+                return Slot(arena, reply.slot, reply.seq, reply.image_bytes, reply.seat)
+            except BaseException:
+                arena.close()
+                raise
+
+        return open_slot
+
+    # ---- storage
+
+    def _shares(self, restore: Restore) -> list[int]:
+        """The ranks whose leases this one answers for."""
+        if restore.world_size == self.world_size:
+            return [self.rank]
+        return list(range(self.rank, restore.world_size, self.world_size))
+
+    def _files(self, restore: Restore) -> Callable[[int], Image]:
         url = restore.url or self._save_to
         if url is None:
             raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
         manifest = storage.manifest_of(url, self._options, restore.generation)
-        first = storage.read(url, self._options, manifest, 0)
-        tree = self._tree(parse(first), first, ("state", "data"))
-        private: list[dict[str, Any]] = []
-        for rank in [self.rank] if same else range(self.rank, manifest.world_size, self.world_size):
-            own = first if rank == 0 else storage.read(url, self._options, manifest, rank)
-            private.append(self._tree(parse(own), own, ("rank", "leases")))
-        leases = tuple(part["leases"] for part in private if "leases" in part)
-        return Restored(tree | (private[0] if same else {}), same, leases)
-
-    def _tree(self, header: Header, buffer: memoryview, parts: tuple[str, ...]) -> dict[str, Any]:
-        inside = header.inside()
-        wanted = [name for name in header.tensors if name.split(".", 1)[0] in parts]
-        tensors = snapshot.load(buffer, header, wanted, self._copier)
-        return {part: unflatten(bytes(inside.skeletons[part]), tensors) for part in parts if part in inside.skeletons}
+        place = Place(url, self._options)
+        return lambda rank: StoredImage(place, manifest, rank)

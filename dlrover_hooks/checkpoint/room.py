@@ -21,11 +21,14 @@ _ALLOCATE_S = 300.0
 class Room:
     """The arena of one seat. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
 
-    `allocated(reply)` is called on the helper thread, before the memory is handed out.
+    `allocated(reply)` is called on the helper thread, before the memory is handed out; `closing()` on the training
+    thread, before some is unmapped.
     """
 
-    def __init__(self, line: Line, allocated: Callable[[wire.Allocated], None]) -> None:
-        self._line, self._allocated = line, allocated
+    def __init__(
+        self, line: Line, allocated: Callable[[wire.Allocated], None], closing: Callable[[], None] = lambda: None
+    ) -> None:
+        self._line, self._allocated, self._closing = line, allocated, closing
         self._changed = threading.Condition()
         self._arena: Arena | None = None
         self._next: Arena | None = None
@@ -99,6 +102,8 @@ class Room:
         if self._next is not None:
             self._stale += [self._arena] if self._arena is not None else []
             self._arena, self._next = self._next, None
+        if self._stale:
+            self._closing()
         while self._stale:
             self._stale.pop().close()
 

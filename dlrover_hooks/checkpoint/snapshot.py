@@ -5,15 +5,20 @@ Contiguous CPU tensors are copied without a torch operation (`copying`). What is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from dlrover_hooks.checkpoint.copying import Copier, Move
-from dlrover_hooks.checkpoint.image import Header, TensorSpec
-from dlrover_hooks.errors import Corrupt, UnsupportedState
+from dlrover_hooks.checkpoint.header import Whole
+from dlrover_hooks.checkpoint.image import TensorSpec
+from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, need_all
+from dlrover_hooks.errors import UnsupportedState
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -22,6 +27,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -33,6 +40,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Types of tensors that are nothing more than their bytes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NUMPY_NAMES = {
     np.dtype(str(dtype).removeprefix("torch.")): name
@@ -45,7 +54,8 @@ def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     """What has to be laid out for `tensors` (torch tensors and numpy arrays).
 
     Raises:
-        UnsupportedState: a tensor that is sparse, quantized, sharded, without storage, or of a type safetensors lacks.
+        UnsupportedState: a tensor that is sparse, quantized, of partial sums, without storage, or of a type that
+            safetensors lacks.
     """
     return tuple(_spec(name, tensor) for name, tensor in tensors.items())
 
@@ -53,55 +63,129 @@ def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
 def _spec(name: str, tensor: Any) -> TensorSpec:
     if isinstance(tensor, np.ndarray):
         return TensorSpec(name, _NUMPY_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
+    if hasattr(tensor, "device_mesh"):
+        return _shard(name, tensor)
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        if tensor.dtype is torch.complex128 and not tensor.is_meta:
+            whole = Whole(tuple(tensor.shape), COMPLEX)
+            return TensorSpec(name, "F64", (*tensor.shape, 2), tensor.nbytes, whole=whole)
         kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
         raise UnsupportedState(f"{name} is a {kind}, which a safetensors image cannot hold", hint="convert it first")
-    if hasattr(tensor, "device_mesh"):
-        raise UnsupportedState(f"{name} is a DTensor", hint="sharded models are not supported yet: use DDP")
     return TensorSpec(name, dtype, tuple(tensor.shape), tensor.nbytes)
 
 
-def load(
-    buffer: memoryview, header: Header, names: Iterable[str], copier: Copier | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors `names` of the image in `buffer`, in memory of their own: `buffer` may change or go afterwards.
+def _shard(name: str, tensor: Any) -> TensorSpec:
+    """This rank's part of a DTensor. Of replicas the first one is written to files."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedState(f"{name} is a DTensor of partial sums", hint="redistribute it to Shard or Replicate")
+    plain = _spec(name, tensor._local_tensor)
+    offsets, sharded, copy = _place(tensor.shape, tensor.device_mesh, tensor.placements)
+    dtype = plain.whole.dtype if plain.whole is not None else plain.dtype
+    offsets += (0,) * (len(plain.shape) - len(offsets))
+    return plain._replace(offsets=offsets, whole=Whole(tuple(tensor.shape), dtype, sharded, copy))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _place(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[tuple[int, ...], bool, bool]:
+    """Where this rank's part begins; is it only a part; does another rank have the same one, too, and writes it?"""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    sharded = any(placement.is_shard() for placement in placements)
+    where = mesh.get_coordinate() or (0,) * len(placements)
+    copy = any(at > 0 and not placement.is_shard() for at, placement in zip(where, placements, strict=True))
+    return tuple(offsets), sharded, sharded and copy
+
+
+def spread(tensor: Any) -> tuple[Any, Any] | None:
+    """How a DTensor lies over the ranks; None for others."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else None
+
+
+def part(tensor: Any) -> Any:
+    """What of `tensor` lies in this process: the local shard of a DTensor, else itself."""
+    return tensor._local_tensor if hasattr(tensor, "device_mesh") else tensor
+
+
+def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, torch.Tensor]:
+    """The tensors `found`, whole, by name, in memory of their own: the images may change or go afterwards.
 
     Raises:
-        Corrupt: the image lacks one of them.
+        Corrupt, StorageFailed: as `images.need`.
     """
-    base = place_of(buffer)
-    loaded: dict[str, torch.Tensor] = {}
-    moves: list[Move] = []
-    for name in names:
-        entry = header.tensors.get(name)
-        if entry is None or entry.dtype not in DTYPES:
-            raise Corrupt(f"the image does not hold tensor {name}")
-        tensor = loaded[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        if entry.stop > entry.start:
-            moves.append((tensor.data_ptr(), base + entry.start, entry.stop - entry.start))
-    (copier or Copier()).copy(moves)
+    found = list(found)
+    need_all(found)
+    loaded = {stored.name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype)) for stored in found}
+    pairs = (
+        (_region(loaded[stored.name], piece), source(piece, stored.dtype))
+        for stored in found
+        for piece in stored.pieces
+    )
+    copy(pairs, copier)
     return loaded
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's type for a safetensors one, or for "C128"."""
+    return torch.complex128 if name == COMPLEX else DTYPES[name]
+
+
+def source(piece: Piece, dtype: str) -> torch.Tensor:
+    """The piece where it lies: not to be written, nor used once its image is closed."""
+    if piece.stop == piece.start:
+        return torch.empty(piece.shape, dtype=dtype_of(dtype))
+    address = place_of(piece.image.view) + piece.start
+    memory = (ctypes.c_uint8 * (piece.stop - piece.start)).from_address(address)  # torch warns of read-only buffers
+    return torch.frombuffer(memory, dtype=dtype_of(dtype)).view(piece.shape)
+
+
+def _region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return whole[tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.shape, strict=True))]
+
+
+@torch.no_grad()
+def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], copier: Copier | None = None) -> None:
+    """Each (target, source), of one shape. By plain threads where the bytes lie alike; else torch converts."""
+    moves: list[Move] = []
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, origin in pairs:
+        alike = target.dtype is origin.dtype and target.device.type == "cpu"
+        if alike and target.is_contiguous() and origin.is_contiguous() and not (target.is_conj() or target.is_neg()):
+            moves.append((target.data_ptr(), origin.data_ptr(), origin.nbytes))
+        else:
+            others.append((target, origin))
+    (copier or Copier()).copy(moves)
+    for target, origin in others:
+        target.copy_(origin)
 
 
 def plain(value: Any) -> Any:
     """`value` itself if its bytes lie as they read, else a contiguous copy."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
+    value = part(value)
     if value.is_conj() or value.is_neg():
         value = value.detach().resolve_conj().resolve_neg()
     return value if value.is_contiguous() else value.detach().contiguous()
 
 
+def lie_plainly(values: Sequence[torch.Tensor]) -> bool:
+    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C."""
+    here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
+    return here and not any(map(torch.Tensor.is_neg, values))
+
+
+def addresses(values: Iterable[torch.Tensor]) -> list[int]:
+    """Where the bytes of CPU tensors begin."""
+    return list(map(torch.Tensor.data_ptr, values))
+
+
 def address(value: Any) -> int:
-    """Where the bytes of a `plain` array or CPU tensor begin."""
-    return int(value.ctypes.data) if isinstance(value, np.ndarray) else value.data_ptr()
-
-
-def from_device(tensor: torch.Tensor, place: memoryview) -> None:
-    """Copy a `plain` tensor of a device to `place`, and wait for it."""
-    flat = torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype)
-    flat.view(tensor.shape).copy_(tensor.detach())
+    """Where the bytes of a `plain` array or tensor begin; 0 if they lie on a device."""
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    return value.data_ptr() if value.is_cpu else 0
 
 
 def place_of(view: memoryview) -> int:

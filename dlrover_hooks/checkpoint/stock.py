@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import msgspec
 
@@ -10,7 +11,7 @@ from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Manifest, Plan
+from dlrover_hooks.protocol import Attach, Manifest, Plan
 
 _log = logging.getLogger("dlrover_hooks")
 
@@ -44,6 +45,27 @@ def stored(config: Config) -> tuple[Manifest, ...]:
     if found.finished_step is not None and elsewhere(config) is None:
         _log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
     return tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
+
+
+def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer | None) -> Attach:
+    """What a worker says of itself and offers: its node's memory (local rank 0), what storage holds (rank 0).
+
+    Raises: as `stored` and `Checkpointer.held`.
+    """
+    return Attach(
+        job=config.job,
+        incarnation=incarnation,
+        node=place.node,
+        pid=os.getpid(),
+        save_to=config.save_to,
+        storage_options=config.storage_options,
+        keep=config.keep,
+        save_every=config.save_every,
+        persist_every=config.persist_every,
+        resume="never" if config.fresh else config.resume,
+        held=engine.held() if engine is not None and place.local_rank == 0 else (),
+        stored=stored(config) if engine is not None and place.rank == 0 else (),
+    )
 
 
 def refuse_nothing(config: Config) -> None:

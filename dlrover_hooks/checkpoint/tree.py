@@ -31,6 +31,8 @@ _ARRAY_KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "u
     "float64",
     "complex64",
 }
+_BROKEN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What decoding raises on a damaged skeleton; too deep nesting is a RuntimeError."""
 _HINT = "keep it out of the state, or turn it into numbers, strings, lists, dicts and tensors first"
 
 
@@ -79,15 +81,15 @@ def _json(encoded: Any) -> bytes:
         return json.dumps(encoded, separators=(",", ":"), default=lambda raw: json.loads(bytes(raw))).encode()
 
 
-def unflatten(skeleton: bytes | str, tensors: Mapping[str, Any]) -> Any:
+def unflatten(skeleton: bytes | msgspec.Raw, tensors: Mapping[str, Any]) -> Any:
     """The tree again. `tensors` are put in as they are; arrays become numpy arrays on the same memory.
 
     Raises:
         Corrupt: the skeleton is damaged or a tensor it names is not there.
     """
     try:
-        return _decode(json.loads(skeleton), tensors)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return _decode(json.loads(bytes(skeleton)), tensors)
+    except _BROKEN as error:
         raise Corrupt(f"the state's skeleton cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -95,10 +97,14 @@ class _Writer:
     def __init__(self, on_unsupported: OnUnsupported | None, memo: Memo | None) -> None:
         self.tensors: dict[str, Any] = {}
         self._memo = memo
+        self._at: dict[int, list[str]] = {}
+        """By address, the names of the tensors that begin there: tied weights are stored once."""
         self._on_unsupported = on_unsupported
         self._inside: set[int] = set()
         self._torch: Any = sys.modules.get("torch")
         self._plain = {self._torch.Tensor, self._torch.nn.Parameter} if self._torch is not None else set[type]()
+        self._unseen: list[str] = []
+        """Names of tensors that are not in `_at` yet."""
 
     def encode(self, value: Any, path: str) -> Any:
         if value is None or type(value) in (bool, str):
@@ -119,7 +125,8 @@ class _Writer:
             if isinstance(value, dict):
                 return self._known(value, path) if self._tensors_alone(value) else self._dict(value, path)
             if isinstance(value, tuple) and type(value) is not tuple and not self._is_torch(value, "Size"):
-                return self._unsupported(value, path)
+                hint = "a named tuple cannot be made without its class: keep tuple(value) or value._asdict()"
+                return self._unsupported(value, path, hint)
             if isinstance(value, (set, frozenset)):
                 items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
                 tag = "$set" if isinstance(value, set) else "$frozenset"
@@ -129,12 +136,14 @@ class _Writer:
         finally:
             self._inside.discard(id(value))
 
-    def _dict(self, value: dict[Any, Any], path: str) -> dict[str, Any]:
+    def _dict(self, value: dict[Any, Any], path: str) -> Any:
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, path)}
-        if not all(type(key) is str for key in value):
-            return {"$dict": self._pairs(value, path)}
-        return {(f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()}
+        if all(type(key) is str for key in value):
+            return {
+                (f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()
+            }
+        return {"$dict": self._pairs(value, path)}
 
     def _tensors_alone(self, value: dict[Any, Any]) -> bool:
         return self._memo is not None and bool(value) and self._plain.issuperset(map(type, value.values()))
@@ -147,6 +156,7 @@ class _Writer:
         if known is None or not same or not self.tensors.keys().isdisjoint(known.names):
             return self._remember(value, path, self._memo)
         self.tensors.update(zip(known.names, value.values(), strict=True))
+        self._unseen += known.names
         return known.json
 
     def _remember(self, value: dict[Any, Any], path: str, memo: Memo) -> Any:
@@ -161,7 +171,7 @@ class _Writer:
 
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, enum.Enum):
-            return self._unsupported(value, path)
+            return self._unsupported(value, path, f"an enum cannot be named without its class: keep {path}.value")
         if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:
             return {"$scalar": [value.dtype.str, _text(value.tobytes())]}
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
@@ -178,7 +188,7 @@ class _Writer:
 
     def _torch_leaf(self, value: Any, path: str) -> Any:
         if self._is_torch(value, "Tensor"):
-            return {"$tensor": self._name(value, path)}
+            return {"$tensor": self._tied(value) or self._name(value, path)}
         if self._is_torch(value, "dtype"):
             return {"$dtype": str(value).removeprefix("torch.")}
         if self._is_torch(value, "device"):
@@ -192,18 +202,28 @@ class _Writer:
             return {"$array": self._name(value, path)}
         return {"$inline": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
 
+    def _tied(self, tensor: Any) -> str | None:
+        """The name of a tensor before that is the very same memory, read the same way."""
+        while self._unseen:
+            name = self._unseen.pop()
+            self._at.setdefault(_address(self.tensors[name]), []).append(name)
+        address = _address(tensor)
+        return next((name for name in self._at.get(address, ()) if _same(self.tensors[name], tensor)), None)
+
     def _name(self, tensor: Any, path: str) -> str:
         name, count = path, 1
         while name in self.tensors:
             count += 1
             name = f"{path}~{count}"
         self.tensors[name] = tensor
+        if address := _address(tensor):
+            self._at.setdefault(address, []).append(name)
         return name
 
     def _is_torch(self, value: Any, kind: str) -> bool:
         return self._torch is not None and isinstance(value, getattr(self._torch, kind))
 
-    def _unsupported(self, value: Any, path: str) -> Any:
+    def _unsupported(self, value: Any, path: str, hint: str = _HINT) -> Any:
         if self._on_unsupported is not None:
             ask, self._on_unsupported = self._on_unsupported, None  # its answer has to be supported itself
             try:
@@ -211,7 +231,26 @@ class _Writer:
             finally:
                 self._on_unsupported = ask
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise UnsupportedState(f"{path} is a {kind}, which cannot be saved without pickle", hint=_HINT)
+        raise UnsupportedState(f"{path} is a {kind}, which cannot be saved without pickle", hint=hint)
+
+
+def _address(tensor: Any) -> int:
+    """Where the bytes of a torch tensor begin; 0 if there are none, or no one place (sparse tensors)."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).data_ptr()
+    except (RuntimeError, AttributeError):
+        return 0
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Do two tensors that begin at one address have the same type, shape, layout and sign?"""
+    return _way(one) == _way(other)
+
+
+def _way(tensor: Any) -> tuple[Any, ...]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    shape = (tensor.shape, getattr(tensor, "placements", None), local.shape, local.stride())
+    return (*shape, local.dtype, local.device, local.is_conj(), local.is_neg())
 
 
 def _text(data: bytes | bytearray) -> str:
@@ -234,15 +273,31 @@ def _pairs(body: Any, tensors: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(_decode(key, tensors), _decode(one, tensors)) for key, one in body]
 
 
-def _array(name: str, tensors: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+def _array(name: str, tensors: Mapping[str, Any]) -> Any:
     found = tensors[name]
-    return found if isinstance(found, np.ndarray) else found.numpy()
+    return found.numpy() if hasattr(found, "numpy") else found
 
 
-def _torch_name(name: str) -> Any:
+def _dtype(name: str) -> Any:
     import torch
 
-    return getattr(torch, name)
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    return torch.device(name)
+
+
+def _numbers(kind: str, data: str) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(str(kind))
+    if dtype.hasobject:
+        raise ValueError(f"an array of {dtype} would hold pointers")
+    return np.frombuffer(bytearray(base64.b64decode(data)), dtype)
 
 
 _TAGS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
@@ -258,10 +313,10 @@ _TAGS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "$complex": lambda body, tensors: complex(*_decode(body, tensors)),
     "$path": lambda body, _: pathlib.Path(body),
     "$timedelta": lambda body, _: datetime.timedelta(*body),
-    "$scalar": lambda body, _: np.frombuffer(base64.b64decode(body[1]), np.dtype(body[0]))[0],
-    "$inline": lambda body, _: np.frombuffer(bytearray(base64.b64decode(body[2])), np.dtype(body[0])).reshape(body[1]),
+    "$scalar": lambda body, _: _numbers(*body)[0],
+    "$inline": lambda body, _: _numbers(body[0], body[2]).reshape(body[1]),
     "$array": _array,
     "$tensor": lambda body, tensors: tensors[body],
-    "$dtype": lambda body, _: _torch_name(body),
-    "$device": lambda body, _: _torch_name("device")(body),
+    "$dtype": lambda body, _: _dtype(body),
+    "$device": lambda body, _: _device(body),
 }

@@ -29,7 +29,8 @@ def build(tensors: dict[str, torch.Tensor], *, rank: int = 0) -> bytearray:
     recipe = Recipe(tensors)
     data = bytearray(recipe.layout.total_bytes)
     data[: recipe.layout.header_bytes] = recipe.header(Inside(GENERATION, rank, 2, {"state": msgspec.Raw(b"{}")}))
-    recipe.fill(memoryview(data), recipe.sources(tensors), Copier(1))
+    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
+    Copier(1).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
     return data
 
 
