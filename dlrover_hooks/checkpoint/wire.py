@@ -75,8 +75,8 @@ class Published(Wire, frozen=True):
     """Slot `slot` of this seat's segment `segment` was published with sequence word `seq`: hash it. Later: Hashed.
 
     0 for either: the newest segment, the word that stands there now. `unchanged`: byte ranges [start, stop) of the
-    image that were not copied, because the slot held them already when it was `Hashed` last. Chunks that lie wholly
-    inside one are compared with that hash; where one differs, or was never hashed, the answer is `Damaged`.
+    image that were not copied, because the slot held them already. Chunks that lie wholly inside one
+    are compared with their newest hash, if there is one yet; where one differs, the answer is `Damaged`.
     """
 
     slot: int
