@@ -244,6 +244,21 @@ def test_two_keepers_become_one(kept: Kept) -> None:
     assert kept.keeper_pid() == first.pid
 
 
+def test_two_jobs_of_one_node_have_a_keeper_each(kept: Kept) -> None:
+    """DL-90: neither sees the other's memory, nor ends with it."""
+    keepers = [kept.keeper(job=job) for job in ("one", "two")]
+    trainers = [kept.trainer(job=job) for job in ("one", "two")]
+    for step, trainer in enumerate(trainers, 1):
+        trainer.save(step, state(step))
+        kept.notice(wire.Hashed)
+    assert [[one.generation.step for one in trainer.held()] for trainer in trainers] == [[1], [2]]
+    keepers[0].kill()
+    keepers[0].wait()
+    trainers[1].save(3, state(3))
+    assert kept.notice(wire.Hashed).generation.step == 3
+    assert [one.generation.step for one in trainers[1].held()] == [2, 3]
+
+
 def test_launcher_takes_over_a_lingering_keeper(kept: Kept, runtime: Path) -> None:
     first = kept.keeper()
     life, ours = os.pipe()
