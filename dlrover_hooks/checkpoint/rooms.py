@@ -81,7 +81,6 @@ class Rooms:
             segment = Segment(seat, made)
             self._holdings.add(segment)
             self._allocated(peer, message, segment)
-            self._crew.submit(made.populate, _log_failure)  # the trainer does so, too, at the same time
         waiting, self._waiting = self._waiting, []
         for other, request in waiting:
             if other in self._loop.peers:
@@ -115,8 +114,3 @@ class Rooms:
 
     def _say(self, seat: int, verdict: space.Verdict) -> None:
         self._loop.tell(seat, wire.Space(line=verdict.line, tight=verdict.tight, hint=verdict.hint))
-
-
-def _log_failure(outcome: Any) -> None:
-    if isinstance(outcome, Exception):
-        _log.warning("%s", outcome)
