@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.restoring import Restored as Opened
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Attach, Manifest, Plan
+from dlrover_hooks.protocol import Attach, Generation, Manifest, Plan, Restore, Source
 
 _log = logging.getLogger("dlrover_hooks")
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
+
+    generation: Generation
+    source: Source
+    state: Any
+    data: dict[str, dict[str, Any]]
+    leases: dict[str, dict[str, Any]]
+    """By leased dataset: the state of one of the saved ranks."""
+    rng: dict[str, Any] | None
+    """None at a new world size: the rank was reseeded instead."""
+
+
+def restored(choice: Restore, found: Opened) -> Restored:
+    """What `found`, once it is filled, brings of `choice`."""
+    tree, leases = found.tree, {name: state for part in found.leases for name, state in part.items()}
+    own_rng = tree["rank"]["rng"] if found.same_world else None
+    return Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
 
 
 def elsewhere(config: Config) -> str | None:
