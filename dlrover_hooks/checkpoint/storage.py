@@ -253,9 +253,11 @@ def _whole(place: Place, bad: list[str]) -> Iterator[Manifest]:
 def _fault(manifest: Manifest | None, name: str, sizes: dict[str, int]) -> str | None:
     if manifest is None or manifest.format != 1 or folder(manifest.generation) != name:
         return f"{MANIFEST} cannot be read"
-    if {file.rank for file in manifest.files} != set(range(manifest.world_size)):
+    if sorted(file.rank for file in manifest.files) != list(range(min(manifest.world_size, len(manifest.files) + 1))):
         return f"{MANIFEST} does not name all {manifest.world_size} ranks"
     for file in manifest.files:
+        if file.name != shard_name(file.rank):
+            return f"{MANIFEST} names {file.name!r}, which is no file of rank {file.rank}"
         if sizes.get(file.name) != file.nbytes:
             return f"{file.name}: expected {file.nbytes} bytes, found {sizes.get(file.name)}"
     return None
@@ -339,6 +341,11 @@ def read(url: str, options: Mapping[str, Any] | None, manifest: Manifest, rank: 
     if file is None:
         raise Corrupt(f"{generation} at {place.url} has no file of rank {rank}")
     name = f"{folder(generation)}/{file.name}"
+    size = place.sizes(folder(generation)).get(file.name)
+    if size is None:
+        raise StorageFailed(f"cannot read {place.path(name)} of {generation}: No such file")
+    if size != file.nbytes or file.name != shard_name(rank):  # before memory is taken for what may be a lie
+        raise Corrupt(f"{place.path(name)} of {generation}: expected {file.nbytes} bytes, found {size}")
     buffer = memoryview(bytearray(file.nbytes))
     got = place.fill(name, buffer)
     if got != file.nbytes:
@@ -374,5 +381,5 @@ def _decode(data: bytes | None, row: type[_Row]) -> _Row | None:
     """`data` as `row`; None if absent or damaged."""
     try:
         return msgspec.json.decode(data, type=row) if data else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
