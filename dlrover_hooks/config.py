@@ -37,6 +37,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     save_every: int | str = "auto"
     persist_every: int | str = "600s"
     keep: int | Retention = 2
+    snapshot: str = "auto"
     resume: str = "auto"
     job: str = ""
     named: bool = False
@@ -196,6 +197,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 _WANTED = {
     "save_to": "a folder (str or Path) or an fsspec URL",
     "storage_options": "a dict of fsspec options",
+    "snapshot": '"auto", "eager" or "lazy"',
     "resume": '"auto", "never", "require", a folder or a URL',
     "job": "a name (str)",
     "global_batch_size": "a whole number of samples",
@@ -239,6 +241,8 @@ def _check(config: Config) -> None:
         raise UsageError(f"keep={config.keep} would leave no checkpoint", hint="keep the last 1 or more")
     if config.on_error not in ("raise", "warn"):
         raise UsageError(f"on_error={config.on_error!r} is unknown", hint='use "raise" or "warn"')
+    if config.snapshot not in ("auto", "eager", "lazy"):
+        raise UsageError(f"snapshot={config.snapshot!r} is unknown", hint='use "auto", "eager" or "lazy"')
     if config.global_batch_size is not None and config.global_batch_size < 1:
         raise UsageError(f"global_batch_size={config.global_batch_size} must be at least 1")
     if config.resume not in ("auto", "never", "require") and "/" not in config.resume:

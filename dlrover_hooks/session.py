@@ -8,10 +8,10 @@ sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from dlrover_hooks import protocol as p
 from dlrover_hooks import rng
 from dlrover_hooks.checkpoint import stock
-from dlrover_hooks.checkpoint.cadence import save_due
+from dlrover_hooks.checkpoint.cadence import Pace, save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.restoring import Fitting
 from dlrover_hooks.client import MasterClient
@@ -91,8 +91,10 @@ class Session:
         self._data = Cut()
         self._restored: Restored | None = None
         self._rng: dict[str, Any] | None = None
-        self._last_step: tuple[int, float] | None = None
+        self._pace = Pace()
         self._at_step_end = False
+        self._cut_at = -1
+        """The step of the last cut."""
         self._said = set[str]()
         self._left = False
         self._caller = self._connect()
@@ -109,7 +111,7 @@ class Session:
         if not self.place.incarnation:
             self._join_round()
         use_seat()
-        attach = self._attach_request()
+        attach = stock.attach(self.config, self.place, self._incarnation, self._engine)
         self.run = self._caller.call(attach, timeout_s=60.0).run
         self._watcher = self._caller.watch(self.config.job, self._noticed)
 
@@ -187,9 +189,20 @@ class Session:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
         if self._engine is None:
             return
-        saved = self._engine.save(step, self._tree(state))
+        self._cut_at = step
+        saved = self._engine.save(step, self._tree(state), behind=True)
         if saved is not None:
             self._courier.saved(saved.generation, saved.copy_s)
+
+    def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
+        """`parameters()`: those of the models. The frozen ones among them are not copied at every save."""
+        if self._engine is not None:
+            self._engine.parameters = parameters
+
+    def wait_copied(self) -> None:
+        """Return when the last cut is copied, before weights are changed other than by an optimizer's step."""
+        if self._engine is not None:
+            self._engine.wait_copied()
 
     def finish(self, step: int, state: Any) -> None:
         """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST.
@@ -252,6 +265,7 @@ class Session:
             linger_s=600.0 if self.config.named else 0.0,
             notify=lambda notice: self._courier.notice(notice),
             start_keeper=not launched,
+            mode=self.config.snapshot,
         )
 
     def _join_round(self) -> None:
@@ -279,25 +293,6 @@ class Session:
         while seated.round is None:
             self._in_time(deadline, f"{place.world_size} workers to join")
             seated = self._caller.call(p.AwaitRound(self.config.job, self._incarnation, timeout_s=20.0), timeout_s=60.0)
-
-    def _attach_request(self) -> p.Attach:
-        config, place = self.config, self.place
-        held = self._engine.held() if self._engine is not None and place.local_rank == 0 else ()
-        manifests = stock.stored(config) if self._engine is not None and place.rank == 0 else ()
-        return p.Attach(
-            job=config.job,
-            incarnation=self._incarnation,
-            node=place.node,
-            pid=os.getpid(),
-            save_to=config.save_to,
-            storage_options=config.storage_options,
-            keep=config.keep,
-            save_every=config.save_every,
-            persist_every=config.persist_every,
-            resume="never" if config.fresh else config.resume,
-            held=held,
-            stored=manifests,
-        )
 
     def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
         number = plan.number or 0
@@ -354,14 +349,11 @@ class Session:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
-        """Smoothed seconds per optimizer step, for the master's choice of the cadence."""
-        now = time.monotonic()
-        if self._last_step is not None and step > self._last_step[0]:
-            seconds = (now - self._last_step[1]) / (step - self._last_step[0])
-            self._courier.step_s = seconds if not self._courier.step_s else 0.9 * self._courier.step_s + 0.1 * seconds
-        if self._last_step is None or step != self._last_step[0]:
-            self._last_step = (step, now)
-        self._courier.step = step
+        """How long the step took, for the cadence (smoothed) and for the mode of saves (those with a cut)."""
+        seconds = self._pace.at(step, time.monotonic())
+        if self._engine is not None and seconds is not None and self._cut_at == step - 1:
+            self._engine.took(seconds)
+        self._courier.step, self._courier.step_s = step, self._pace.step_s
 
     def _committed(self, generation: p.Generation) -> bool:
         self._surface()

@@ -50,6 +50,7 @@ class ElasticCallback(Callback):
         save_every: memory snapshot: optimizer steps, `"auto"` (at most 3.5 % of the step time), or a duration.
         persist_every: durable copy: optimizer steps or a duration.
         keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
+        snapshot: `"eager"` copies at once, `"lazy"` behind the next forward and backward, `"auto"` measures and picks.
         resume: `"auto"`, `"never"`, `"require"` or the URL of another checkpoint tree.
         job: the job's name; by default the launcher's.
         global_batch_size: samples per optimizer step; None keeps what the first start had.
@@ -70,6 +71,7 @@ class ElasticCallback(Callback):
         save_every: Duration | None = None,
         persist_every: Duration | None = None,
         keep: int | str | p.Retention | None = None,
+        snapshot: str | None = None,
         resume: str | None = None,
         job: str | None = None,
         global_batch_size: int | None = None,
@@ -128,6 +130,7 @@ class ElasticCallback(Callback):
         except BaseException:
             self.session.leave(p.Departure.FAILED)
             raise
+        self.session.frozen_among(pl_module.parameters)
         if self._restored is not None:
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
         if self._sampler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -147,6 +147,7 @@ class Loop:
         self._epoch_over: bool = self._saved.get("epoch_over", False)
         self._undo: list[Callable[[], None]] = []
         self._loaders: list[ElasticLoader] = []
+        self.session.frozen_among(self._parameters)
         self._checked, self._asked = False, True
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -158,6 +159,10 @@ class Loop:
         if len(parts) < len(saved):
             part.load_state_dict(saved[len(parts)])
         parts.append(part)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for model in self._parts.get("model", []):
+            yield from cast(nn.Module, model).parameters()
 
     def has(self, kind: str) -> bool:
         """Was a part of this kind handed over?"""

@@ -104,6 +104,11 @@ class AsyncCheckpointer:
     ) -> None:
         self.close(p.Departure.DONE if kind is None else p.Departure.FAILED)
 
+    def wait_copied(self) -> None:
+        """Return when the last snapshot is copied. Call it before you change weights yourself, outside a step."""
+        if self.session is not None:
+            self.session.wait_copied()
+
     def close(self, reason: p.Departure = p.Departure.DONE) -> None:
         """End: DONE makes the last step durable first. Safe to call twice."""
         if self.session is None or not self._end.alive:
@@ -135,6 +140,7 @@ class AsyncCheckpointer:
         except BaseException:
             session.leave(p.Departure.FAILED)
             raise
+        session.frozen_among(self._model.parameters)
         if self.restored is not None:
             self._load(self.restored.state)
         saved = self.restored.state["bucket_order"] if self.restored is not None else []

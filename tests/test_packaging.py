@@ -24,6 +24,8 @@ ROOMS = {
     "dlrover_hooks/integrations": "integrations",
     "dlrover_hooks/master": "master_server",
 }
+IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
+HELPER = "dlrover_hooks/checkpoint/_copy.abi3.so"
 LINKS = {"dlrover_hooks/integrations": "../integrations", "dlrover_hooks/master": "../master_server"}
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
@@ -39,7 +41,7 @@ def sources() -> dict[str, Path]:
     found = {}
     for inside, folder in ROOMS.items():
         for path in (ROOT / folder).rglob("*"):  # rglob does not follow the links
-            if path.is_file() and path.suffix in {".py", ".typed"}:
+            if path.is_file() and path.suffix in {".py", ".pyi", ".typed", ".c"}:
                 found[f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"] = path
     return found
 
@@ -47,7 +49,7 @@ def sources() -> dict[str, Path]:
 def checkout(target: Path, *, links: bool) -> Path:
     """A copy of what packaging reads; without `links` they are text files, as git writes them where it may not link."""
     for folder in set(ROOMS.values()):
-        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=IGNORED)
     for name in FILES:
         shutil.copy(ROOT / name, target / name)
     for name, text in {} if links else LINKS.items():
@@ -56,14 +58,14 @@ def checkout(target: Path, *, links: bool) -> Path:
     return target
 
 
-def build(tree: Path) -> tuple[Path, Path]:
+def build(tree: Path, **environ: str) -> tuple[Path, Path]:
     """The sdist, and the wheel built from that sdist."""
     done = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", tree / "dist", tree],
         capture_output=True,
         text=True,
         timeout=200,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"},
+        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"} | environ,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (sdist,) = (tree / "dist").glob("*.tar.gz")
@@ -71,10 +73,11 @@ def build(tree: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["links", "links-as-text"])
+@pytest.fixture(scope="module", params=["links", "links as text", "no compiler"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], Path]:
     """Names in the sdist, names in the wheel, the wheel."""
-    sdist, wheel = build(checkout(tmp_path_factory.mktemp("checkout"), links=request.param))
+    environ = {"CC": "false"} if request.param == "no compiler" else {}
+    sdist, wheel = build(checkout(tmp_path_factory.mktemp("checkout"), links=request.param == "links"), **environ)
     with tarfile.open(sdist) as archive:
         in_sdist = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
     with zipfile.ZipFile(wheel) as archive:
@@ -85,7 +88,15 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_wheel_holds_exactly_the_package(built: tuple[set[str], set[str], Path]) -> None:
     _, names, _ = built
     package = {name for name in names if ".dist-info/" not in name}
-    assert package == set(sources())
+    assert package - {HELPER} == {name for name in sources() if not name.endswith(".c")}
+
+
+def test_the_c_helper_is_built_where_there_is_a_compiler(
+    built: tuple[set[str], set[str], Path], request: pytest.FixtureRequest
+) -> None:
+    """Without one the wheel is whole all the same: copies are made in Python."""
+    compiler = shutil.which("cc") is not None and request.node.callspec.params["built"] != "no compiler"
+    assert (HELPER in built[1]) == compiler
 
 
 def test_sdist_holds_the_sources_and_nothing_else(built: tuple[set[str], set[str], Path]) -> None:
@@ -99,7 +110,9 @@ def test_wheel_imports_by_itself(built: tuple[set[str], set[str], Path], tmp_pat
     """From the archive alone, away from the checkout: the linked rooms are real packages in it."""
     code = (
         "import dlrover_hooks, dlrover_hooks.integrations, dlrover_hooks.master.core as core;"
-        "assert 'site' in core.__file__, core.__file__"
+        "assert 'site' in core.__file__, core.__file__;"
+        "from dlrover_hooks.checkpoint import copying;"
+        f"assert copying.Copier().native == {HELPER in built[1]}"
     )
     with zipfile.ZipFile(built[2]) as archive:
         archive.extractall(tmp_path / "site")

@@ -37,3 +37,22 @@ class Durable:
         if found is not None:
             self._served = start
         return found
+
+
+class Pace:
+    """How long optimizer steps take, from the moments at which they were over."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        """Smoothed; 0 until two steps were seen."""
+        self._last: tuple[int, float] | None = None
+
+    def at(self, step: int, now: float) -> float | None:
+        """`step` is over at `now`: how long it took, if the one before it was seen. Again for the same step: None."""
+        last, seconds = self._last, None
+        if last is None or step != last[0]:
+            self._last = (step, now)
+        if last is not None and step > last[0]:
+            seconds = (now - last[1]) / (step - last[0])
+            self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
+        return seconds if last is not None and step == last[0] + 1 else None

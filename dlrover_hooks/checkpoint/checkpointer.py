@@ -1,6 +1,6 @@
 """The trainer's side of a checkpoint: copy into a slot, tell the keeper, load again (DL-90, DL-91).
 
-First version: eager copies only. A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data`
+A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data`
 (replicated: cursors), `rank` (private to this global rank: random state) and `leases` (private, too: what this rank
 has consumed of leased datasets, without tensors).
 """
@@ -8,29 +8,25 @@ has consumed of leased datasets, without tensors).
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dlrover_hooks.checkpoint import progress, snapshot, storage, wire
+import msgspec
+
+from dlrover_hooks.checkpoint import progress, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena, choose_slot
-from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.image import (
-    PARTS,
-    RESERVE,
-    Inside,
-    Layout,
-    Outgrown,
-    TensorSpec,
-    header_bytes,
-    metadata,
-    plan,
-)
+from dlrover_hooks.checkpoint.image import PARTS, Inside
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.mode import EAGER, Mode
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
-from dlrover_hooks.checkpoint.tree import OnUnsupported, flatten
+from dlrover_hooks.checkpoint.room import Room
+from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
+from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Message, Restore, Retention, Source
 
@@ -61,6 +57,7 @@ class Checkpointer:
         notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
         deadline_s: float = 30.0,
+        mode: str = EAGER,
     ) -> None:
         self.job, self.node, self.seat = job, node, seat
         self.save_to = storage.absolute(save_to) if save_to is not None else None
@@ -71,18 +68,30 @@ class Checkpointer:
         """Saves that were not made: no slot was free, or the keeper was away."""
         self.stale: Stale | None = None
         """Another process has this seat: what is saved here counts no more. Set by any thread."""
+        self.damaged: wire.Damaged | None = None
+        """The newest word that a slot no longer holds what was left in it: everything must be copied again."""
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
-        self._arena: Arena | None = None
-        self._layout: tuple[frozenset[TensorSpec], Layout] | None = None
+        self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
+        self._recipe: Recipe | None = None
+        self._memo: Memo = {}
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
-        self._copier = Copier()
+        self.parameters: Callable[[], Iterable[Any]] = tuple
+        """Of the models (torch). The frozen ones among them are not copied at every save."""
+        self._writer = self._make_writer(mode)
         self._opened: Restored | None = None
         """Opened and verified for the round that is forming, not copied yet."""
+
+    def _make_writer(self, mode: str) -> Writer:
+        if "torch" not in sys.modules:
+            return Writer()
+        from dlrover_hooks.checkpoint.lazy import LazyWriter
+
+        return LazyWriter(Mode(mode), self._skip, lambda: self.parameters())
 
     # ---- before training
 
@@ -93,7 +102,10 @@ class Checkpointer:
             KeeperAway: there is no keeper.
             UsageError: a living process of another launch saves there.
         """
-        return granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0]).held
+        welcome = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0])
+        for line in welcome.damage:
+            _log.warning("job %s, node %s: a generation in memory is lost: %s", self.job, self.node, line)
+        return welcome.held
 
     def take_seat(self) -> None:
         """From here on this process saves for its seat; whoever had it is told. After `begin`; `save` does it, too.
@@ -134,7 +146,7 @@ class Checkpointer:
             KeeperAway: the memory is gone with its keeper.
         """
         where = (self.seat, self._rank, self._world_size)
-        restorer = Restorer(self._line, self._copier, *where, self.save_to, self.storage_options)
+        restorer = Restorer(self._line, self._writer.copier, *where, self.save_to, self.storage_options)
         found = self._opened = restorer.load(restore, fitting)
         if restore.source is Source.MEMORY:
             self._newest_complete = restore.generation
@@ -157,77 +169,93 @@ class Checkpointer:
 
     # ---- while training
 
-    def save(self, step: int, tree: Mapping[str, Any], *, on_unsupported: OnUnsupported | None = None) -> Saved | None:
+    def prepare(self, nbytes: int) -> None:
+        """Have memory for images of `nbytes` made ready in the background, so that the save finds it. Never blocks.
+
+        What cannot be had is told by that save (`error`).
+        """
+        self._room.prepare(nbytes)
+
+    @property
+    def ready(self) -> bool:
+        """The memory of the newest `prepare`, or save, is there."""
+        return self._room.ready
+
+    def save(
+        self, step: int, tree: Mapping[str, Any], *, behind: bool = False, on_unsupported: OnUnsupported | None = None
+    ) -> Saved | None:
         """Copy `tree` into a free slot and publish it; None if this save had to be skipped (`skipped`, `error`).
 
-        Training thread, at a quiet point; `tree` may change as soon as this returns. A dead keeper never raises here.
+        Training thread, at a quiet point; `tree` may change as soon as this returns. `behind`: an optimizer's step
+        follows, so parameters and its state may be copied until then (see `Mode`). A dead keeper never raises here.
 
         Raises:
             UnsupportedState: something in `tree` cannot be saved.
         """
+        self._writer.wait()
         began = time.perf_counter()
-        flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
-        tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
-        generation = Generation(self._attempt, step, self._run)
-        skeletons = {part: flat.skeleton for part, flat in flats.items()}
-        layout, header = self._image(
-            snapshot.specs(tensors), Inside(generation, self._rank, self._world_size, skeletons)
-        )
+        shot = self._shot(step, tree, on_unsupported)
+        self.error = None
+        if self.damaged is not None:
+            self.damaged = None
+            self._writer.damaged()
         try:
-            arena = self._room(layout.total_bytes)
+            arena = self._room.take(shot.recipe.layout.total_bytes)
             slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
             if slot is None:
                 raise CheckpointError("no slot is free: newest, newest complete and being persisted")
             arena.begin(slot)
-            view = arena.view(slot, layout.total_bytes)
-            view[: len(header)] = header
-            snapshot.save(layout, tensors, view, self._copier)
-            arena.publish(slot, generation, self._rank, self._world_size, layout.total_bytes)
-            self._line.seat().send(wire.Published(slot=slot))
+            self._writer.write(shot, self._target(arena, slot, shot), behind=behind)
         except (HooksError, OSError) as error:
-            return self._skip(step, error)
-        self.error = None
-        return Saved(generation, time.perf_counter() - began)
+            return self._skip(error)
+        return Saved(shot.generation, time.perf_counter() - began)
+
+    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None) -> Shot:
+        flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
+        tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
+        generation = Generation(self._attempt, step, self._run)
+        skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
+        if self._recipe is None or not self._recipe.fits(tensors):
+            self._recipe = Recipe(tensors, self._writer.seldom(tensors))
+        header = self._recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
+        return Shot(generation, self._recipe, header, self._recipe.sources(tensors))
+
+    def _target(self, arena: Arena, slot: int, shot: Shot) -> Target:
+        size, rank, world_size = shot.recipe.layout.total_bytes, self._rank, self._world_size
+
+        def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
+            arena.publish(slot, shot.generation, rank, world_size, size)
+            message = wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged)
+            if not self._line.tell(message):
+                raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
+
+        return Target(arena.number, slot, arena.view(slot, size), publish)
+
+    def wait_copied(self) -> None:
+        """Return when the last save is copied: weights may be changed other than by an optimizer's step."""
+        self._writer.wait()
+
+    def took(self, seconds: float) -> None:
+        """The step that began with the last save took so long: what `Mode` learns from."""
+        self._writer.took(seconds)
 
     def _flatten(self, part: str, tree: Any, on_unsupported: OnUnsupported | None) -> Any:
         where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
-        return flatten(tree, where=where, on_unsupported=on_unsupported)
+        return flatten(tree, where=where, on_unsupported=on_unsupported, memo=self._memo)
 
-    def _image(self, specs: tuple[TensorSpec, ...], inside: Inside) -> tuple[Layout, bytes]:
-        """The layout of before if it still fits, with this save's header."""
-        key = frozenset(specs)
-        if self._layout is None or self._layout[0] != key:
-            self._layout = (key, plan(specs))
-        layout = self._layout[1]
-        try:
-            return layout, header_bytes(layout, metadata(layout, inside))
-        except Outgrown as outgrown:
-            layout = plan(specs, RESERVE + layout.header_bytes + 2 * outgrown.needed)
-            self._layout = (key, layout)
-            return layout, header_bytes(layout, metadata(layout, inside))
+    def _allocated(self, reply: wire.Allocated) -> None:
+        """What the keeper says beside new memory. Any thread."""
+        self._persisting |= set(reply.persisting)
+        if reply.complete is not None and self._newest_complete is None:
+            self._newest_complete = reply.complete
 
-    def _room(self, nbytes: int) -> Arena:
-        """The arena, a new one if `nbytes` do not fit into its slots."""
-        self._line.seat()
-        if self._arena is None or self._arena.slot_bytes < nbytes:
-            spare = max(nbytes // 64, 64 << 10)  # so that a header may grow without a new segment
-            reply, fd = self._line.ask(lambda ref: wire.Allocate(ref=ref, slot_bytes=nbytes + spare), timeout_s=300.0)
-            if isinstance(reply, wire.Refused):
-                raise KeeperAway(reply.reason, hint=reply.hint)
-            if self._arena is not None:
-                self._arena.close()
-            self._arena = Arena.attach(fd)
-            self._persisting |= set(reply.persisting)
-            if reply.complete is not None and self._newest_complete is None:
-                self._newest_complete = reply.complete
-        return self._arena
-
-    def _skip(self, step: int, error: Exception) -> None:
+    def _skip(self, error: Exception) -> None:
+        """A save does not count. Any thread."""
         self.skipped += 1
         self.error = error if isinstance(error, HooksError) else KeeperAway(f"the slot cannot be written: {error}")
         if isinstance(error, UsageError):
             self.stale = Stale(error.message, hint=error.hint)
-        _log.debug("job %s, rank %d: step %d was not saved: %s", self.job, self._rank, step, self.error)
+        _log.debug("job %s, rank %d: not saved: %s", self.job, self._rank, self.error)
 
     def complete(self, generation: Generation) -> None:
         """`generation` is memory-complete over all ranks. Any thread."""
@@ -255,11 +283,10 @@ class Checkpointer:
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
+        self._writer.close()
         self._close_opened()
         self._line.close(finished=finished)
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._room.close()
 
     # ---- the line
 
@@ -275,12 +302,10 @@ class Checkpointer:
         )
 
     def _forget(self) -> None:
-        """The keeper died, and with it what it held."""
+        """The keeper died, and with it what it held. Any thread."""
         self._newest_complete = None
         self._keeper_gone()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._room.lose()
 
     def _hello(self, ref: int) -> wire.Hello:
         return wire.Hello(
@@ -302,6 +327,10 @@ class Checkpointer:
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
+            return
+        if isinstance(notice, wire.Damaged):
+            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
+            self.damaged = notice
             return
         if isinstance(notice, (wire.Storing, wire.Persisted)) and self._rank == 0 and self.save_to is not None:
             progress.say(self.job, self.save_to, notice)

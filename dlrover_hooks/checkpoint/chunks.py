@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
@@ -22,13 +22,26 @@ def digests(view: memoryview) -> tuple[str, ...]:
 
 def damaged(view: memoryview, expected: tuple[str, ...]) -> int | None:
     """Index of the first chunk of `view` that does not match `expected`, None if all do."""
-    found = digests(view)
+    return first_difference(digests(view), expected)
+
+
+def first_difference(found: tuple[str, ...], expected: tuple[str, ...]) -> int | None:
+    """Index of the first chunk that differs, None if all are equal."""
     if found == expected:
         return None
     for index, (is_, should) in enumerate(zip(found, expected, strict=False)):
         if is_ != should:
             return index
     return min(len(found), len(expected))
+
+
+def inside(ranges: Iterable[tuple[int, int]], nbytes: int) -> frozenset[int]:
+    """The chunks of an image of `nbytes` that lie wholly in one of `ranges` [start, stop)."""
+    found: set[int] = set()
+    for start, stop in ranges:
+        end = -(-nbytes // CHUNK_BYTES) if stop >= nbytes else stop // CHUNK_BYTES
+        found.update(range(-(-start // CHUNK_BYTES), end))
+    return frozenset(found)
 
 
 class Stream:

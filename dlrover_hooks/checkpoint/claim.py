@@ -21,7 +21,10 @@ from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.protocol import Message
 
 LOCK, LEASE = ".owner.lock", "owner.json"
+KEEPER = "keeper"
+"""How the name of an owner begins that holds the claim for a moment only, to commit what a dead trainer left."""
 _LEASE_S, _REFRESH_S = 60.0, 20.0
+_KEEPER_S, _POLL_S = 10.0, 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +68,7 @@ class Claim:
                 mine._count += 1
                 return mine
             claim = cls(place, Owner(job=job, owner=owner))
-            claim._lock() if place.local else claim._lease()
+            claim._take()
             cls._mine[place.url] = claim
             return claim
 
@@ -81,6 +84,19 @@ class Claim:
                 os.close(self._fd)  # the lock file stays: removing it would let two processes lock two files
             else:
                 self._end_lease()
+
+    def _take(self) -> None:
+        """A keeper of the same job is waited for."""
+        until = time.monotonic() + _KEEPER_S
+        while True:
+            try:
+                return self._lock() if self.place.local else self._lease()
+            except SaveToBusy:
+                held = read_owner(self.place)
+                keeper = held is None or (held.job == self.who.job and held.owner.startswith(KEEPER))
+                if not keeper or time.monotonic() > until:
+                    raise
+                time.sleep(_POLL_S)
 
     def _lock(self) -> None:
         self.place.make()

@@ -1,14 +1,24 @@
-"""Bytes from here to there: plain threads that call `memcpy` without the GIL. No torch, no numpy.
+"""Bytes from here to there: plain threads that copy without the GIL. No torch.
 
-Torch's own pool costs ten times as much when cores are busy (measured), so no torch operation runs for a copy.
+Torch's own pool costs ten times as much when cores are busy (measured), so no torch operation runs for a copy. The C
+helper (`_copy.c`) is built where there is a compiler; without it the same is done by calls of `memcpy`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    from dlrover_hooks.checkpoint import _copy
+except ImportError:  # installed without a compiler
+    _copy = None
 
 Move = tuple[int, int, int]
 """Destination address, source address, bytes."""
@@ -19,43 +29,79 @@ _libc = ctypes.CDLL(None)
 _memcpy = _libc.memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = ctypes.c_void_p
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Pieces:
+    """Places that are filled again and again, cut into pieces of at most 4 MiB, once.
+
+    Args:
+        offsets: where each place begins, from a base that is known later.
+        sizes: their bytes.
+    """
+
+    def __init__(self, offsets: Sequence[int] | _Words, sizes: Sequence[int] | _Words) -> None:
+        lengths = np.asarray(sizes, np.uint64)
+        counts = (-(-lengths.astype(np.int64) // PIECE_BYTES)).astype(np.intp)
+        self.of = np.repeat(np.arange(len(counts)), counts)
+        """By piece, the place that it belongs to."""
+        first = np.cumsum(counts) - counts
+        self.at = ((np.arange(len(self.of)) - first[self.of]) * PIECE_BYTES).astype(np.uint64)
+        self.offsets: _Words = np.asarray(offsets, np.uint64)[self.of] + self.at
+        self.sizes: _Words = np.minimum(lengths[self.of] - self.at, np.uint64(PIECE_BYTES))
+        self.ends = np.cumsum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all places."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def shares(self, threads: int) -> list[tuple[int, int]]:
+        """Ranges of pieces (begin, end) of about equal bytes, at most `threads`."""
+        count = 1 if self.nbytes < _ALONE_BYTES else threads
+        borders = np.searchsorted(self.ends, [self.nbytes * i // count for i in range(1, count)], "left") + 1
+        edges = [0, *borders.tolist(), len(self.ends)]
+        return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
 class Copier:
-    """Copies with up to `threads` threads, the caller's among them. They live for one copy; any thread may call."""
+    """Copies with up to `threads` threads, the caller's among them. They live for one copy; any thread may call.
 
-    def __init__(self, threads: int | None = None) -> None:
+    `native`: by the C helper; None: if it is there.
+    """
+
+    def __init__(self, threads: int | None = None, *, native: bool | None = None) -> None:
         self.threads = threads or min(4, len(os.sched_getaffinity(0)))
+        self.native = _copy is not None if native is None else native
 
     def copy(self, moves: Iterable[Move]) -> None:
         """Do all `moves`, the bytes shared out evenly among the threads."""
-        shares = _shares(moves, self.threads)
-        helpers = [threading.Thread(target=_run, args=(share,), name="dlrover-hooks-copy") for share in shares[1:]]
+        targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
+        self.fill(Pieces(targets, sizes), 0, sources)
+
+    def fill(self, pieces: Pieces, base: int, sources: Sequence[int] | _Words) -> None:
+        """Fill all `pieces` from `base` on; `sources[i]` is the address of what place i gets."""
+        froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
+        run = _run_native if self.native else _run
+        shares = pieces.shares(self.threads)
+        helpers = [
+            threading.Thread(target=run, args=(pieces, base, froms, *share), name="dlrover-hooks-copy")
+            for share in shares[1:]
+        ]
         for helper in helpers:
             helper.start()
         if shares:
-            _run(shares[0])
+            run(pieces, base, froms, *shares[0])
         for helper in helpers:
             helper.join()
 
 
-def _shares(moves: Iterable[Move], threads: int) -> list[list[Move]]:
-    """`moves` in pieces of at most 4 MiB, in at most `threads` runs of about equal bytes."""
-    pieces = [
-        (to + at, source + at, min(PIECE_BYTES, size - at))
-        for to, source, size in moves
-        for at in range(0, size, PIECE_BYTES)
-    ]
-    total = sum(size for _, _, size in pieces)
-    count = 1 if total < _ALONE_BYTES else threads
-    shares: list[list[Move]] = [[] for _ in range(count)]
-    done = 0
-    for piece in pieces:
-        shares[min(done * count // total, count - 1)].append(piece)
-        done += piece[2]
-    return [share for share in shares if share]
+def _run_native(pieces: Pieces, base: int, froms: _Words, begin: int, end: int) -> None:
+    assert _copy is not None, "the C helper is not installed"
+    _copy.copy(base, pieces.offsets.ctypes.data, froms.ctypes.data, pieces.sizes.ctypes.data, begin, end)
 
 
-def _run(moves: list[Move]) -> None:
-    for to, source, size in moves:
-        _memcpy(to, source, size)
+def _run(pieces: Pieces, base: int, froms: _Words, begin: int, end: int) -> None:
+    rows = (words[begin:end].tolist() for words in (pieces.offsets, froms, pieces.sizes))
+    for to, source, size in zip(*rows, strict=True):
+        _memcpy(base + to, source, size)

@@ -6,14 +6,16 @@ of sharded ones, because replicated state needs to be stored once. No torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.chunks import damaged
+from dlrover_hooks.checkpoint.claim import KEEPER
 from dlrover_hooks.checkpoint.header import Header, parse
 from dlrover_hooks.checkpoint.holdings import Found, Proof
 from dlrover_hooks.checkpoint.image import subset
@@ -117,35 +119,51 @@ def last_will(
     keep: int | Retention,
     known: Mapping[int, ShardFile],
     patience: Patience,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
+
+    `wanted()` is asked before it is committed. The URL is claimed for moments only: a successor of the job may come.
 
     Raises:
         SaveToBusy: another job has taken the URL meanwhile, or its generations lie there.
         StorageFailed, Corrupt: it could not be made durable; nothing is committed.
     """
-    claim = _claim(url, options, job)
-    try:
+    patience.run(lambda _: _refuse_others(url, options, job), f"claim {url} for job {job!r}")
+    files = tuple(
+        known.get(found.proof.slot.rank)
+        or persist(found, url, options, job=job, patience=patience, wait=lambda _: None)
+        for found in ranks
+    )
+    manifest = Manifest(job, generation, len(ranks), files, time.time())
+
+    def commit() -> None:
+        with _claimed(url, options, job):
+            if not wanted():
+                raise Corrupt(f"{generation} was given up meanwhile: job {job!r} starts anew")
+            storage.commit(url, options, manifest, keep)
+
+    patience.run(lambda _: commit(), f"commit {generation} to {url}")
+    return manifest
+
+
+def _refuse_others(url: str, options: Mapping[str, Any], job: str) -> None:
+    with _claimed(url, options, job):
         storage.refuse_others(url, options, job)
-        files = tuple(
-            known.get(found.proof.slot.rank)
-            or persist(found, url, options, job=job, patience=patience, wait=lambda _: None)
-            for found in ranks
-        )
-        manifest = Manifest(job, generation, len(ranks), files, time.time())
-        storage.commit(url, options, manifest, keep)
-        return manifest
+
+
+@contextlib.contextmanager
+def _claimed(url: str, options: Mapping[str, Any], job: str) -> Iterator[None]:
+    """With the claim, or without where a process of the same job (its master) has it: commits are idempotent."""
+    claim = None
+    try:
+        claim = storage.Claim.take(url, options, job, f"{KEEPER}, pid {os.getpid()}")
+    except SaveToBusy:
+        holder = storage.holder(url, options)
+        if holder is None or holder.job != job:
+            raise
+    try:
+        yield
     finally:
         if claim is not None:
             claim.release()
-
-
-def _claim(url: str, options: Mapping[str, Any], job: str) -> storage.Claim | None:
-    """The claim, or None where a process of the same job (its master) still has it: commits are idempotent."""
-    try:
-        return storage.Claim.take(url, options, job, f"keeper, pid {os.getpid()}")
-    except SaveToBusy:
-        holder = storage.holder(url, options)
-        if holder is not None and holder.job == job:
-            return None
-        raise

@@ -27,8 +27,8 @@ class Hashes:
         """Hashes whose outcome has not been given to `done`."""
         return self._crew.pending
 
-    def submit(self, segment: Segment, index: int) -> None:
-        """Hash this slot of the segment's arena."""
+    def submit(self, segment: Segment, index: int, seq: int) -> None:
+        """Hash this slot of the segment's arena as it stood at `seq`."""
         self._number += 1
         number = self._number
         self._under_way.add(number)
@@ -38,7 +38,7 @@ class Hashes:
             self._done(segment, index, proof)
             self._call_waiting()
 
-        self._crew.submit(lambda: prove(segment.arena, index), then)
+        self._crew.submit(lambda: prove(segment.arena, index, seq), then)
 
     def when_done(self, call: Callable[[], None]) -> None:
         """`call()` once all that was submitted by now is done; at once if nothing is under way."""

@@ -46,7 +46,7 @@ class Inside(Message, frozen=True):
     generation: Generation
     rank: int
     world_size: int
-    skeletons: dict[str, str]
+    skeletons: dict[str, msgspec.Raw]
     format: int = 1
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Arena, Slot
-from dlrover_hooks.checkpoint.chunks import digests
+from dlrover_hooks.checkpoint.chunks import digests, first_difference, inside
+from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 
 
@@ -28,18 +29,57 @@ class Segment:
     void: dict[int, int] = field(default_factory=dict[int, int])
     """By slot, the sequence word of what was superseded; its hash may still be under way."""
     retired: bool = False
+    known: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
+    """By slot, the hashes of the chunks that nobody has written since they were hashed."""
+    unchanged: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
+    """By slot, its sequence word and the chunks that were not copied again then."""
 
     def valid(self) -> list[Proof]:
         """Proofs whose slot was not touched since."""
         return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
 
+    def published(self, index: int, seq: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Slot `index` was published with `seq`; all but `ranges` of it was written anew."""
+        self.supersede(index)
+        chunks = inside(ranges, self.arena.slot(index).image_bytes)
+        self.unchanged[index] = (seq, chunks)
+        before = self.known.get(index, {})
+        self.known[index] = {chunk: digest for chunk, digest in before.items() if chunk in chunks}
+
     def accept(self, proof: Proof) -> bool:
-        """Keep `proof`, unless its slot is superseded."""
-        slot = proof.slot
+        """Keep `proof`, unless its slot is superseded or a newer proof came first.
+
+        Raises:
+            Corrupt: it is not what it was when it was hashed before, as a whole or where it was not copied again; names
+                slot and chunk. The slot counts no more.
+        """
+        slot, chunks = proof
+        old = self.proofs.get(slot.index)
+        if old is not None and old.slot.seq >= slot.seq:
+            if old.slot.seq == slot.seq and (bad := first_difference(chunks, old.chunks)) is not None:
+                self.refute(slot)
+                raise Corrupt(f"{self._name(slot)}: chunk {bad} did not match its hash")
+            return False
+        seq, unchanged = self.unchanged.get(slot.index, (slot.seq, frozenset()))
+        before = self.known.pop(slot.index, {})
+        if seq == slot.seq and (bad := [chunk for chunk in sorted(unchanged) if before.get(chunk) != chunks[chunk]]):
+            self.refute(slot)
+            why = "changed since it was hashed" if bad[0] in before else "was never hashed"
+            raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, kept, {why}")
+        self.known[slot.index] = dict(enumerate(chunks))
         if self.void.get(slot.index) == slot.seq:
             return False
         self.proofs[slot.index] = proof
         return True
+
+    def refute(self, slot: Slot) -> None:
+        """What stands in `slot` is damaged: it counts no more, however often it is hashed."""
+        self.void[slot.index] = slot.seq
+        self.proofs.pop(slot.index, None)
+        self.known.pop(slot.index, None)
+
+    def _name(self, slot: Slot) -> str:
+        return f"slot {slot.index} of seat {self.seat}, {slot.generation}, rank {slot.rank}"
 
     def supersede(self, index: int) -> None:
         """Slot `index` was published: an older image of the same generation and rank in another slot is void."""
@@ -72,10 +112,10 @@ class Found(NamedTuple):
     proof: Proof
 
 
-def prove(arena: Arena, index: int) -> Proof | None:
-    """Hash slot `index`; None if it is free, torn, or was written meanwhile. Any thread."""
+def prove(arena: Arena, index: int, seq: int) -> Proof | None:
+    """Hash slot `index` as it stood at `seq`; None if it is free, torn, or was written since. Any thread."""
     slot = arena.slot(index)
-    if slot.generation is None or slot.torn:
+    if slot.generation is None or slot.torn or slot.seq != seq:
         return None
     chunks = digests(arena.view(index, slot.image_bytes))
     return Proof(slot, chunks) if arena.seq(index) == slot.seq else None
@@ -87,11 +127,18 @@ class Holdings:
     def __init__(self) -> None:
         self.seats: dict[int, list[Segment]] = {}
         self.complete: Generation | None = None
+        self.damage: list[str] = []
+        """What was found damaged, for the next trainer to say."""
 
     def current(self, seat: int) -> Segment | None:
-        """The segment that the seat's trainer may write."""
+        """The newest segment that the seat's trainer may write."""
         segments = self.seats.get(seat)
         return segments[-1] if segments and not segments[-1].retired else None
+
+    def numbered(self, seat: int, number: int) -> Segment | None:
+        """The seat's segment of that number that its trainer may write; 0: the newest."""
+        mine = [one for one in self.seats.get(seat, []) if one.arena.number == number and not one.retired]
+        return mine[0] if mine else self.current(seat) if not number else None
 
     def add(self, segment: Segment) -> None:
         """Make `segment` its seat's current one. Of the older ones, the best stays until this one is complete."""

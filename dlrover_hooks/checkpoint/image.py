@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -52,12 +52,10 @@ class Layout(NamedTuple):
     starts: tuple[int, ...]
     header_bytes: int
     total_bytes: int
-    table: str
-    """The JSON of the tensor table, made once."""
-    sharding: str
-    """The JSON of DCP_SHARDING_INFO, made once."""
-    wholes: str = ""
-    """The JSON of what is not whole here, made once; empty if nothing is."""
+    before: bytes
+    """The header's JSON up to what we say of an image, made once."""
+    after: bytes
+    """And from there on."""
 
 
 class Subset(NamedTuple):
@@ -68,8 +66,8 @@ class Subset(NamedTuple):
     nbytes: int
 
 
-def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
-    """Lay `specs` out, with at least `reserve` bytes in the header for metadata.
+def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[str] = ()) -> Layout:
+    """Lay `specs` out, with at least `reserve` bytes in the header for metadata; those `apart` next to each other.
 
     Shards of no bytes are only named: stock readers take an image for the whole tensor's as soon as it is in the table.
     """
@@ -77,11 +75,9 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
     ordered = tuple(
         sorted(
             (spec for spec in specs if spec.nbytes or spec.whole is None),
-            key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name),
+            key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name in apart, spec.name),
         )
     )
-    whole = {spec.name: spec.whole for spec in specs if spec.whole is not None}
-    wholes = msgspec.json.encode(whole).decode() if whole else ""
     sharding = json.dumps(
         {spec.name: {"saved_offsets": list(spec.offsets or (0,) * len(spec.shape))} for spec in ordered},
         separators=(",", ":"),
@@ -91,28 +87,25 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE) -> Layout:
         ends.append((ends[-1] if ends else 0) + spec.nbytes)
     begins = [0, *ends[:-1]]
     table = _table((spec.name, spec.dtype, spec.shape, a, b) for spec, a, b in zip(ordered, begins, ends, strict=False))
-    header = _round_up(8 + len(table) + len(json.dumps(sharding)) + len(json.dumps(wholes)) + 256 + reserve)
+    wholes = {spec.name: spec.whole for spec in specs if spec.whole is not None}
+    stock = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: sharding}
+    if wholes:
+        stock[WHOLES] = msgspec.json.encode(wholes).decode()
+    before = f'{{"__metadata__":{json.dumps(stock, separators=(",", ":"))[:-1]},"{OURS}":'.encode()
+    after = f"}}{',' if table else ''}{table}}}".encode()
+    header = _round_up(8 + len(before) + len(after) + reserve)
     starts = tuple(header + begin for begin, _ in zip(begins, ends, strict=False))
-    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), table, sharding, wholes)
+    return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before, after)
 
 
-def metadata(layout: Layout, inside: Inside) -> dict[str, str]:
-    """The `__metadata__` of an image: what safetensors, DCP and we look for."""
-    return {
-        "format": "pt",
-        "DCP_VERSION": "1.0",
-        SHARDING: layout.sharding,
-        OURS: msgspec.json.encode(inside).decode(),
-    } | ({WHOLES: layout.wholes} if layout.wholes else {})
-
-
-def header_bytes(layout: Layout, metadata: Mapping[str, str]) -> bytes:
-    """The header, exactly `layout.header_bytes` long.
+def header_bytes(layout: Layout, inside: Inside) -> bytes:
+    """The header, exactly `layout.header_bytes` long: what safetensors, DCP and we look for.
 
     Raises:
-        Outgrown: `metadata` no longer fits.
+        Outgrown: `inside` does not fit.
     """
-    return _header(layout.table, metadata, layout.header_bytes)
+    ours = msgspec.json.encode(msgspec.json.encode(inside).decode())
+    return _padded(b"".join((layout.before, ours, layout.after)), layout.header_bytes)
 
 
 def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
@@ -130,9 +123,10 @@ def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
         sharding = {name: row for name, row in json.loads(info[SHARDING]).items() if name in names}
         info[SHARDING] = json.dumps(sharding, separators=(",", ":"))
     table = _table(rows)
-    size = _round_up(8 + len(_text(table, info)))
+    text = f'{{"__metadata__":{json.dumps(info)}{"," if table else ""}{table}}}'.encode()
+    size = _round_up(8 + len(text))
     pieces = tuple((header.tensors[name].start, header.tensors[name].stop) for _, name in kept)
-    return Subset(_header(table, info, size), pieces, size + offset)
+    return Subset(_padded(text, size), pieces, size + offset)
 
 
 def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
@@ -140,17 +134,10 @@ def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
     return json.dumps(table, separators=(",", ":"))[1:-1]
 
 
-def _text(table: str, metadata: Mapping[str, str]) -> bytes:
-    head = json.dumps(dict(metadata), separators=(",", ":"))
-    return f'{{"__metadata__":{head}{"," if table else ""}{table}}}'.encode()
-
-
-def _header(table: str, metadata: Mapping[str, str], size: int) -> bytes:
-    text = _text(table, metadata)
-    spare = size - 8 - len(text)
-    if spare < 0:
+def _padded(text: bytes, size: int) -> bytes:
+    if (spare := size - 8 - len(text)) < 0:
         raise Outgrown(-spare)
-    return struct.pack("<Q", size - 8) + text + b" " * spare
+    return struct.pack("<Q", size - 8) + text.ljust(len(text) + spare)
 
 
 def _round_up(size: int) -> int:

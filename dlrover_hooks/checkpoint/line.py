@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,9 @@ PAUSE_S = 30.0
 
 
 class Line:
-    """Verbs on the training thread, but `tell` and `alive` from any. `connect(deadline_s)` makes a link.
+    """Verbs from any thread; those that may have to find the keeper again wait for each other.
 
-    `lost`: called, on the training thread, when a dead line is given up. `hello(ref)`: who takes the seat.
+    `connect(deadline_s)` makes a link. `lost()`: a dead line is given up. `hello(ref)`: who takes the seat.
     """
 
     def __init__(
@@ -38,11 +39,19 @@ class Line:
         self._seated: KeeperLink | None = None
         """The line on which the seat was taken."""
         self._pause_s, self._not_before = RECONNECT_S, 0.0
+        self._closed = False
+        self._lock = threading.RLock()
 
     @property
     def broken(self) -> bool:
         """There was a line, and its keeper is gone."""
         return self._link is not None and not self._link.alive
+
+    @property
+    def seated(self) -> bool:
+        """The seat is ours, on a line that lives."""
+        link = self._link
+        return link is not None and link.alive and self._seated is link
 
     def open(self) -> KeeperLink:
         """The connection; a new one if the keeper has died.
@@ -53,6 +62,12 @@ class Line:
         Raises:
             KeeperAway: there is no keeper.
         """
+        with self._lock:
+            return self._open()
+
+    def _open(self) -> KeeperLink:
+        if self._closed:
+            raise KeeperAway("the line to the keeper is closed")
         if self._link is not None and self._link.alive:
             return self._link
         if self._link is not None:
@@ -71,10 +86,11 @@ class Line:
 
     def seat(self) -> KeeperLink:
         """The connection, with the seat taken on it. Raises as `take` does."""
-        link = self.open()
-        if self._seated is not link:
-            self.take()
-        return link
+        with self._lock:
+            link = self.open()
+            if self._seated is not link:
+                self.take()
+            return link
 
     def take(self) -> None:
         """Take the seat, again if it is ours already.
@@ -83,9 +99,10 @@ class Line:
             KeeperAway: there is no keeper.
             UsageError: a living process of another launch saves there, or a newer life of this run.
         """
-        link = self.open()
-        granted(link.call(self._hello)[0])
-        self._seated = link
+        with self._lock:
+            link = self.open()
+            granted(link.call(self._hello)[0])
+            self._seated = link
 
     def ask(self, request: Callable[[int], wire.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
         """Reply and descriptor."""
@@ -104,7 +121,8 @@ class Line:
 
     def close(self, *, finished: bool) -> None:
         """Say goodbye. Idempotent."""
-        link, self._link, self._seated = self._link, None, None
+        with self._lock:
+            link, self._link, self._seated, self._closed = self._link, None, None, True
         if link is None:
             return
         try:

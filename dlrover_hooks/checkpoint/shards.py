@@ -27,6 +27,8 @@ class Shards:
         self._patience = Patience()
         self._under_way: set[tuple[int, Generation]] = set()
         """By seat."""
+        self._willed: set[tuple[int, Generation]] = set()
+        """By seat, what a last will is made of."""
         self._files: dict[Generation, dict[int, ShardFile]] = {}
         """By rank; of the newest generations only."""
 
@@ -37,7 +39,7 @@ class Shards:
 
     def under_way(self, seat: int) -> tuple[Generation, ...]:
         """What is being made durable for this seat now."""
-        return tuple(generation for other, generation in self._under_way if other == seat)
+        return tuple({generation for other, generation in self._under_way | self._willed if other == seat})
 
     def persist(self, found: Found, hello: wire.Hello, order: wire.Persist) -> None:
         """Write one rank's file; the seat is told `Persisted` or `PersistFailed`.
@@ -92,11 +94,25 @@ class Shards:
         generation: Generation,
         saving: wire.Hello,
         then: Callable[[Manifest | Exception], None],
+        *,
+        wanted: Callable[[], bool],
     ) -> None:
-        """Write and commit a whole generation where `saving` says; `then` gets the manifest or what went wrong."""
+        """Write and commit a whole generation where `saving` says; `then` gets the manifest or what went wrong.
+
+        Its slots count as being persisted meanwhile, and their seats are told the end of it.
+        """
         url, options, keep, job = saving.save_to, saving.storage_options, saving.keep, saving.job
         assert url is not None
         known = self._files.get(generation, {})
+        seats = {found.proof.slot.rank: found.segment.seat for found in ranks}
+        self._willed |= {(seat, generation) for seat in seats.values()}
+
+        def written(outcome: Manifest | Exception) -> None:
+            self._willed -= {(seat, generation) for seat in seats.values()}
+            for rank, seat in seats.items():
+                self._tell(seat, _end_of(generation, rank, outcome))
+            then(outcome)
+
         self._crew.submit(
             lambda: durable.last_will(
                 ranks,
@@ -106,7 +122,14 @@ class Shards:
                 options=options,
                 keep=keep,
                 known=known,
+                wanted=wanted,
                 patience=self._patience,
             ),
-            then,
+            written,
         )
+
+
+def _end_of(generation: Generation, rank: int, outcome: Manifest | Exception) -> wire.Wire:
+    if isinstance(outcome, Exception):
+        return wire.PersistFailed(generation=generation, reason=str(outcome), gone=True)
+    return wire.Persisted(generation=generation, file=next(file for file in outcome.files if file.rank == rank))

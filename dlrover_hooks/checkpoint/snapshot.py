@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from dlrover_hooks.checkpoint.copying import Copier, Move
 from dlrover_hooks.checkpoint.header import Whole
-from dlrover_hooks.checkpoint.image import Layout, TensorSpec
+from dlrover_hooks.checkpoint.image import TensorSpec
 from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, need_all
 from dlrover_hooks.errors import UnsupportedState
 
@@ -39,6 +40,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Types of tensors that are nothing more than their bytes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NUMPY_NAMES = {
     np.dtype(str(dtype).removeprefix("torch.")): name
@@ -95,32 +98,14 @@ def _place(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[t
     return tuple(offsets), sharded, sharded and copy
 
 
+def spread(tensor: Any) -> tuple[Any, Any] | None:
+    """How a DTensor lies over the ranks; None for others."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else None
+
+
 def part(tensor: Any) -> Any:
     """What of `tensor` lies in this process: the local shard of a DTensor, else itself."""
     return tensor._local_tensor if hasattr(tensor, "device_mesh") else tensor
-
-
-def save(layout: Layout, tensors: Mapping[str, Any], image: memoryview, copier: Copier | None = None) -> None:
-    """Copy `tensors` to their places in `image`. They must not change meanwhile; nothing of them is kept."""
-    base = _address(image)
-    held: list[Any] = []
-    moves: list[Move] = []
-    for spec, start in zip(layout.specs, layout.starts, strict=True):
-        if not spec.nbytes:
-            continue
-        tensor = tensors[spec.name] if spec.whole is None else part(tensors[spec.name])
-        if isinstance(tensor, np.ndarray):
-            tensor = np.ascontiguousarray(tensor)
-            moves.append((base + start, tensor.ctypes.data, spec.nbytes))
-        elif tensor.device.type != "cpu":
-            _from_device(tensor, image[start : start + spec.nbytes])
-            continue
-        else:
-            tensor = _plain(tensor)
-            moves.append((base + start, tensor.data_ptr(), spec.nbytes))
-        held.append(tensor)
-    (copier or Copier()).copy(moves)
-    del held
 
 
 def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, torch.Tensor]:
@@ -150,7 +135,7 @@ def source(piece: Piece, dtype: str) -> torch.Tensor:
     """The piece where it lies: not to be written, nor used once its image is closed."""
     if piece.stop == piece.start:
         return torch.empty(piece.shape, dtype=dtype_of(dtype))
-    address = _address(piece.image.view) + piece.start
+    address = place_of(piece.image.view) + piece.start
     memory = (ctypes.c_uint8 * (piece.stop - piece.start)).from_address(address)  # torch warns of read-only buffers
     return torch.frombuffer(memory, dtype=dtype_of(dtype)).view(piece.shape)
 
@@ -175,17 +160,34 @@ def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], copier: Copier | No
         target.copy_(origin)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself if its bytes lie as they read, else a contiguous copy."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+def plain(value: Any) -> Any:
+    """`value` itself if its bytes lie as they read, else a contiguous copy."""
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value)
+    value = part(value)
+    if value.is_conj() or value.is_neg():
+        value = value.detach().resolve_conj().resolve_neg()
+    return value if value.is_contiguous() else value.detach().contiguous()
 
 
-def _from_device(tensor: torch.Tensor, view: memoryview) -> None:
-    flat = torch.frombuffer(view, dtype=torch.uint8).view(tensor.dtype)
-    flat.view(tensor.shape).copy_(tensor.detach())
+def lie_plainly(values: Sequence[torch.Tensor]) -> bool:
+    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C."""
+    here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
+    return here and not any(map(torch.Tensor.is_neg, values))
 
 
-def _address(view: memoryview) -> int:
+def addresses(values: Iterable[torch.Tensor]) -> list[int]:
+    """Where the bytes of CPU tensors begin."""
+    return list(map(torch.Tensor.data_ptr, values))
+
+
+def address(value: Any) -> int:
+    """Where the bytes of a `plain` array or tensor begin; 0 if they lie on a device."""
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    return value.data_ptr() if value.is_cpu else 0
+
+
+def place_of(view: memoryview) -> int:
+    """Where the bytes of `view` begin."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Manifest, Plan
+from dlrover_hooks.protocol import Attach, Manifest, Plan
 
 _T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
@@ -58,6 +59,27 @@ def _claimable(config: Config, save_to: str) -> None:
 def _bounded(url: str, look: Callable[[str], _T]) -> _T:
     """A store that does not answer must not hold up the start for ever."""
     return Patience().run(lambda _: look(url), f"open {url}")
+
+
+def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer | None) -> Attach:
+    """What a worker says of itself and offers: its node's memory (local rank 0), what storage holds (rank 0).
+
+    Raises: as `stored` and `Checkpointer.held`.
+    """
+    return Attach(
+        job=config.job,
+        incarnation=incarnation,
+        node=place.node,
+        pid=os.getpid(),
+        save_to=config.save_to,
+        storage_options=config.storage_options,
+        keep=config.keep,
+        save_every=config.save_every,
+        persist_every=config.persist_every,
+        resume="never" if config.fresh else config.resume,
+        held=engine.held() if engine is not None and place.local_rank == 0 else (),
+        stored=stored(config) if engine is not None and place.rank == 0 else (),
+    )
 
 
 def refuse_nothing(config: Config) -> None:

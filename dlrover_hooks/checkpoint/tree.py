@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from dlrover_hooks.errors import Corrupt, UnsupportedState
@@ -38,46 +39,72 @@ _HINT = "keep it out of the state, or turn it into numbers, strings, lists, dict
 class Flat(NamedTuple):
     """`skeleton`: the tagged JSON. `tensors`: the caller's own tensors and arrays by name, not copied."""
 
-    skeleton: str
+    skeleton: bytes
     tensors: dict[str, Any]
 
 
-def flatten(tree: Any, *, where: str = "state", on_unsupported: OnUnsupported | None = None) -> Flat:
+class Known(NamedTuple):
+    """A dict of nothing but torch tensors, as it was written before: its keys, their names, its JSON."""
+
+    kind: type
+    keys: list[str]
+    names: list[str]
+    json: msgspec.Raw
+
+
+Memo = dict[str, Known]
+"""By path. A model's `state_dict` looks the same at every save: with a memo it costs a comparison of its keys."""
+
+
+def flatten(
+    tree: Any, *, where: str = "state", on_unsupported: OnUnsupported | None = None, memo: Memo | None = None
+) -> Flat:
     """Split `tree` into JSON and tensors whose names begin with `where`.
 
-    `on_unsupported(path, object)` may return something supported in the place of what is not, or raise.
+    `on_unsupported(path, object)` may return something supported in the place of what is not, or raise. `memo` is kept
+    by the caller from one save to the next.
 
     Raises:
         UnsupportedState: names the full path and the type of what cannot be saved.
     """
-    writer = _Writer(on_unsupported)
+    writer = _Writer(on_unsupported, memo)
     try:
-        encoded = writer.encode(tree, where)
+        return Flat(_json(writer.encode(tree, where)), writer.tensors)
     except RecursionError:
         raise UnsupportedState(f"{where} is nested too deeply to be saved", hint=_HINT) from None
-    return Flat(json.dumps(encoded, separators=(",", ":"), allow_nan=False), writer.tensors)
 
 
-def unflatten(skeleton: str, tensors: Mapping[str, Any]) -> Any:
+def _json(encoded: Any) -> bytes:
+    try:
+        return msgspec.json.encode(encoded)
+    except UnicodeEncodeError:  # half a surrogate pair, as in names of files that are not UTF-8: msgspec has none
+        return json.dumps(encoded, separators=(",", ":"), default=lambda raw: json.loads(bytes(raw))).encode()
+
+
+def unflatten(skeleton: bytes | msgspec.Raw, tensors: Mapping[str, Any]) -> Any:
     """The tree again. `tensors` are put in as they are; arrays become numpy arrays on the same memory.
 
     Raises:
         Corrupt: the skeleton is damaged or a tensor it names is not there.
     """
     try:
-        return _decode(json.loads(skeleton), tensors)
+        return _decode(json.loads(bytes(skeleton)), tensors)
     except _BROKEN as error:
         raise Corrupt(f"the state's skeleton cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _Writer:
-    def __init__(self, on_unsupported: OnUnsupported | None) -> None:
+    def __init__(self, on_unsupported: OnUnsupported | None, memo: Memo | None) -> None:
         self.tensors: dict[str, Any] = {}
+        self._memo = memo
         self._at: dict[int, list[str]] = {}
         """By address, the names of the tensors that begin there: tied weights are stored once."""
         self._on_unsupported = on_unsupported
         self._inside: set[int] = set()
         self._torch: Any = sys.modules.get("torch")
+        self._plain = {self._torch.Tensor, self._torch.nn.Parameter} if self._torch is not None else set[type]()
+        self._unseen: list[str] = []
+        """Names of tensors that are not in `_at` yet."""
 
     def encode(self, value: Any, path: str) -> Any:
         if value is None or type(value) in (bool, str):
@@ -96,7 +123,7 @@ class _Writer:
         self._inside.add(id(value))
         try:
             if isinstance(value, dict):
-                return self._dict(value, path)
+                return self._known(value, path) if self._tensors_alone(value) else self._dict(value, path)
             if isinstance(value, tuple) and type(value) is not tuple and not self._is_torch(value, "Size"):
                 hint = "a named tuple cannot be made without its class: keep tuple(value) or value._asdict()"
                 return self._unsupported(value, path, hint)
@@ -117,6 +144,27 @@ class _Writer:
                 (f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()
             }
         return {"$dict": self._pairs(value, path)}
+
+    def _tensors_alone(self, value: dict[Any, Any]) -> bool:
+        return self._memo is not None and bool(value) and self._plain.issuperset(map(type, value.values()))
+
+    def _known(self, value: dict[Any, Any], path: str) -> Any:
+        """`_dict`, remembered: of the same kind and keys as the last time at this path, it is written the same."""
+        assert self._memo is not None
+        known = self._memo.get(path)
+        same = known is not None and known.kind is type(value) and known.keys == list(value)
+        if known is None or not same or not self.tensors.keys().isdisjoint(known.names):
+            return self._remember(value, path, self._memo)
+        self.tensors.update(zip(known.names, value.values(), strict=True))
+        self._unseen += known.names
+        return known.json
+
+    def _remember(self, value: dict[Any, Any], path: str, memo: Memo) -> Any:
+        before, names = len(self.tensors), [f"{path}.{key}" for key in value]
+        encoded = self._dict(value, path)
+        if list(self.tensors)[before:] == names and all(type(key) is str for key in value):
+            memo[path] = Known(type(value), list(value), names, msgspec.Raw(_json(encoded)))
+        return encoded
 
     def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
         return [[self.encode(key, f"{path}.<key>"), self.encode(one, f"{path}.{key}")] for key, one in value.items()]
@@ -156,6 +204,9 @@ class _Writer:
 
     def _tied(self, tensor: Any) -> str | None:
         """The name of a tensor before that is the very same memory, read the same way."""
+        while self._unseen:
+            name = self._unseen.pop()
+            self._at.setdefault(_address(self.tensors[name]), []).append(name)
         address = _address(tensor)
         return next((name for name in self._at.get(address, ()) if _same(self.tensors[name], tensor)), None)
 

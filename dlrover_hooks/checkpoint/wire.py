@@ -62,9 +62,17 @@ class Allocate(Wire, frozen=True):
 
 
 class Published(Wire, frozen=True):
-    """Slot `slot` of this seat's newest segment was published: hash it. Later: Hashed."""
+    """Slot `slot` of this seat's segment `segment` was published with sequence word `seq`: hash it. Later: Hashed.
+
+    0 for either: the newest segment, the word that stands there now. `unchanged`: byte ranges [start, stop) of the
+    image that were not copied, because the slot held them already when it was `Hashed` last. Chunks that lie wholly
+    inside one are compared with that hash; where one differs, or was never hashed, the answer is `Damaged`.
+    """
 
     slot: int
+    segment: int = 0
+    seq: int = 0
+    unchanged: tuple[tuple[int, int], ...] = ()
 
 
 class Complete(Wire, frozen=True):
@@ -109,9 +117,10 @@ class Adopt(Wire, frozen=True):
 
 
 class Welcome(Wire, frozen=True):
-    """What this node holds, hashed, and who holds it."""
+    """What this node holds, hashed, and who holds it. `damage`: lines about what is lost, until a seat was taken."""
 
     held: tuple[Held, ...] = ()
+    damage: tuple[str, ...] = ()
     pid: int = 0
 
 
@@ -155,6 +164,13 @@ class Storing(Wire, frozen=True):
     seconds: float
 
 
+class Damaged(Wire, frozen=True):
+    """This seat's slot of `generation` does not hold what it held before where it was not copied again: copy it all."""
+
+    generation: Generation
+    reason: str
+
+
 class Persisted(Wire, frozen=True):
     """`seconds`: how long it took, queue and all attempts included; 0 where it was written before."""
 
@@ -178,7 +194,7 @@ class Replaced(Wire, frozen=True):
 
 
 SaveNotice = Hashed | Persisted | PersistFailed
-Notice = SaveNotice | Storing | Replaced
+Notice = SaveNotice | Storing | Damaged | Replaced
 Reply = Welcome | Allocated | Opened | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
 CARRY_FD = (Allocated, Opened, Adopt)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import random
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import numpy as np
 import pytest
 
 from dlrover_hooks.checkpoint import storage, wire
@@ -27,58 +22,13 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, Held, Manifest, Restore, Source
-
-RUN = uuid.uuid4().hex
-WAIT_S = 20.0
+from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, runtime_folder, segment, state, until
 
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder of its own, short enough for a socket's path; empty again at the end of each test."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder) / "dlrover-hooks"
-
-
-class Kept:
-    """Starts keepers and trainers, and leaves none behind."""
-
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def keeper(self, *options: str, pass_fds: tuple[int, ...] = (), ready: bool = True) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--job", "job", "--node", "node", *options]
-        process = subprocess.Popen(command, pass_fds=pass_fds, stderr=subprocess.DEVNULL)
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        if ready:
-            KeeperLink.connect("job", "node", notify=lambda _: None, start=False, deadline_s=WAIT_S).close()
-        return process
-
-    def trainer(self, seat: int = 0, *, rank: int = 0, world: int = 1, **options: Any) -> Checkpointer:
-        notify = self.notices.put
-        options = {"start_keeper": False, "deadline_s": WAIT_S, **options}
-        made = Checkpointer("job", "node", seat, notify=notify, **options)
-        made.begin(RUN, 0, rank, world)
-        self._stack.callback(made.close)
-        return made
-
-    def notice(self, kind: type[Any]) -> Any:
-        while True:
-            got = self.notices.get(timeout=WAIT_S)
-            if isinstance(got, kind):
-                return got
-
-    def kill_at_end(self, pid: int) -> None:
-        def kill() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-        self._stack.callback(kill)
-
-    def close(self) -> None:
-        self._stack.close()
+    with runtime_folder(monkeypatch) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -86,34 +36,6 @@ def kept() -> Iterator[Kept]:
     made = Kept()
     yield made
     made.close()
-
-
-def state(step: int, size: int = 1000) -> dict[str, Any]:
-    return {
-        "state": {"w": np.full(size, step, np.float32), "step": step},
-        "rank": {"rng": np.full(10, step, np.int64)},
-        "data": {"train": step},
-    }
-
-
-def segment(keeper_pid: int, seat: int = 0) -> Arena:
-    """The keeper's own memory of a seat, from outside."""
-    for name in os.listdir(f"/proc/{keeper_pid}/fd"):
-        path = f"/proc/{keeper_pid}/fd/{name}"
-        with contextlib.suppress(OSError):
-            if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
-                return Arena.attach(os.open(path, os.O_RDWR))
-    raise LookupError(f"no segment of seat {seat}")
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(LookupError):
-            if found := true():
-                return found
-        os.sched_yield()
-    raise AssertionError(f"not within {WAIT_S} s: {what}")
 
 
 def train_for_ever(attempt: int, size: int) -> NoReturn:
@@ -178,8 +100,7 @@ def test_a_restarted_trainer_continues_in_the_same_pages(kept: Kept) -> None:
     assert [one.generation.step for one in second.held()] == [1]
     second.save(2, state(2, 1 << 20))
     kept.notice(wire.Hashed)
-    paths = [f"/proc/{keeper.pid}/fd/{fd}" for fd in os.listdir(f"/proc/{keeper.pid}/fd")]
-    assert len({os.stat(path).st_ino for path in paths if "memfd" in os.readlink(path)}) == 1
+    assert len(memfds(keeper.pid)) == 1
     assert sorted(one.generation.step for one in second.held()) == [1, 2]
 
 
@@ -214,7 +135,7 @@ def test_killed_keeper_does_not_stop_training(kept: Kept, runtime: Path) -> None
     trainer = kept.trainer(start_keeper=True, linger_s=0)
     assert trainer.held() == ()
     for step in (1, 2):
-        pid = hello_pid()
+        pid = kept.keeper_pid()
         kept.kill_at_end(pid)
         assert trainer.save(step, state(step)) is not None
         kept.notice(wire.Hashed)
@@ -224,16 +145,9 @@ def test_killed_keeper_does_not_stop_training(kept: Kept, runtime: Path) -> None
         until(lambda step=step: saved_anew(trainer, 100 + step), "a save in a new keeper")
         kept.notice(wire.Hashed)
     assert trainer.save(3, state(3)) is not None
-    kept.kill_at_end(hello_pid())
+    kept.kill_at_end(kept.keeper_pid())
     assert trainer.error is None
     assert 3 in {one.generation.step for one in trainer.held()}
-
-
-def ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def saved_anew(trainer: Checkpointer, step: int) -> bool:
@@ -243,14 +157,6 @@ def saved_anew(trainer: Checkpointer, step: int) -> bool:
         return saved is not None and step in {one.generation.step for one in trainer.held()}
     except KeeperAway:
         return False
-
-
-def hello_pid() -> int:
-    link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
-    try:
-        return link.call(lambda ref: wire.Inventory(ref=ref))[0].pid
-    finally:
-        link.close()
 
 
 def test_a_stopped_keeper_costs_a_second_not_the_training(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,7 +240,7 @@ def test_two_keepers_become_one(kept: Kept) -> None:
     first = kept.keeper()
     assert kept.keeper(ready=False).wait(WAIT_S) == 0
     assert first.poll() is None
-    assert hello_pid() == first.pid
+    assert kept.keeper_pid() == first.pid
 
 
 def test_launcher_takes_over_a_lingering_keeper(kept: Kept, runtime: Path) -> None:
@@ -384,6 +290,46 @@ def test_flipped_bit_in_a_slot_is_refused_by_slot_and_chunk(kept: Kept) -> None:
         trainer.load(Restore(held[2].generation, 1, Source.MEMORY))
     assert [one.generation.step for one in trainer.held()] == [1]
     assert trainer.load(Restore(held[1].generation, 1, Source.MEMORY)).tree["state"]["step"] == 1
+
+
+def test_what_was_not_copied_again_must_be_what_it_was(kept: Kept) -> None:
+    """DL-90: a bit that flips in a kept chunk while nobody looks makes the slot worthless, and the trainer hears of it.
+
+    Once everything is copied again the slot counts again; so it does where only other chunks were written.
+    """
+    keeper = kept.keeper()
+    trainer = kept.trainer()
+    trainer.save(1, state(1, 4 << 20))
+    kept.notice(wire.Hashed)
+    ours = trainer._room.take(0)
+    slot = next(slot for slot in ours.slots() if slot.generation)
+    chunk = 4 << 20
+    kept_ranges = ((chunk - 5, 2 * chunk + 5), (3 * chunk, slot.image_bytes))  # chunk 1, and 3 with the short last one
+
+    def again(step: int, *unchanged: tuple[int, int]) -> None:
+        ours.begin(slot.index)
+        ours.view(slot.index)[100] = 32  # in chunk 0
+        ours.publish(slot.index, Generation(0, step, RUN), 0, 1, slot.image_bytes)
+        trainer._line.tell(wire.Published(slot=slot.index, seq=ours.seq(slot.index), unchanged=unchanged))
+
+    again(2, *kept_ranges)
+    assert kept.notice(wire.Hashed).generation.step == 2
+    arena = segment(keeper.pid)
+    arena.view(slot.index)[2 * chunk + 7] ^= 1  # nobody has vouched for chunk 2
+    again(3, *kept_ranges)
+    assert kept.notice(wire.Hashed).generation.step == 3
+    arena.view(slot.index)[slot.image_bytes - 1] ^= 1
+    arena.close()
+    again(4, *kept_ranges)
+    until(lambda: trainer.damaged, "the keeper's word")
+    assert trainer.damaged is not None
+    assert trainer.damaged.generation.step == 4
+    assert f"slot {slot.index} of seat 0" in trainer.damaged.reason
+    assert "chunk 4, kept, changed since it was hashed" in trainer.damaged.reason
+    assert trainer.held() == ()
+    again(5)
+    assert kept.notice(wire.Hashed).generation.step == 5
+    assert [one.generation.step for one in trainer.held()] == [5]
 
 
 def test_persist_commit_and_damage(kept: Kept, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,9 +21,9 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks import cli
-from dlrover_hooks.checkpoint import snapshot, storage, tree
+from dlrover_hooks.checkpoint import storage, tree
 from dlrover_hooks.checkpoint.header import Inside, Whole
-from dlrover_hooks.checkpoint.image import TensorSpec, header_bytes, metadata, plan
+from dlrover_hooks.checkpoint.image import TensorSpec, header_bytes, plan
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.integrations import export
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
@@ -192,10 +193,10 @@ def shard(url: str, rank: int, height: int = 4) -> Any:
     spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), Whole((height, 3), "F32", sharded=True))
     layout = plan([spec])
     skeleton = tree.flatten({"model": {"w": rows}}, where="state").skeleton
-    inside = Inside(which, rank, 2, {"state": skeleton})
+    inside = Inside(which, rank, 2, {"state": msgspec.Raw(skeleton)})
     image = memoryview(bytearray(layout.total_bytes))
-    image[: layout.header_bytes] = header_bytes(layout, metadata(layout, inside))
-    snapshot.save(layout, {"state.model.w": rows}, image)
+    image[: layout.header_bytes] = header_bytes(layout, inside)
+    image[layout.starts[0] :] = rows.numpy().tobytes()
     return storage.write_shard(url, None, which, rank, 2, [image], len(image), job="sharded")
 
 

@@ -13,7 +13,7 @@ import pytest
 from dlrover_hooks.checkpoint import durable, storage
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.holdings import Found, Segment, prove
-from dlrover_hooks.checkpoint.image import Inside, TensorSpec, header_bytes, metadata, plan
+from dlrover_hooks.checkpoint.image import Inside, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.patience import STUCK, Attempt, GivenUp, Patience
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.master.folders import Folders
@@ -37,13 +37,13 @@ def found() -> Iterator[Found]:
     """A hashed slot of rank 0 at step 1, 20 MiB: three parts of an upload."""
     which = Generation(0, 1, RUN)
     layout = plan([TensorSpec("state.w", "U8", (len(DATA),), len(DATA))])
-    header = header_bytes(layout, metadata(layout, Inside(which, 0, 1, {"state": "{}"})))
+    header = header_bytes(layout, Inside(which, 0, 1, {}))
     arena = Arena.create(0, layout.total_bytes)
     arena.begin(0)
     view = arena.view(0, layout.total_bytes)
     view[:] = header + DATA
     arena.publish(0, which, 0, 1, layout.total_bytes)
-    proof = prove(arena, 0)
+    proof = prove(arena, 0, arena.seq(0))
     assert proof is not None
     del view
     yield Found(Segment(0, arena), proof)

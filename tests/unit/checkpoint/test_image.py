@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -17,18 +18,19 @@ from safetensors.torch import load_file
 from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import ITEM_BYTES, PAGE, Inside, Outgrown, TensorSpec
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 
 GENERATION = Generation(0, 7, "a" * 32)
 
 
-def build(tensors: dict[str, torch.Tensor], *, rank: int = 0, reserve: int = 0) -> bytearray:
-    layout = image.plan(snapshot.specs(tensors), reserve)
-    inside = Inside(GENERATION, rank, 2, {"state": "{}"})
-    data = bytearray(layout.total_bytes)
-    data[: layout.header_bytes] = image.header_bytes(layout, image.metadata(layout, inside))
-    snapshot.save(layout, tensors, memoryview(data), Copier(1))
+def build(tensors: dict[str, torch.Tensor], *, rank: int = 0) -> bytearray:
+    recipe = Recipe(tensors)
+    data = bytearray(recipe.layout.total_bytes)
+    data[: recipe.layout.header_bytes] = recipe.header(Inside(GENERATION, rank, 2, {"state": msgspec.Raw(b"{}")}))
+    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
+    Copier(1).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
     return data
 
 
@@ -69,20 +71,24 @@ def test_layout_is_aligned_and_dense(rows: list[tuple[str, str, list[int]]]) -> 
         assert start % ITEM_BYTES[spec.dtype] == 0
         at += spec.nbytes
     assert at == layout.total_bytes
-    header = image.header_bytes(layout, image.metadata(layout, Inside(GENERATION, 1, 2, {})))
+    header = image.header_bytes(layout, Inside(GENERATION, 1, 2, {}))
     parsed = image.parse(header + bytes(layout.total_bytes - len(header)))
     assert set(parsed.tensors) == {spec.name for spec in specs}
     assert parsed.inside() == Inside(GENERATION, 1, 2, {})
 
 
+def grown(size: int) -> Inside:
+    return Inside(GENERATION, 1, 2, {"state": msgspec.Raw(b"[%s]" % (b"7" * size))})
+
+
 def test_header_takes_changing_metadata_until_outgrown() -> None:
     layout = image.plan(snapshot.specs(some()), 1000)
     for size in (0, 500):
-        assert len(image.header_bytes(layout, {"x": "y" * size})) == layout.header_bytes
+        assert len(image.header_bytes(layout, grown(size))) == layout.header_bytes
     with pytest.raises(Outgrown) as caught:
-        image.header_bytes(layout, {"x": "y" * 9000})
+        image.header_bytes(layout, grown(9000))
     again = image.plan(snapshot.specs(some()), layout.header_bytes + caught.value.needed)
-    image.header_bytes(again, {"x": "y" * 9000})
+    image.header_bytes(again, grown(9000))
 
 
 @pytest.mark.parametrize(

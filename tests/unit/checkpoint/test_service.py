@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
 from dlrover_hooks.errors import Stale, StorageFailed, UsageError
-from dlrover_hooks.protocol import Manifest
+from dlrover_hooks.protocol import Generation, Manifest
 from dlrover_hooks.testing import faulty_store
 
 RUN, FRESH = uuid.uuid4().hex, uuid.uuid4().hex
@@ -42,7 +43,9 @@ def keeper(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 class Rank:
     """A trainer in this process and what it was told."""
 
-    def __init__(self, seat: int, save_to: Path | str | None = None, *, master: str = "", attempt: int = 0) -> None:
+    def __init__(
+        self, seat: int, save_to: Path | str | None = None, *, master: str = "", attempt: int = 0, world: int = 2
+    ) -> None:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.trainer = Checkpointer(
             "job",
@@ -54,7 +57,7 @@ class Rank:
             start_keeper=False,
             deadline_s=WAIT_S,
         )
-        self.trainer.begin(RUN, attempt, seat, 2)
+        self.trainer.begin(RUN, attempt, seat, world)
 
     def save(self, step: int) -> Any:
         saved = self.trainer.save(step, {"state": {"w": np.full(100, step)}})
@@ -117,6 +120,78 @@ def test_a_restarted_trainer_knows_what_is_still_being_persisted(
     again.trainer.close(finished=True)
 
 
+def died(rank: Rank) -> None:
+    """Its connection ends without a goodbye."""
+    rank.trainer._line.open()._socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_breakpoint_save_fights_no_successor(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DL-91: while it is written the successor is served, and does not write over its slot; then it is committed."""
+    writing, released = threading.Event(), threading.Event()
+    real = durable.persist
+
+    def slow(*args: Any, **more: Any) -> Any:
+        writing.set()
+        assert released.wait(WAIT_S)
+        return real(*args, **more)
+
+    monkeypatch.setattr(durable, "persist", slow)
+    first = Rank(0, tmp_path, world=1)
+    left = first.save(1)
+    died(first)
+    assert writing.wait(WAIT_S)
+    again = Rank(0, tmp_path, world=1, attempt=1)
+    assert [one.generation for one in again.trainer.held()] == [left]
+    for step in range(2, 7):
+        assert again.save(step) is not None
+        again.trainer.complete(Generation(1, step, RUN))
+    assert left in {one.generation for one in again.trainer.held()}
+    released.set()
+    while not storage.scan(str(tmp_path), None, "job").manifests:
+        again.trainer.held()
+    assert storage.scan(str(tmp_path), None, "job").manifests[0].generation == left
+    while again.trainer._persisting:
+        again.trainer.held()
+    for step in range(7, 10):
+        assert again.save(step) is not None
+    assert left not in {one.generation for one in again.trainer.held()}, "its slot is free again"
+    for rank in (first, again):
+        rank.trainer.close(finished=True)
+
+
+def test_a_breakpoint_save_of_a_run_that_starts_anew_is_not_committed(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    writing, released, over = threading.Event(), threading.Event(), threading.Event()
+    real, will = durable.persist, durable.last_will
+
+    def slow(*args: Any, **more: Any) -> Any:
+        writing.set()
+        assert released.wait(WAIT_S)
+        return real(*args, **more)
+
+    def watched(*args: Any, **more: Any) -> Any:
+        try:
+            return will(*args, **more)
+        finally:
+            over.set()
+
+    monkeypatch.setattr(durable, "persist", slow)
+    monkeypatch.setattr(durable, "last_will", watched)
+    first = Rank(0, tmp_path, world=1)
+    first.save(1)
+    died(first)
+    assert writing.wait(WAIT_S)
+    fresh = Rank(0, tmp_path, world=1)
+    fresh.trainer.begin(FRESH, 1, 0, 1)
+    fresh.trainer.drop()
+    released.set()
+    assert over.wait(WAIT_S)
+    assert storage.scan(str(tmp_path), None, "job").manifests == ()
+    for rank in (first, fresh):
+        rank.trainer.close(finished=True)
+
+
 def _fail() -> None:
     raise StorageFailed("the store is broken")
 
@@ -127,7 +202,7 @@ def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
     hung.save(1)
     assert [one.generation.step for one in fresh.trainer.held()] == [1]
     fresh.save(2)
-    pages = [os.fstat(rank.trainer._arena.fd).st_ino for rank in (hung, fresh) if rank.trainer._arena]
+    pages = [os.fstat(rank.trainer._room.take(0).fd).st_ino for rank in (hung, fresh)]
     assert len(set(pages)) == 2
     hung.trainer.save(3, {"state": {"w": np.full(100, 3)}})  # into the old pages, which nobody hashes any more
     assert {one.generation.step for one in fresh.trainer.held()} == {1, 2}

@@ -13,6 +13,7 @@ from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.header import Inside
 from dlrover_hooks.checkpoint.images import Images
+from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
 
@@ -54,11 +55,11 @@ def loaded(data: bytearray, names: Any = None, threads: int = 2) -> dict[str, to
 
 
 def put(tensors: dict[str, Any], threads: int = 2) -> bytearray:
-    layout = image.plan(snapshot.specs(tensors))
-    data = bytearray(layout.total_bytes)
-    inside = Inside(GENERATION, 0, 1, {})
-    data[: layout.header_bytes] = image.header_bytes(layout, image.metadata(layout, inside))
-    snapshot.save(layout, tensors, memoryview(data), Copier(threads))
+    recipe = Recipe(tensors)
+    data = bytearray(recipe.layout.total_bytes)
+    data[: recipe.layout.header_bytes] = recipe.header(Inside(GENERATION, 0, 1, {}))
+    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
+    Copier(threads).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
     return data
 
 

@@ -152,4 +152,4 @@ def test_cycles_and_depth_are_errors_not_hangs() -> None:
 @pytest.mark.parametrize("skeleton", ["{", '{"$tensor":"gone"}', '{"$what":1}', '{"$bytes":7}', '{"$dict":[1]}'])
 def test_damage_is_corrupt(skeleton: str) -> None:
     with pytest.raises(Corrupt):
-        unflatten(skeleton, {})
+        unflatten(skeleton.encode(), {})

@@ -1,0 +1,189 @@
+"""Saves of torch's tensors, at once or behind the next forward and backward; frozen ones are copied once.
+
+What forward and backward may change (buffers) is copied before `write` returns; parameters and optimizer state follow
+on a thread, and the optimizer waits for them (`gate`). On CUDA the copy engine does both, and only the device waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dlrover_hooks.checkpoint import device, snapshot
+from dlrover_hooks.checkpoint.behind import Behind
+from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
+from dlrover_hooks.checkpoint.gate import Gate, Unchanged
+from dlrover_hooks.checkpoint.mode import LAZY, Mode
+from dlrover_hooks.checkpoint.recipe import pick
+from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
+from dlrover_hooks.errors import CheckpointError, HooksError
+
+_log = logging.getLogger("dlrover_hooks")
+
+
+class Rest(NamedTuple):
+    """What is left to do of a save: copies under way on devices, or places to copy and a guard of them."""
+
+    events: Sequence[torch.cuda.Event]
+    places: Sequence[int]
+    guard: Unchanged | None
+    unchanged: tuple[Range, ...]
+
+
+class LazyWriter(Writer):
+    """Fills slots. Training thread.
+
+    Args:
+        mode: decides which way.
+        dropped: told why a save that was begun does not count; called on the copying thread.
+        parameters: those of the models. The frozen ones among them are not copied each time.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        dropped: Callable[[HooksError], None],
+        parameters: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self.mode, self.behind = mode, Behind()
+        self._dropped, self._parameters, self._kept = dropped, parameters, Frozen()
+        self._gate = Gate(self._before_step)
+        self._side, self._events = device.SideStream(), list[torch.cuda.Event]()
+
+    def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
+        """See `Writer`."""
+        target.view[: len(shot.header)] = shot.header
+        lazy = behind and self.mode.next() == LAZY
+        skipped, unchanged = self._skip(shot, target)
+        count = range(len(shot.recipe.places))
+        places = [place for place in count if place not in skipped] if skipped else count
+        later = self._later(shot, places) if lazy else []
+        events = self._copy(shot, target, sorted(set(places).difference(later)) if later else places)
+        if later:
+            device.gate(events)  # what forward changes is read before it does
+            rest = self._begin(shot, target, later, events, unchanged)
+            self.behind.begin(lambda: self._finish(shot, target, rest))
+        else:
+            device.finish(events)
+            target.publish(unchanged)
+
+    def took(self, seconds: float) -> None:
+        """See `Writer`."""
+        self._say(self.mode.took(seconds))
+
+    def wait(self) -> None:
+        """See `Writer`."""
+        self.behind.wait()
+        self._events = []
+
+    def unmapped(self) -> None:
+        """See `Writer`."""
+        self._side.unpin()
+
+    def damaged(self) -> None:
+        """See `Writer`."""
+        self._kept.forget()
+
+    def close(self) -> None:
+        """See `Writer`."""
+        self.wait()
+        self._gate.close()
+        self._side.unpin()
+
+    def _before_step(self) -> None:
+        if self._events:
+            device.gate(self._events)
+        else:
+            self.behind.wait()
+
+    def _copy(self, shot: Shot, target: Target, places: Sequence[int]) -> list[torch.cuda.Event]:
+        """Copy `places`; those on devices are only begun."""
+        on_device = shot.found.on_device
+        if not on_device:
+            self.fill(shot, target, places)
+            return []
+        self.fill(shot, target, [place for place in places if place not in on_device])
+        self._side.pin(target.view)
+        rows = [(on_device[place], shot.recipe.view(target.view, place)) for place in places if place in on_device]
+        return self._side.copy(rows)
+
+    # ---- behind the step
+
+    def _later(self, shot: Shot, places: Sequence[int]) -> list[int]:
+        """Of `places`, those that only the next step changes. With a device in play, only what lies on it."""
+        stable, on_device = self._gate.extents(), shot.found.on_device
+        among = [place for place in places if place in on_device] if on_device else places
+        return [place for place in among if shot.extent(place) in stable]
+
+    def _begin(
+        self,
+        shot: Shot,
+        target: Target,
+        later: Sequence[int],
+        events: list[torch.cuda.Event],
+        unchanged: tuple[Range, ...],
+    ) -> Rest:
+        if not shot.found.on_device:
+            guard = Unchanged(pick(shot.found.held, later), self.copier, shot.generation.step)
+            return Rest([], later, guard, unchanged)
+        self._events = self._copy(shot, target, later)
+        return Rest(events + self._events, [], None, unchanged)
+
+    def _finish(self, shot: Shot, target: Target, rest: Rest) -> None:
+        """On the copying thread: the rest of the copy, the proof that nothing changed meanwhile, the publication."""
+        try:
+            device.finish(rest.events)
+            if rest.guard is not None:
+                self.fill(shot, target, rest.places, Copier(1, native=self.copier.native))
+                self._check(shot, target, rest.places, rest.guard)
+            target.publish(rest.unchanged)
+        except (HooksError, OSError) as error:
+            self._kept.forget((target.segment, target.slot))
+            self._dropped(error if isinstance(error, HooksError) else CheckpointError(f"not published: {error}"))
+
+    def _check(self, shot: Shot, target: Target, places: Sequence[int], guard: Unchanged) -> None:
+        base = snapshot.place_of(target.view)
+        index = guard.changed([base + shot.recipe.places[place][0] for place in places])
+        if index is not None:
+            reason = f"{shot.recipe.name(places[index])} was changed outside of an optimizer's step while it was copied"
+            self._say(self.mode.forbid(reason))
+            raise CheckpointError(
+                f"{shot.generation} was not saved: {reason}",
+                hint='call wait_copied() before you change weights yourself, or use snapshot="eager"',
+            )
+
+    @staticmethod
+    def _say(line: str | None) -> None:
+        if line is not None:
+            _log.warning("%s", line)
+
+    # ---- frozen
+
+    def _skip(self, shot: Shot, target: Target) -> tuple[Collection[int], tuple[Range, ...]]:
+        """The places that the slot holds already, and the byte ranges that they make up."""
+        frozen = self._frozen()
+        if not frozen:
+            return (), ()
+        extents = ((place, shot.extent(place)) for place in range(len(shot.recipe.places)))
+        marks = {place: (*extent, frozen[extent]) for place, extent in extents if extent in frozen}
+        held = self._kept.held((target.segment, target.slot), shot.recipe.number, marks)
+        whole = ranges(sorted(shot.recipe.range(place) for place in held))
+        return {place for place in held if inside(shot.recipe.range(place), whole)}, whole
+
+    def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
+        """See `Writer`."""
+        frozen = self._frozen()
+        found = ((name, one) for name, one in tensors.items() if frozen and isinstance(one, torch.Tensor))
+        return frozenset(name for name, one in found if (one.data_ptr(), one.nbytes) in frozen)
+
+    def _frozen(self) -> dict[tuple[int, int], int]:
+        """Version by address and bytes, of parameters without a gradient that no optimizer has."""
+        frozen = {(one.data_ptr(), one.nbytes): one._version for one in self._parameters() if not one.requires_grad}
+        for extent in self._gate.extents() if frozen else ():
+            frozen.pop(extent, None)
+        return frozen

@@ -1,0 +1,143 @@
+"""A trainer's memory at its keeper: asked for, mapped and populated on a thread, ahead of the save. No torch.
+
+New memory costs 130 ms per GB in the keeper and as much here; a save that finds it ready pays nothing of that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.line import Line
+from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
+
+PREPARE_WAIT_S = 1.0
+"""A save waits at most so long for memory that is under way; then it is skipped, and counted."""
+_ALLOCATE_S = 300.0
+
+
+class Room:
+    """The arena of one seat. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
+
+    `allocated(reply)` is called on the helper thread, before the memory is handed out; `closing()` on the training
+    thread, before some is unmapped.
+    """
+
+    def __init__(
+        self, line: Line, allocated: Callable[[wire.Allocated], None], closing: Callable[[], None] = lambda: None
+    ) -> None:
+        self._line, self._allocated, self._closing = line, allocated, closing
+        self._changed = threading.Condition()
+        self._arena: Arena | None = None
+        self._next: Arena | None = None
+        """Made ready, but not taken yet."""
+        self._stale: list[Arena] = []
+        """Made by keepers that are gone; not closed yet."""
+        self._lives = 0
+        self._wanted = 0
+        self._closed = False
+        self._helper: threading.Thread | None = None
+        self._error: HooksError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """The memory that was asked for last is there: a save of that size does not wait for any."""
+        with self._changed:
+            return self._fits(self._wanted)
+
+    def prepare(self, nbytes: int) -> None:
+        """Have slots of `nbytes` made ready in the background; those that are there stay until then. Never blocks."""
+        with self._changed:
+            self._wanted = nbytes
+            if self._closed or self._helper is not None or self._fits(nbytes):
+                return
+            self._error = None
+            self._helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
+            self._helper.start()
+
+    def take(self, nbytes: int) -> Arena:
+        """The arena, its slots of at least `nbytes`. If it is another one than before, that one is closed.
+
+        Raises:
+            CheckpointError: the memory is being prepared, and was not ready within `PREPARE_WAIT_S`.
+            KeeperAway: there is no keeper, or it has no memory for it.
+            UsageError: another process has the seat.
+        """
+        with self._changed:
+            if not self._fits(nbytes):
+                self.prepare(nbytes)
+                self._changed.wait_for(lambda: self._helper is None or self._fits(nbytes), PREPARE_WAIT_S)
+            self._switch()
+            if self._arena is not None and self._fits(nbytes):
+                return self._arena
+            if self._helper is None and self._error is not None:
+                raise self._error
+            raise CheckpointError("the memory is being prepared", hint="a save after this one will find it ready")
+
+    def lose(self) -> None:
+        """The keeper is gone, and what it made is of no use. Any thread."""
+        with self._changed:
+            self._lives += 1
+            self._stale += [arena for arena in (self._arena, self._next) if arena is not None]
+            self._arena = self._next = None
+
+    def close(self) -> None:
+        """Unmap, and end the thread; the line is closed already. Idempotent."""
+        with self._changed:
+            self._closed, helper = True, self._helper
+        if helper is not None:
+            helper.join(5.0)
+        self.lose()
+        with self._changed:
+            self._switch()
+
+    def _fits(self, nbytes: int) -> bool:
+        arena = self._next or self._arena
+        return arena is not None and arena.slot_bytes >= nbytes and self._line.seated
+
+    def _switch(self) -> None:
+        """Use what was made ready, and close the rest. Training thread: it alone knows that no copy goes on."""
+        if self._next is not None:
+            self._stale += [self._arena] if self._arena is not None else []
+            self._arena, self._next = self._next, None
+        if self._stale:
+            self._closing()
+        while self._stale:
+            self._stale.pop().close()
+
+    def _work(self) -> None:
+        error = None
+        try:
+            while self._make():
+                pass
+        except HooksError as raised:
+            error = raised
+        except OSError as raised:
+            error = KeeperAway(f"the memory cannot be mapped: {raised}")
+        with self._changed:
+            self._helper, self._error = None, error
+            self._changed.notify_all()
+
+    def _make(self) -> bool:
+        """Get what is wanted now; True if more is wanted by then."""
+        link = self._line.seat()
+        with self._changed:
+            lives, wanted = self._lives, self._wanted
+            if self._fits(wanted):  # only the seat was to be taken
+                return False
+        spare = max(wanted // 64, 64 << 10)  # so that a header may grow without a new segment
+        reply, fd = link.call(lambda ref: wire.Allocate(ref=ref, slot_bytes=wanted + spare), timeout_s=_ALLOCATE_S)
+        if isinstance(reply, wire.Refused):
+            raise KeeperAway(reply.reason, hint=reply.hint)
+        arena = Arena.attach(fd)
+        with self._changed:
+            if self._closed or lives != self._lives:
+                arena.close()
+                return not self._closed
+            self._allocated(reply)
+            self._stale += [self._next] if self._next is not None else []
+            self._next = arena
+            self._changed.notify_all()
+            return arena.slot_bytes < self._wanted

@@ -1,0 +1,78 @@
+"""How a save gets into a slot. Plain arrays at once; torch's tensors also behind the step (`lazy`). No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dlrover_hooks.checkpoint import snapshot
+from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.frozen import Range
+from dlrover_hooks.checkpoint.recipe import Recipe, Sources, pick
+from dlrover_hooks.protocol import Generation
+
+
+class Shot(NamedTuple):
+    """One save, laid out. `found`: where its tensors lie now."""
+
+    generation: Generation
+    recipe: Recipe
+    header: bytes
+    found: Sources
+
+    def extent(self, place: int) -> tuple[int, int]:
+        """Address and bytes of what goes to a place."""
+        address = self.found.addresses[place] or self.found.on_device[place].data_ptr()
+        return address, self.recipe.places[place][1]
+
+
+class Target(NamedTuple):
+    """A slot that was begun. `publish(unchanged)` says that it is whole; any thread."""
+
+    segment: int
+    slot: int
+    view: memoryview
+    publish: Callable[[tuple[Range, ...]], None]
+
+
+class Writer:
+    """Fills slots at once. Training thread."""
+
+    def __init__(self) -> None:
+        self.copier = Copier()
+
+    def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
+        """Fill `target` with `shot` and publish it. `behind`: a step follows, so it might be done behind it.
+
+        Raises:
+            HooksError, OSError: from `publish`.
+        """
+        del behind
+        target.view[: len(shot.header)] = shot.header
+        self.fill(shot, target, range(len(shot.recipe.places)))
+        target.publish(())
+
+    def fill(self, shot: Shot, target: Target, places: Sequence[int], copier: Copier | None = None) -> None:
+        """Copy what goes to `places` (sorted)."""
+        sources = pick(shot.found.addresses, places)
+        (copier or self.copier).fill(shot.recipe.pieces(places), snapshot.place_of(target.view), sources)
+
+    def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
+        """Names of those that will not be copied at every save."""
+        del tensors
+        return ()
+
+    def took(self, seconds: float) -> None:
+        """The step that began with the last save took so long."""
+
+    def wait(self) -> None:
+        """Return when nothing is being copied."""
+
+    def unmapped(self) -> None:
+        """Memory of slots is about to be unmapped."""
+
+    def damaged(self) -> None:
+        """A slot does not hold what it was filled with."""
+
+    def close(self) -> None:
+        """Idempotent."""

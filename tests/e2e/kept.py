@@ -1,0 +1,147 @@
+"""Keeper processes and trainers of tests, and what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.link import KeeperLink
+
+RUN = uuid.uuid4().hex
+WAIT_S = 20.0
+
+
+@contextlib.contextmanager
+def runtime_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of its own, short enough for a socket's path."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "dlrover-hooks"
+
+
+class Kept:
+    """Starts keepers and trainers, and leaves none behind."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def keeper(self, *options: str, pass_fds: tuple[int, ...] = (), ready: bool = True) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--job", "job", "--node", "node", *options]
+        process = subprocess.Popen(command, pass_fds=pass_fds, stderr=subprocess.DEVNULL)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        if ready:
+            KeeperLink.connect("job", "node", notify=lambda _: None, start=False, deadline_s=WAIT_S).close()
+        return process
+
+    def trainer(self, seat: int = 0, *, rank: int = 0, world: int = 1, **options: Any) -> Checkpointer:
+        notify = self.notices.put
+        options = {"start_keeper": False, "deadline_s": WAIT_S, **options}
+        made = Checkpointer("job", "node", seat, notify=notify, **options)
+        made.begin(RUN, 0, rank, world)
+        self._stack.callback(made.close)
+        return made
+
+    def dead_trainer(self, step: int, seat: int = 0, *, world: int = 1, **options: Any) -> int:
+        """A trainer of rank `seat` in a process of its own that saved `step`, heard of its hash, and was killed: -9."""
+        ready, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                hashed: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                trainer = Checkpointer("job", "node", seat, start_keeper=False, notify=hashed.put, **options)
+                trainer.begin(RUN, 0, seat, world)
+                trainer.save(step, state(step, options.pop("size", 1000)))
+                hashed.get(timeout=WAIT_S)
+                os.write(tell, b"!")
+                signal.pause()
+            os._exit(1)
+        os.close(tell)
+        try:
+            assert os.read(ready, 1) == b"!", "the trainer failed"
+        finally:
+            os.close(ready)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return pid
+
+    def notice(self, kind: type[Any]) -> Any:
+        while True:
+            got = self.notices.get(timeout=WAIT_S)
+            if isinstance(got, kind):
+                return got
+
+    def kill_at_end(self, pid: int) -> None:
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+        self._stack.callback(kill)
+
+    def keeper_pid(self) -> int:
+        link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
+        try:
+            return link.call(lambda ref: wire.Inventory(ref=ref))[0].pid
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def state(step: int, size: int = 1000) -> dict[str, Any]:
+    return {
+        "state": {"w": np.full(size, step, np.float32), "step": step},
+        "rank": {"rng": np.full(10, step, np.int64)},
+        "data": {"train": step},
+    }
+
+
+def segment(keeper_pid: int, seat: int = 0) -> Arena:
+    """The keeper's own memory of a seat, from outside."""
+    for name in os.listdir(f"/proc/{keeper_pid}/fd"):
+        path = f"/proc/{keeper_pid}/fd/{name}"
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
+                return Arena.attach(os.open(path, os.O_RDWR))
+    raise LookupError(f"no segment of seat {seat}")
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(LookupError):
+            if found := true():
+                return found
+        os.sched_yield()
+    raise AssertionError(f"not within {WAIT_S} s: {what}")
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def memfds(pid: int) -> set[int]:
+    """The segments that a process has, by inode."""
+    paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+    return {os.stat(path).st_ino for path in paths if "memfd" in os.readlink(path)}

@@ -1,0 +1,98 @@
+"""DL-91: what a killed trainer left in memory is made durable at once; nobody has to come for it, or to wait for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_hooks.checkpoint import storage, wire
+from dlrover_hooks.protocol import Generation, Restore, Source
+from tests.e2e.kept import RUN, Kept, runtime_folder, segment, state, until
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with runtime_folder(monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.close()
+
+
+def committed(url: Path) -> list[Generation]:
+    return [manifest.generation for manifest in storage.scan(str(url), None, "job").manifests]
+
+
+def test_a_killed_trainers_newest_generation_becomes_durable(kept: Kept, tmp_path: Path) -> None:
+    """The keeper lives on, nothing is asked of it, and the file is the image bit by bit."""
+    keeper = kept.keeper()
+    kept.dead_trainer(7, save_to=str(tmp_path))
+    until(lambda: committed(tmp_path), "a commit")
+    assert committed(tmp_path) == [Generation(0, 7, RUN)]
+    assert keeper.poll() is None
+    tree = kept.trainer(save_to=str(tmp_path)).load(Restore(Generation(0, 7, RUN), 1, Source.STORAGE)).tree
+    assert (tree["state"]["w"] == 7).all()
+    keeper.terminate()
+    assert keeper.wait(20) == 0
+    assert committed(tmp_path) == [Generation(0, 7, RUN)]
+
+
+def test_all_ranks_of_a_node_are_written_when_one_dies(kept: Kept, tmp_path: Path) -> None:
+    """The survivor hears that its file is stored, and goes on saving."""
+    kept.keeper()
+    given = {"master": "http://one", "save_to": str(tmp_path)}
+    alive = kept.trainer(1, rank=1, world=2, **given)
+    alive.save(3, state(3))
+    kept.notice(wire.Hashed)
+    kept.dead_trainer(3, 0, world=2, **given)
+    assert kept.notice(wire.Persisted).file.rank == 1
+    assert committed(tmp_path) == [Generation(0, 3, RUN)]
+    assert alive.save(4, state(4)) is not None
+
+
+def test_a_generation_spread_over_nodes_is_left_to_its_ranks(kept: Kept, tmp_path: Path) -> None:
+    """Half of it would be a folder that nobody can vouch for."""
+    kept.keeper()
+    kept.dead_trainer(3, 0, world=2, save_to=str(tmp_path))
+    assert [one.generation.step for one in kept.trainer().held()] == [3], "it was looked at, and stays in memory"
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_who_says_goodbye_or_saves_nowhere_leaves_no_files(kept: Kept, tmp_path: Path) -> None:
+    kept.keeper()
+    trainer = kept.trainer(save_to=str(tmp_path))
+    trainer.save(1, state(1))
+    trainer.close()
+    kept.dead_trainer(2)
+    assert kept.trainer().held()
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_damage_is_found_before_the_next_life_asks(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    """DL-90: a bit flipped in a slot of the dead: the next life is told what it lost, and offered what is whole."""
+    keeper = kept.keeper()
+    first = kept.trainer()
+    for step in (1, 2):
+        first.save(step, state(step))
+        kept.notice(wire.Hashed)
+    arena = segment(keeper.pid)
+    slot = next(slot for slot in arena.slots() if slot.generation == Generation(0, 2, RUN))
+    arena.view(slot.index)[slot.image_bytes - 5] ^= 4
+    arena.close()
+    first._line.open()._socket.shutdown(2)  # as the kernel does it for a killed process
+    with caplog.at_level(logging.WARNING):
+        assert [one.generation.step for one in kept.trainer().held()] == [1]
+    assert f"slot {slot.index} of seat 0, step 2" in caplog.text
+    assert "chunk 0 did not match its hash" in caplog.text
+    again = kept.trainer()
+    again.take_seat()
+    caplog.clear()
+    assert [one.generation.step for one in again.held()] == [1], "hashed once more, it would look good"
+    assert caplog.text == "", "said once"

@@ -1,0 +1,114 @@
+"""DL-90: memory is there before the save, and what prepares it never holds the training up. Real keeper processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.room import PREPARE_WAIT_S
+from tests.e2e.kept import Kept, ended, memfds, runtime_folder, state, until
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with runtime_folder(monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.close()
+
+
+def test_a_save_into_prepared_memory_takes_no_page_fault(kept: Kept) -> None:
+    """First touch of fresh shared memory costs eight times a copy; `prepare` has paid it on a thread."""
+    kept.keeper()
+    trainer = kept.trainer()
+    assert not trainer.ready
+    trainer.prepare(17 << 20)
+    until(lambda: trainer.ready, "the memory")
+    tree = state(1, 4 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert trainer.save(1, tree) is not None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000, "the image has 4096 pages"
+    assert trainer.skipped == 0
+
+
+def test_memory_under_way_skips_saves_and_blocks_none(kept: Kept) -> None:
+    """The keeper is stopped meanwhile: `prepare` returns at once, a save after PREPARE_WAIT_S, counted and said."""
+    keeper = kept.keeper()
+    trainer = kept.trainer()
+    trainer.take_seat()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    trainer.prepare(1 << 20)
+    assert time.monotonic() - began < 0.5
+    assert not trainer.ready
+    began = time.monotonic()
+    assert trainer.save(1, state(1)) is None
+    assert time.monotonic() - began < PREPARE_WAIT_S + 0.5
+    assert trainer.skipped == 1
+    assert "the memory is being prepared" in str(trainer.error)
+    os.kill(keeper.pid, signal.SIGCONT)
+    until(lambda: trainer.ready, "the memory")
+    assert trainer.save(2, state(2)) is not None
+    assert trainer.error is None
+    kept.notice(wire.Hashed)
+
+
+def test_a_larger_segment_is_prepared_beside_the_old_one(kept: Kept) -> None:
+    """Saves go on; the old pages live until a generation in the new ones is memory-complete."""
+    keeper = kept.keeper()
+    trainer = kept.trainer()
+    trainer.save(1, state(1))
+    old = kept.notice(wire.Hashed).generation
+    trainer.complete(old)
+    trainer.prepare(8 << 20)
+    trainer.save(2, state(2))
+    kept.notice(wire.Hashed)
+    until(lambda: trainer.ready and len(memfds(keeper.pid)) == 2, "the second segment")
+    trainer.save(3, state(3, 1 << 20))
+    new = kept.notice(wire.Hashed).generation
+    assert old in {one.generation for one in trainer.held()}
+    trainer.complete(new)
+    assert {one.generation for one in trainer.held()} == {new}
+    until(lambda: len(memfds(keeper.pid)) == 1, "the end of the old segment")
+    assert trainer.skipped == 0
+
+
+def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(kept: Kept) -> None:
+    trainer = kept.trainer(start_keeper=True, linger_s=0)
+    trainer.prepare(1 << 20)
+    until(lambda: trainer.ready, "the memory")
+    pid = kept.keeper_pid()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: ended(pid), "the keeper's end")
+    until(lambda: not trainer.ready, "the news")
+    trainer.prepare(1 << 20)
+    until(lambda: trainer.ready, "memory in a new keeper")
+    kept.kill_at_end(kept.keeper_pid())
+    assert trainer.save(1, state(1)) is not None
+    kept.notice(wire.Hashed)
+
+
+def test_closing_ends_what_is_under_way(kept: Kept) -> None:
+    keeper = kept.keeper()
+    trainer = kept.trainer()
+    trainer.take_seat()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    trainer.prepare(1 << 20)
+    helper = trainer._room._helper
+    assert helper is not None
+    os.kill(keeper.pid, signal.SIGCONT)
+    trainer.close()
+    assert not helper.is_alive()
+    assert not trainer.ready
