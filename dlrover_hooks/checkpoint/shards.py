@@ -122,6 +122,7 @@ class Shards:
                 options=options,
                 keep=keep,
                 known=known,
+                wanted=wanted,
                 patience=self._patience,
                 wanted=wanted,
             ),
