@@ -229,6 +229,7 @@ class ElasticCallback(Callback):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
         if self._restored is not None:
+            names.forget_missing(trainer)
             lightning = self._restored.state["lightning"]
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
