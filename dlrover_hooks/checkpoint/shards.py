@@ -124,7 +124,6 @@ class Shards:
                 known=known,
                 wanted=wanted,
                 patience=self._patience,
-                wanted=wanted,
             ),
             written,
         )

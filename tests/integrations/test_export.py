@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks import cli
-from dlrover_hooks.checkpoint import storage, tree
+from dlrover_hooks.checkpoint import snapshot, storage, tree
 from dlrover_hooks.checkpoint.header import Inside, Whole
 from dlrover_hooks.checkpoint.image import TensorSpec, plan
 from dlrover_hooks.data.loader import elastic_loader
