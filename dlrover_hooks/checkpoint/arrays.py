@@ -1,4 +1,4 @@
-"""Numpy arrays into a slot and out of it; `library` picks this module or `snapshot`, which knows torch too. No torch."""
+"""Numpy arrays into a slot and out of it; `library` picks this module or `snapshot`, which knows torch. No torch."""
 
 from __future__ import annotations
 
