@@ -72,6 +72,7 @@ class Held(Message, frozen=True):
     """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena.
 
     `home`: the node whose worker's image this is a replica of; `seat` is that worker's there.
+    `sharded`: it holds parts of tensors; another world size needs the images of all ranks.
     """
 
     generation: Generation
@@ -79,6 +80,7 @@ class Held(Message, frozen=True):
     world_size: int
     seat: int
     slot: int
+    sharded: bool = False
     home: str = ""
 
 
@@ -121,6 +123,8 @@ class Restore(Message, frozen=True):
     source: Source
     url: str | None = None
     """Folder of the checkpoint tree for STORAGE."""
+    weights: bool = False
+    """Only the model's weights are taken: a new run begins with them."""
     answers: tuple[int, ...] | None = None
     """Saved ranks whose `leases` the receiver's node answers for; None: those of all images that it holds."""
 
@@ -216,6 +220,25 @@ class Seated(Message, frozen=True):
     store_prefix: str = ""
 
 
+class Retention(Message, frozen=True):
+    """Durable generations to keep: all that one of these rules names, and the newest whole one whatever they say.
+
+    Plain values, so that a YAML file can hold them; `keep="last=2,every_steps=1000,every=1h"` is the same in one text.
+    """
+
+    last: int = 2
+    """The newest so many."""
+    every_steps: int | None = None
+    """The first one at or after each multiple of so many optimizer steps."""
+    every: str | None = None
+    """The first one of each such span of time: a duration such as `"1h"`."""
+
+    @property
+    def every_s(self) -> float:
+        """`every`, once it is canonical (`"3600s"`), in seconds; 0 if it is not given."""
+        return float(self.every.removesuffix("s")) if self.every else 0.0
+
+
 class Attach(Message, frozen=True):
     """A worker process is up and takes its seat. The first one names where checkpoints go."""
 
@@ -225,7 +248,7 @@ class Attach(Message, frozen=True):
     pid: int
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
-    keep: int = 2
+    keep: int | Retention = 2
     save_every: int | str = "auto"
     """Optimizer steps (int), `"auto"`, or a duration in canonical seconds such as `"90s"`."""
     persist_every: int | str = "600s"

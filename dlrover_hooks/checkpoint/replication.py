@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dlrover_hooks.checkpoint import replicate as r
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena, free_memory_bytes
+from dlrover_hooks.checkpoint import space, wire
+from dlrover_hooks.checkpoint.arena import Arena, shared_folder
 from dlrover_hooks.checkpoint.channel import Channel, call
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.door import Door
@@ -213,9 +213,12 @@ class Replication:
 
 
 def _room(offer: r.Offer) -> Arena:
-    need, free = SLOTS * offer.image_bytes, free_memory_bytes()
-    if need > free:
-        raise KeeperAway(f"{SLOTS} replicas of {offer.image_bytes} bytes do not fit into {free} bytes of free memory")
+    need, free = SLOTS * offer.image_bytes, space.free_memory(shared_folder())
+    if need > free.nbytes:
+        raise KeeperAway(
+            f"{SLOTS} replicas of {space.size(offer.image_bytes)} do not fit into {space.size(free.nbytes)} that are "
+            f"free on this node ({free.where} sets the limit)"
+        )
     try:
         return Arena.create(offer.seat, offer.image_bytes + offer.image_bytes // 64, SLOTS)
     except OSError as error:

@@ -5,22 +5,51 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.neighbours import host_towards
+from dlrover_hooks.checkpoint.patience import Patience
+from dlrover_hooks.checkpoint.restoring import Restored as Opened
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Attach, Manifest, Plan, Secret
+from dlrover_hooks.protocol import Attach, Generation, Manifest, Plan, Restore, Secret, Source
 
+_T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
+
+    generation: Generation
+    source: Source
+    state: Any
+    data: dict[str, dict[str, Any]]
+    leases: dict[str, dict[str, Any]]
+    """By leased dataset: the state of one of the saved ranks."""
+    rng: dict[str, Any] | None
+    """None at a new world size: the rank was reseeded instead."""
+    weights_only: bool = False
+    """Of `state` only the model's weights are to be taken: everything else begins anew."""
+
+
+def restored(choice: Restore, found: Opened) -> Restored:
+    """What `found`, once it is filled, brings of `choice`."""
+    if choice.weights:
+        return Restored(choice.generation, choice.source, found.tree["state"], {}, {}, None, weights_only=True)
+    tree, leases = found.tree, {name: state for part in found.leases for name, state in part.items()}
+    own_rng = tree["rank"]["rng"] if found.same_world else None
+    return Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
 
 
 def elsewhere(config: Config) -> str | None:
     """The checkpoint tree that the user named to start from, whatever job it belongs to."""
-    return config.resume if "/" in config.resume and not config.fresh else None
+    return config.resume.removeprefix("weights:") if "/" in config.resume and not config.fresh else None
 
 
 def anew(config: Config) -> bool:
@@ -35,13 +64,13 @@ def stored(config: Config) -> tuple[Manifest, ...]:
         StorageFailed: `save_to` cannot be written, or nothing can be read.
         SaveToBusy: `save_to` holds generations of another job.
     """
-    if config.save_to is not None:
-        storage.probe(config.save_to, config.storage_options)
-        storage.refuse_others(config.save_to, config.storage_options, config.job)
     url = elsewhere(config) or config.save_to
+    if config.save_to is not None:
+        _bounded(config.save_to, lambda save_to: _claimable(config, save_to))
     if anew(config) or url is None:
         return ()
-    found = storage.scan(url, config.storage_options, None if elsewhere(config) else config.job)
+    job = None if elsewhere(config) else config.job
+    found = _bounded(url, lambda url: storage.scan(url, config.storage_options, job))
     for damage in found.damaged:
         _log.warning("job %s: %s", config.job, damage)
     if found.finished_step is not None and elsewhere(config) is None:
@@ -92,6 +121,16 @@ def follow(plan: Plan, engine: Checkpointer | None) -> None:
         engine.neighbours.follow(plan.replication)
     except KeeperAway as away:
         _log.warning("job %s: no replicas for now: %s", engine.job, away)
+
+
+def _claimable(config: Config, save_to: str) -> None:
+    storage.probe(save_to, config.storage_options)
+    storage.refuse_others(save_to, config.storage_options, config.job)
+
+
+def _bounded(url: str, look: Callable[[str], _T]) -> _T:
+    """A store that does not answer must not hold up the start for ever."""
+    return Patience().run(lambda _: look(url), f"open {url}")
 
 
 def refuse_nothing(config: Config) -> None:

@@ -1,8 +1,9 @@
 """Which generation a round loads, and from where. Pure choice over what nodes hold and storage keeps.
 
 Memory counts only if it is whole: all ranks of the generation are held somewhere in the round. Every new rank must find
-its image on its own node (MEMORY), or all nodes must be able to fetch from each other (PEER). Newest wins; at equal age
-the node's own memory is nearer than another's, and that nearer than storage.
+its image on its own node (of a sharded state at another world size: all images; MEMORY), or all nodes must be able to
+fetch from each other (PEER). Newest wins; at equal age the node's own memory is nearer than another's, and that nearer
+than storage.
 """
 
 from __future__ import annotations
@@ -45,14 +46,27 @@ def is_url(resume: str) -> bool:
     return "/" in resume
 
 
+def folder(resume: str) -> str:
+    """The folder that `resume` names, with or without `weights:` before it."""
+    return resume.removeprefix("weights:")
+
+
+def takes_weights(resume: str) -> bool:
+    """Does a run begin with weights alone?"""
+    return resume == "weights" or resume.startswith("weights:")
+
+
 def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Restore]:
     """Generations that the round holds whole in memory. `ranks_by_node`: the new ranks."""
     where: dict[tuple[Generation, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    all_of: set[tuple[Generation, int]] = set()
+    world_size = sum(len(ranks) for ranks in ranks_by_node.values())
     for node, slots in offers.held.items():
         if node in ranks_by_node:
             for slot in slots:
                 where[slot.generation, slot.world_size][node].add(slot.rank)
-    world_size = sum(len(ranks) for ranks in ranks_by_node.values())
+                if slot.sharded and slot.world_size != world_size:
+                    all_of.add((slot.generation, slot.world_size))
     linked = offers.neighbours.keys() >= ranks_by_node.keys()
     found: list[Restore] = []
     for (generation, saved), nodes in where.items():
@@ -60,6 +74,8 @@ def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Resto
             choice = Restore(generation=generation, world_size=saved, source=Source.MEMORY)
             same = saved == world_size
             near = all(_served(nodes.get(node, set()), ranks, same) for node, ranks in ranks_by_node.items())
+            if (generation, saved) in all_of:
+                near = near and all(len(nodes[node]) == saved for node in ranks_by_node)
             twice = sum(map(len, nodes.values())) > saved
             found += [choice] * near
             if linked and (twice or not near):  # though all are near, one may turn out to be damaged
