@@ -37,7 +37,7 @@ class Choice(msgspec.Struct):
     fallbacks: tuple[str, ...] = ()
     replicas_to: dict[str, str] = {}
     """By node, the one that keeps its replicas."""
-    holders: dict[int, tuple[str, ...]] = {}
+    holders: tuple[tuple[str, ...], ...] = ()
     """By saved rank, the nodes that hold its image of what is restored from memory, its own one first."""
     answers: dict[str, tuple[int, ...]] = {}
     """By node, what `Restore.answers` says there; empty where no image is held twice."""

@@ -35,25 +35,26 @@ def ring(domains: dict[str, str]) -> dict[str, str]:
     return found if len(order) > 1 else {}
 
 
-def holders(offers: Offers, chosen: Restore | None) -> dict[int, tuple[str, ...]]:
+def holders(offers: Offers, chosen: Restore | None) -> tuple[tuple[str, ...], ...]:
     """By saved rank, the nodes that hold its image of what is restored from memory, its own one first."""
     if chosen is None or chosen.source is Source.STORAGE:
-        return {}
+        return ()
     rows = [(bool(one.home), node, one) for node, held in offers.held.items() for one in held]
-    found: dict[int, tuple[str, ...]] = {}
+    found: list[list[str]] = [[] for _ in range(chosen.world_size)]
     for _, node, one in sorted(rows, key=lambda row: row[:2]):
-        if one.generation == chosen.generation and node not in found.get(one.rank, ()):
-            found[one.rank] = (*found.get(one.rank, ()), node)
-    return found
+        this = (one.generation, one.world_size) == (chosen.generation, chosen.world_size)
+        if this and 0 <= one.rank < chosen.world_size and node not in found[one.rank]:
+            found[one.rank].append(node)
+    return tuple(tuple(nodes) for nodes in found)
 
 
-def answers(holders: dict[int, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+def answers(holders: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:
     """By node, the saved ranks it answers for, each by one node only. Empty if none is held twice."""
-    if all(len(nodes) == 1 for nodes in holders.values()):
+    if all(len(nodes) == 1 for nodes in holders):
         return {}
     found: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(holders):
-        found[holders[rank][0]].append(rank)
+    for rank, nodes in enumerate(holders):
+        found[nodes[0]].append(rank)
     return {node: tuple(ranks) for node, ranks in found.items()}
 
 
@@ -68,7 +69,8 @@ def restore_for(job: Job, node: str) -> Restore | None:
 def located(job: Job, generation: Generation, rank: int) -> Located:
     """Who holds that image, if it is of the generation that is being restored."""
     chosen, neighbours = job.plan.restore, job.offers.neighbours
-    names = job.plan.holders.get(rank, ()) if chosen is not None and chosen.generation == generation else ()
+    known = chosen is not None and chosen.generation == generation and 0 <= rank < len(job.plan.holders)
+    names = job.plan.holders[rank] if known else ()
     at = tuple(neighbours[node].keeper for node in names if node in neighbours)
     return Located(secret=job.secret, at=at)
 
