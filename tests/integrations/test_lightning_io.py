@@ -134,8 +134,7 @@ def test_the_fits_own_error_is_not_hidden_behind_that_of_a_save(tmp_path: Path) 
 KILLED = """
     import os, sys, threading
     import torch
-    from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
+    from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
 
     io = FlashCheckpointIO()
     io.save_checkpoint({"weights": torch.full((1 << 24,), 1.0), "global_step": 1}, sys.argv[1])
