@@ -137,7 +137,10 @@ class ElasticCallback(Callback):
             self.session.leave(p.Departure.FAILED)
             raise
         self.session.frozen_among(pl_module.parameters)
-        if self._restored is not None:
+        if self._restored is not None and self._restored.weights_only:
+            private.begin_with(trainer, self._restored.state["lightning"]["state_dict"])
+            self._restored = None
+        elif self._restored is not None:
             names.keep_versions(trainer, self._restored.state["lightning"], self.state_key, self.session.run)
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
         self._versions = names.versions(trainer)
