@@ -81,8 +81,7 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._pace = Pace()
         self._at_step_end = False
-        self._cut_at = -1
-        """The step of the last cut."""
+        self._prepared, self._cut_at = False, -1
         self._said = set[str]()
         self._left = False
         self._caller = self._connect()
@@ -176,6 +175,10 @@ class Session:
     def cut(self, step: int, state: Any) -> None:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
         if self._engine is None:
+            return
+        self._prepared = True
+        if not save_due(self._courier.cadence, step):
+            self._engine.prepare(self._engine.image_bytes(self._tree(state)))
             return
         self._cut_at = step
         saved = self._engine.save(step, self._tree(state), behind=True)
@@ -328,14 +331,18 @@ class Session:
         log.log(level, "job %s %s %s from %s", self.config.job, what, restored.generation, restored.source.value)
 
     def _cut_due(self, step: int) -> bool:
-        """Only at the first request after a step: later ones of an accumulation window count batches not yet in it."""
-        return self._engine is not None and self._at_step_end and save_due(self._courier.cadence, step)
+        """Only at the first request after a step: later ones of an accumulation window count batches not yet in it.
+
+        After the first step always: how much memory a cut needs is known then, and is made ready.
+        """
+        due = not self._prepared or save_due(self._courier.cadence, step)
+        return self._engine is not None and self._at_step_end and due
 
     def _tree(self, state: Any) -> dict[str, Any]:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
-        """How long the step took, for the cadence (smoothed) and for the mode of saves (those with a cut)."""
+        """For the cadence (smoothed), and for the mode of saves (steps with a cut)."""
         seconds = self._pace.at(step, time.monotonic())
         if self._engine is not None and seconds is not None and self._cut_at == step - 1:
             self._engine.took(seconds)

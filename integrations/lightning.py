@@ -25,6 +25,7 @@ from dlrover_hooks.config import Duration
 from dlrover_hooks.data.leased import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
@@ -50,9 +51,9 @@ class ElasticCallback(Callback):
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
         save_every: memory snapshot: optimizer steps, `"auto"` (at most 3.5 % of the step time), or a duration.
         persist_every: durable copy: optimizer steps or a duration.
-        keep: durable generations kept.
+        keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
         snapshot: `"eager"` copies at once, `"lazy"` behind the next forward and backward, `"auto"` measures and picks.
-        resume: `"auto"`, `"never"`, `"require"` or the URL of another checkpoint tree.
+        resume: `"auto"`, `"never"`, `"require"`, another tree's URL; `"weights"`, `"weights:URL"`.
         job: the job's name; by default the launcher's.
         global_batch_size: samples per optimizer step; None keeps what the first start had.
         master: URL of the master; by default the launcher's, else none.
@@ -71,7 +72,7 @@ class ElasticCallback(Callback):
         *,
         save_every: Duration | None = None,
         persist_every: Duration | None = None,
-        keep: int | None = None,
+        keep: int | str | p.Retention | None = None,
         snapshot: str | None = None,
         resume: str | None = None,
         job: str | None = None,
@@ -100,6 +101,7 @@ class ElasticCallback(Callback):
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
+        self._versions: list[Any] = []
 
     @property
     def restored(self) -> Restored | None:
@@ -112,7 +114,9 @@ class ElasticCallback(Callback):
         return "dlrover_hooks.ElasticCallback"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run": self.session.run, "attempt": self.session.attempt} if self.session is not None else {}
+        if self.session is None:
+            return {}
+        return {"run": self.session.run, "attempt": self.session.attempt, "versions": self._versions}
 
     # ---- coming up --------------------------------------------------------------------------------------------------
 
@@ -133,10 +137,12 @@ class ElasticCallback(Callback):
             raise
         self.session.frozen_among(pl_module.parameters)
         if self._restored is not None and self._restored.weights_only:
-            private.begin_with(trainer, self._restored.state["lightning"]["state_dict"])
-            self._restored = None
+            self._restored = private.begin_with(trainer, self._restored.state["lightning"]["state_dict"])
         elif self._restored is not None:
+            names.keep_versions(trainer, self._restored.state["lightning"], self.state_key, self.session.run)
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
+        self._versions = names.versions(trainer)
+        names.write_over_earlier(trainer, self.session.run)
         if self._sampler:
             private.wrap_train_loaders(trainer, lambda loaders: self._elastic(trainer, loaders))
         private.before_each_fetch(trainer, lambda: self._before_any_fetch(trainer))
@@ -227,7 +233,7 @@ class ElasticCallback(Callback):
             lightning = self._restored.state["lightning"]
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
-            if self._restored.state["stopped"] == _limits(trainer):
+            if self._restored.state["stopped"] == private.limits(trainer):
                 private.stop(trainer)
         private.load_pending_loader_states(trainer)
         self._combine(trainer)
@@ -324,7 +330,7 @@ class ElasticCallback(Callback):
         return {
             "lightning": checkpoint,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
-            "stopped": _limits(trainer) if trainer.should_stop else None,
+            "stopped": private.limits(trainer) if trainer.should_stop else None,
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -353,6 +359,7 @@ class ElasticCallback(Callback):
         if self._hook is not None:
             self._hook.remove()
         private.unwrap(trainer)
+        names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
         self._hook = self._buckets = self._restored = self._units = self._own = None
@@ -366,10 +373,6 @@ class ElasticCallback(Callback):
 
 def _has_schedule(trainer: Trainer) -> bool:
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
-
-
-def _limits(trainer: Trainer) -> list[int | None]:
-    return [trainer.max_epochs, trainer.max_steps]
 
 
 def _begin_epoch_again(trainer: Trainer) -> None:

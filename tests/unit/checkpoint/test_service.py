@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint import durable, storage, wire
+from dlrover_hooks.checkpoint import durable, progress, storage, wire
 from dlrover_hooks.checkpoint.address import address, listen, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
-from dlrover_hooks.errors import Stale, StorageFailed, UsageError
+from dlrover_hooks.checkpoint.space import free_memory
+from dlrover_hooks.errors import KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest
+from dlrover_hooks.testing import faulty_store
 
 RUN, FRESH = uuid.uuid4().hex, uuid.uuid4().hex
 WAIT_S = 20.0
@@ -42,7 +45,14 @@ class Rank:
     """A trainer in this process and what it was told."""
 
     def __init__(
-        self, seat: int, save_to: Path | None = None, *, master: str = "", attempt: int = 0, world: int = 2
+        self,
+        seat: int,
+        save_to: Path | str | None = None,
+        *,
+        master: str = "",
+        attempt: int = 0,
+        world: int = 2,
+        **more: Any,
     ) -> None:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.trainer = Checkpointer(
@@ -54,6 +64,7 @@ class Rank:
             notify=self.notices.put,
             start_keeper=False,
             deadline_s=WAIT_S,
+            **more,
         )
         self.trainer.begin(RUN, attempt, seat, world)
 
@@ -289,19 +300,65 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
     rank.trainer.close(finished=True)
 
 
-def test_storage_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_all_workers_of_a_node_must_fit_before_one_gets_memory(keeper: Keeper) -> None:
+    """DL-90: the first one would fit alone; the refusal says what the node needs, and the second is not half made."""
+    ranks = [Rank(seat, master="http://one") for seat in (0, 1)]
+    for rank in ranks:
+        rank.trainer.take_seat()
+    for rank in ranks:
+        rank.trainer.prepare(free_memory().nbytes // 5)
+        while rank.trainer._room._helper is not None:
+            pass
+        error = rank.trainer._room._error
+        assert isinstance(error, KeeperAway)
+        assert " for each of 2 workers need " in error.message
+        assert "does not fit" in error.message
+        assert "fewer workers" in error.hint
+    for rank in ranks:
+        rank.trainer.close(finished=True)
 
-    def fail(*_: Any) -> None:
-        raise StorageFailed("down")
 
-    monkeypatch.setattr(durable, "_persist", fail)
-    with pytest.raises(StorageFailed):
-        durable.persist(None, "url", {}, job="job", wait=waits.append)  # type: ignore[arg-type]
-    assert waits == list(durable.BACKOFF_S)
+def test_space_at_save_to_is_warned_about_once(
+    keeper: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: in the trainer's log, before the disk is full; nothing is raised or refused."""
+    rank = Rank(0, tmp_path, world=1, keep=10**12)
+    generation = rank.save(1)
+    for step in range(2, 4):
+        rank.trainer.persist(generation)
+        while not isinstance(rank.notices.get(timeout=WAIT_S), wire.Persisted):
+            pass
+        generation = rank.save(step)
+    rank.trainer.held()
+    said = [record for record in caplog.records if "more generations of" in record.message]
+    assert len(said) == 1
+    assert said[0].levelname == "WARNING"
+    assert "does not fit HINT: free some space" in said[0].message
+    assert rank.trainer.skipped == 0
+    rank.trainer.close(finished=True)
 
 
 def test_lock_is_one_keepers(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     assert lock(path) is not None
     assert lock(path) is None
+
+
+def test_a_long_write_is_heard_of_in_rank_0s_log(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: now and then while it lasts, and how fast it was; the votes hear of none of it but the end."""
+    caplog.set_level("INFO", "dlrover_hooks")
+    monkeypatch.setattr(progress, "LARGE_BYTES", 1)
+    keeper._shards._patience = Patience(report_s=0.05)  # pyright: ignore[reportPrivateUsage]
+    say = progress.say
+    with faulty_store() as bucket:
+        heard = threading.Event()
+        monkeypatch.setattr(progress, "say", lambda *args: (say(*args), heard.set()))
+        bucket.fail = lambda verb, path: verb == "end" and heard.wait(WAIT_S)
+        rank = Rank(0, save_to="faulty://bucket/ck")
+        rank.trainer.persist(rank.save(1))
+        assert isinstance(rank.notices.get(timeout=WAIT_S), wire.Persisted)
+        rank.trainer.close(finished=True)
+    assert "step 1: 0." in caplog.text
+    assert "step 1 is written: 0." in caplog.text
