@@ -137,10 +137,10 @@ class ElasticCallback(Callback):
             raise
         self.session.frozen_among(pl_module.parameters)
         if self._restored is not None and self._restored.weights_only:
-            self._restored = private.begin_with(trainer, self._restored.state["lightning"]["state_dict"])
+            self._restored = private.begin_with(trainer, private.saved(self._restored)["state_dict"])
         elif self._restored is not None:
-            names.keep_versions(trainer, self._restored.state["lightning"], self.state_key, self.session.run)
-            private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
+            names.keep_versions(trainer, private.saved(self._restored), self.state_key, self.session.run)
+            private.resume_from(trainer, private.saved(self._restored), self._wins_over)
         self._versions = names.versions(trainer)
         names.write_over_earlier(trainer, self.session.run)
         if self._sampler:
@@ -230,7 +230,7 @@ class ElasticCallback(Callback):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
         if self._restored is not None:
-            lightning = self._restored.state["lightning"]
+            lightning = private.saved(self._restored)
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
             if self._restored.state["stopped"] == private.limits(trainer):
