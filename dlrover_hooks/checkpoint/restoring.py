@@ -6,6 +6,7 @@ needs, `Restored.fill` copies it into the adapter's own tensors, once every rank
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.checkpoint.retention import reading
 from dlrover_hooks.checkpoint.stored import StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import Corrupt, StorageFailed
@@ -97,6 +99,16 @@ class Restorer:
 
     def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """See `Checkpointer.load`."""
+        with self._noted(restore):
+            return self._load(restore, fitting)
+
+    def _noted(self, restore: Restore) -> contextlib.AbstractContextManager[None]:
+        """Another job may save at another URL meanwhile: its retention spares what is read here."""
+        if restore.source is not Source.STORAGE or restore.url in (None, self._save_to):
+            return contextlib.nullcontext()
+        return reading(Place(restore.url, self._options), restore.generation)
+
+    def _load(self, restore: Restore, fitting: Fitting | None) -> Restored:
         memory = restore.source is Source.MEMORY
         opener = self._opener(restore) if memory else self._files(restore)
         images = Images(restore.generation, restore.world_size, opener)
