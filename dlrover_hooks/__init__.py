@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
     from dlrover_hooks.data.shards import ShardDataset as ShardDataset
     from dlrover_hooks.integrations.torch import AsyncCheckpointer as AsyncCheckpointer
+    from dlrover_hooks.protocol import Retention as Retention
     from dlrover_hooks.session import Session as Session
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AsyncCheckpointer": "dlrover_hooks.integrations.torch",
     "ElasticSampler": "dlrover_hooks.data.sampler",
+    "Retention": "dlrover_hooks.protocol",
     "Session": "dlrover_hooks.session",
     "ShardDataset": "dlrover_hooks.data.shards",
     "elastic_loader": "dlrover_hooks.data.loader",

@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command: `run` a training script, or serve a `master`."""
+"""The `dlrover-hooks` command: `run` a training script, serve a `master`, look after checkpoints (`ckpt`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from dlrover_hooks import __version__
+from dlrover_hooks.ckpt import ckpt
 from dlrover_hooks.errors import HooksError, LaunchError, UsageError
 
 _USAGE, _GAVE_UP = 78, 77
@@ -52,7 +53,11 @@ def main() -> None:
     \b
     dlrover-hooks run --nproc-per-node 2 --job mine train.py --lr 1e-3
     dlrover-hooks master --port 8780
+    dlrover-hooks ckpt ls ckpt/
     """
+
+
+main.add_command(ckpt)
 
 
 @main.command(short_help="Run a script with N workers; restart them if one dies.",

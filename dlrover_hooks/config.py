@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import KeeperAway, Stale, UsageError
+from dlrover_hooks.protocol import Retention
 
 PREFIX = "DLROVER_HOOKS_"
 Duration = timedelta | str | int
@@ -35,7 +36,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     storage_options: dict[str, Any] = {}
     save_every: int | str = "auto"
     persist_every: int | str = "600s"
-    keep: int = 2
+    keep: int | Retention = 2
     snapshot: str = "auto"
     resume: str = "auto"
     job: str = ""
@@ -93,6 +94,46 @@ def _bad_interval(name: str, value: object) -> UsageError:
     )
 
 
+def retention(value: Any, *, name: str = "keep") -> int | Retention:
+    """`value` (`2`, `"last=2,every_steps=1000,every=1h"`, the same as a dict, a `Retention`) in canonical form.
+
+    A plain number where that says it all. Raises `UsageError` with examples.
+    """
+    try:
+        rules = msgspec.convert(_rules(value), Retention, strict=False)
+        every = interval(rules.every, name="every") if rules.every is not None else None
+    except (msgspec.ValidationError, ValueError, UsageError):
+        raise _bad_retention(name, value) from None
+    if rules.every_steps is None and every is None:
+        return rules.last
+    if isinstance(every, int) or every == "auto" or (rules.every_steps is not None and rules.every_steps < 1):
+        raise _bad_retention(name, value)
+    return Retention(rules.last, rules.every_steps, every)
+
+
+def _rules(value: Any) -> dict[str, Any]:
+    """What was given, by rule. Raises ValueError."""
+    if isinstance(value, str) and "=" in value:
+        pairs = [part.split("=", 1) for part in value.split(",")]
+        value = {name.strip(): text.strip() for name, text in pairs}
+    elif isinstance(value, Retention):
+        value = {"last": value.last, "every_steps": value.every_steps, "every": value.every}
+    elif not isinstance(value, Mapping):
+        value = {"last": value}
+    if not set(value) <= {"last", "every_steps", "every"} or any(isinstance(one, bool) for one in value.values()):
+        raise ValueError
+    every = value.get("every")
+    return dict(value) | ({"every": f"{every.total_seconds()}s"} if isinstance(every, timedelta) else {})
+
+
+def _bad_retention(name: str, value: object) -> UsageError:
+    return UsageError(
+        f"{name}={value!r} does not say what to keep",
+        hint="use a whole number for the newest so many (keep=2), or rules of which any may keep a checkpoint: "
+        'keep="last=2,every_steps=1000,every=1h", or Retention(last=2, every_steps=1000, every="1h")',
+    )
+
+
 def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     """A `Config` from keyword arguments (None means not given), the environment, and defaults.
 
@@ -112,6 +153,8 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     for name in ("save_every", "persist_every"):
         if name in values:
             values[name] = interval(values[name], name=name)
+    if "keep" in values:
+        values["keep"] = retention(values["keep"])
     job = values.get("job") or _job(env)
     if _launched(env) and job != _job(env):
         raise UsageError(
@@ -140,8 +183,8 @@ def _launched(env: Mapping[str, str]) -> bool:
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """A keyword's value; paths become text, intervals are looked at later."""
-    if name in ("save_every", "persist_every"):
+    """A keyword's value; paths become text, intervals and retention are looked at later."""
+    if name in ("save_every", "persist_every", "keep"):
         return value
     if isinstance(value, os.PathLike):  # a path to resume from is never one of the words
         value = os.path.abspath(value) if name == "resume" else os.fspath(value)
@@ -154,7 +197,6 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 _WANTED = {
     "save_to": "a folder (str or Path) or an fsspec URL",
     "storage_options": "a dict of fsspec options",
-    "keep": "a whole number",
     "snapshot": '"auto", "eager" or "lazy"',
     "resume": '"auto", "never", "require", a folder or a URL',
     "job": "a name (str)",
@@ -186,6 +228,8 @@ class _LastWords:
 
 
 def _parsed(name: str, text: str, kind: Any) -> Any:
+    if name == "keep":
+        return retention(text, name=f"{PREFIX}KEEP")
     try:
         return msgspec.json.decode(text) if name == "storage_options" else msgspec.convert(text, kind, strict=False)
     except msgspec.MsgspecError as error:
@@ -193,8 +237,8 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
 
 
 def _check(config: Config) -> None:
-    if config.keep < 1:
-        raise UsageError(f"keep={config.keep} would leave no checkpoint", hint="use keep=1 or more")
+    if (config.keep if isinstance(config.keep, int) else config.keep.last) < 1:
+        raise UsageError(f"keep={config.keep} would leave no checkpoint", hint="keep the last 1 or more")
     if config.on_error not in ("raise", "warn"):
         raise UsageError(f"on_error={config.on_error!r} is unknown", hint='use "raise" or "warn"')
     if config.snapshot not in ("auto", "eager", "lazy"):

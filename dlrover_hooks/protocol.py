@@ -187,6 +187,25 @@ class Seated(Message, frozen=True):
     store_prefix: str = ""
 
 
+class Retention(Message, frozen=True):
+    """Durable generations to keep: all that one of these rules names, and the newest whole one whatever they say.
+
+    Plain values, so that a YAML file can hold them; `keep="last=2,every_steps=1000,every=1h"` is the same in one text.
+    """
+
+    last: int = 2
+    """The newest so many."""
+    every_steps: int | None = None
+    """The first one at or after each multiple of so many optimizer steps."""
+    every: str | None = None
+    """The first one of each such span of time: a duration such as `"1h"`."""
+
+    @property
+    def every_s(self) -> float:
+        """`every`, once it is canonical (`"3600s"`), in seconds; 0 if it is not given."""
+        return float(self.every.removesuffix("s")) if self.every else 0.0
+
+
 class Attach(Message, frozen=True):
     """A worker process is up and takes its seat. The first one names where checkpoints go."""
 
@@ -196,7 +215,7 @@ class Attach(Message, frozen=True):
     pid: int
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
-    keep: int = 2
+    keep: int | Retention = 2
     save_every: int | str = "auto"
     """Optimizer steps (int), `"auto"`, or a duration in canonical seconds such as `"90s"`."""
     persist_every: int | str = "600s"

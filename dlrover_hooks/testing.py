@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import fsspec
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dlrover_hooks.alone import Alone
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.master.folders import Storage
-from dlrover_hooks.protocol import Manifest
+from dlrover_hooks.protocol import Manifest, Retention
 
 
 class ManualClock:
@@ -52,7 +57,7 @@ class StorageFake:
         self.claims: dict[str, str] = {}
         self.failure: str | None = None
 
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """Remember the manifest."""
         del url, options, keep
         if self.failure is not None:
@@ -84,3 +89,137 @@ class MasterFake(Alone):
         """Move the clock and do what has become due."""
         self.hand.advance(seconds)
         self.step()
+
+
+class FaultyStore(AbstractFileSystem):
+    """An object store in memory that behaves as one does, and fails as one does; fsspec protocol `faulty`.
+
+    An object appears when its upload ends, not before; an upload that was neither ended nor aborted stays in
+    `uploads`. One store for all instances, as there is one bucket; each instance has the credentials of its making.
+    """
+
+    protocol = "faulty"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.credentials = FaultyStore.bucket.credentials
+
+    bucket: ClassVar[Bucket]
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """Files and folders directly under `path`."""
+        self._ask("ls", path)
+        inside = _name(path).rstrip("/") + "/"
+        rows: dict[str, dict[str, Any]] = {}
+        for name, data in list(self.bucket.objects.items()):
+            if name.startswith(inside):
+                first, *rest = name.removeprefix(inside).split("/", 1)
+                kind = {"type": "directory", "size": 0} if rest else {"type": "file", "size": len(data)}
+                rows.setdefault(inside + first, {"name": inside + first} | kind)
+        if not rows:
+            raise FileNotFoundError(path)
+        return list(rows.values()) if detail else list(rows)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """An object's bytes."""
+        self._ask("read", path)
+        try:
+            return self.bucket.objects[_name(path)][start:end]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        """Put a small object at once; `mode="create"`: unless it is there."""
+        self._ask("put", path)
+        name = _name(path)
+        with self.bucket.lock:
+            if mode == "create" and name in self.bucket.objects:
+                raise FileExistsError(path)
+            self.bucket.store(name, bytes(value))
+
+    def rm_file(self, path: str) -> None:
+        """Remove an object."""
+        self._ask("remove", path)
+        if self.bucket.objects.pop(_name(path), None) is None:
+            raise FileNotFoundError(path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """There are no folders."""
+
+    def rmdir(self, path: str) -> None:
+        """There are no folders."""
+
+    def _open(self, path: str, mode: str = "rb", block_size: Any = None, *_: Any, **more: Any) -> Any:
+        self._ask("open", path)
+        size: Any = block_size or 1 << 20
+        return _FaultyFile(self, path, mode, block_size=size, **more)
+
+    def _ask(self, verb: str, path: str) -> None:
+        """What every request goes through."""
+        if self.credentials != self.bucket.credentials:
+            raise PermissionError("the credentials have expired")
+        self.bucket.fail(verb, path)
+
+
+def _name(path: str) -> str:
+    return str(FaultyStore._strip_protocol(path))
+
+
+class Bucket:
+    """What a `FaultyStore` holds and how it fails. `fail(verb, path)` may raise, or wait: it is your function.
+
+    Verbs: ls, read, put, remove, open, part, end. `room_bytes`: it is full then. `credentials`: change it, and
+    instances that were made before are refused.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.uploads: dict[int, bytearray] = {}
+        self.fail: Callable[[str, str], object] = lambda verb, path: None
+        self.room_bytes = 1 << 40
+        self.credentials = 0
+        self.lock = threading.Lock()
+
+    def store(self, name: str, data: bytes) -> None:
+        """Let an object appear."""
+        if sum(map(len, self.objects.values())) + len(data) > self.room_bytes:
+            raise OSError(errno.ENOSPC, "the bucket is full")
+        self.objects[name] = data
+
+
+class _FaultyFile(AbstractBufferedFile):
+    """One upload in parts, or a download by ranges."""
+
+    def _initiate_upload(self) -> None:
+        self.fs.bucket.uploads[id(self)] = bytearray()
+
+    def _upload_chunk(self, final: bool = False) -> Any:
+        self.fs._ask("part", self.path)
+        upload = self.fs.bucket.uploads[id(self)]
+        upload += self.buffer.getvalue()
+        if len(upload) > self.fs.bucket.room_bytes:
+            raise OSError(errno.ENOSPC, "the bucket is full")
+        if final:
+            self.fs._ask("end", self.path)
+            self.fs.bucket.store(self.path, bytes(upload))
+            del self.fs.bucket.uploads[id(self)]
+        return True
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.fs.cat_file(self.path, start, end)
+
+    def discard(self) -> None:
+        """Abort the upload."""
+        self.fs.bucket.uploads.pop(id(self), None)
+
+
+@contextlib.contextmanager
+def faulty_store() -> Iterator[Bucket]:
+    """An empty bucket behind `faulty://` URLs, until the end of the block."""
+    FaultyStore.bucket = bucket = Bucket()
+    fsspec.register_implementation("faulty", FaultyStore, clobber=True)
+    FaultyStore.clear_instance_cache()
+    try:
+        yield bucket
+    finally:
+        bucket.fail = lambda verb, path: None

@@ -51,7 +51,7 @@ class ElasticCallback(Callback):
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
         save_every: memory snapshot: optimizer steps, `"auto"` (at most 3.5 % of the step time), or a duration.
         persist_every: durable copy: optimizer steps or a duration.
-        keep: durable generations kept.
+        keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
         snapshot: `"eager"` copies at once, `"lazy"` behind the next forward and backward, `"auto"` measures and picks.
         resume: `"auto"`, `"never"`, `"require"` or the URL of another checkpoint tree.
         job: the job's name; by default the launcher's.
@@ -72,7 +72,7 @@ class ElasticCallback(Callback):
         *,
         save_every: Duration | None = None,
         persist_every: Duration | None = None,
-        keep: int | None = None,
+        keep: int | str | p.Retention | None = None,
         snapshot: str | None = None,
         resume: str | None = None,
         job: str | None = None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from dlrover_hooks.errors import HooksError
-from dlrover_hooks.protocol import Manifest
+from dlrover_hooks.errors import HooksError, StorageFailed
+from dlrover_hooks.protocol import Manifest, Retention
 
+STALL_S = 120.0
 log = logging.getLogger("dlrover_hooks.master")
 
 
@@ -24,7 +25,7 @@ class Hold(Protocol):
 class Storage(Protocol):
     """Where manifests go. Blocking; called from threads."""
 
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """Write the MANIFEST, point `latest` at it, drop old generations."""
         ...
 
@@ -38,19 +39,39 @@ class Storage(Protocol):
 
 
 class Folders:
-    """The storage of checkpoints as training sees it."""
+    """The storage of checkpoints as training sees it. A store that hangs has failed after `stall_s` without an answer.
 
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
+    What failed is tried once more, with the file system opened anew: a master's credentials may have expired since its
+    last commit.
+    """
+
+    def __init__(self, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
+        self._patience: Any = None
+
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """See `Storage`."""
-        _checkpoint("storage").commit(url, options, manifest, keep)
+        commit = _checkpoint("storage").commit
+        self._twice(f"commit {manifest.generation} to {url}", lambda: commit(url, options, manifest, keep))
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
         """See `Storage`."""
-        _checkpoint("storage").finish(url, options, job, run, step)
+        finish = _checkpoint("storage").finish
+        self._twice(f"write the end of job {job!r} to {url}", lambda: finish(url, options, job, run, step))
 
     def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
         """See `Storage`."""
-        return _checkpoint("claim").Claim.take(url, options, job, owner)
+        take = _checkpoint("claim").Claim.take
+        return self._twice(f"claim {url} for job {job!r}", lambda: take(url, options, job, owner))
+
+    def _twice(self, what: str, work: Callable[[], Any]) -> Any:
+        if self._patience is None:
+            self._patience = _checkpoint("patience").Patience(self._stall_s)
+        try:
+            return self._patience.run(lambda _: work(), what)
+        except StorageFailed as error:
+            log.warning("%s, trying again", error.message)
+            return self._patience.run(lambda _: work(), what)
 
 
 def release(hold: Hold) -> None:

@@ -46,7 +46,7 @@ def test_the_command_line_loads_no_server() -> None:
     assert loaded("import dlrover_hooks.cli") & {"starlette", "uvicorn", "fsspec"} == set()
 
 
-@pytest.mark.parametrize("name", ["AsyncCheckpointer", "ElasticSampler", "Session", "elastic_loader"])
+@pytest.mark.parametrize("name", ["AsyncCheckpointer", "ElasticSampler", "Retention", "Session", "elastic_loader"])
 def test_lazy_names_resolve(name: str) -> None:
     import dlrover_hooks
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.checkpoint import storage, wire
+from dlrover_hooks.checkpoint import progress, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena, choose_slot
 from dlrover_hooks.checkpoint.image import PARTS, Inside
 from dlrover_hooks.checkpoint.line import Line, granted
@@ -28,7 +28,7 @@ from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
-from dlrover_hooks.protocol import Generation, Held, Message, Restore, Source
+from dlrover_hooks.protocol import Generation, Held, Message, Restore, Retention, Source
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Checkpointer:
         master: str = "",
         save_to: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        keep: int = 2,
+        keep: int | Retention = 2,
         linger_s: float = 600.0,
         notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
@@ -339,6 +339,10 @@ class Checkpointer:
         if isinstance(notice, wire.Damaged):
             _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
             self.damaged = notice
+            return
+        if isinstance(notice, (wire.Storing, wire.Persisted)) and self._rank == 0 and self.save_to is not None:
+            progress.say(self.job, self.save_to, notice)
+        if isinstance(notice, wire.Storing):
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._persisting.discard(notice.generation)

@@ -19,8 +19,9 @@ from dlrover_hooks.checkpoint.claim import KEEPER
 from dlrover_hooks.checkpoint.header import Header, parse
 from dlrover_hooks.checkpoint.holdings import Found, Proof
 from dlrover_hooks.checkpoint.image import subset
+from dlrover_hooks.checkpoint.patience import Attempt, Patience
 from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
-from dlrover_hooks.protocol import Generation, Manifest, ShardFile
+from dlrover_hooks.protocol import Generation, Manifest, Retention, ShardFile
 
 PRIVATE = "rank."
 BACKOFF_S = (0.5, 1.0, 2.0)
@@ -28,25 +29,37 @@ _log = logging.getLogger(__name__)
 
 
 def persist(
-    found: Found, url: str, options: Mapping[str, Any], *, job: str, wait: Callable[[float], None] = time.sleep
+    found: Found,
+    url: str,
+    options: Mapping[str, Any],
+    *,
+    job: str,
+    patience: Patience,
+    wait: Callable[[float], None] = time.sleep,
+    report: Callable[[Attempt], None] = lambda _: None,
 ) -> ShardFile:
     """Write the shard file of a slot of `job`; storage failures are tried again three times.
+
+    Each time with the file system opened anew (`Place`). `report` hears of a long write now and then.
 
     Raises:
         SaveToBusy: another job's generation lies there.
         StorageFailed: the last failure.
         Corrupt: the slot no longer holds what was hashed.
     """
-    for pause in BACKOFF_S:
+    what = f"write the file of {found.proof.slot.generation}, rank {found.proof.slot.rank}, to {url}"
+    for pause in (*BACKOFF_S, None):
         try:
-            return _persist(found, url, options, job)
+            return patience.run(lambda attempt: _persist(found, url, options, job, attempt), what, report)
         except StorageFailed as error:
+            if pause is None:
+                raise
             _log.warning("%s, trying again in %s s", error.message, pause)
             wait(pause)
-    return _persist(found, url, options, job)
+    raise AssertionError
 
 
-def _persist(found: Found, url: str, options: Mapping[str, Any], job: str) -> ShardFile:
+def _persist(found: Found, url: str, options: Mapping[str, Any], job: str, attempt: Attempt) -> ShardFile:
     slot, chunks = found.proof
     arena, generation = found.segment.arena, slot.generation
     assert generation is not None
@@ -57,7 +70,9 @@ def _persist(found: Found, url: str, options: Mapping[str, Any], job: str) -> Sh
         verify(found)
         part = subset(header := parse(view), _own(header))
         pieces, nbytes = [memoryview(part.header), *(view[a:b] for a, b in part.pieces)], part.nbytes
-    file = storage.write_shard(url, options, generation, slot.rank, slot.world_size, pieces, nbytes, job=job)
+    file = storage.write_shard(
+        url, options, generation, slot.rank, slot.world_size, pieces, nbytes, job=job, attempt=attempt
+    )
     if arena.seq(slot.index) != slot.seq:
         raise Corrupt(f"slot {slot.index} of seat {found.segment.seat} was overwritten while {generation} was written")
     if slot.rank == 0 and file.chunks != chunks:
@@ -102,9 +117,10 @@ def last_will(
     job: str,
     url: str,
     options: Mapping[str, Any],
-    keep: int,
+    keep: int | Retention,
     known: Mapping[int, ShardFile],
     wanted: Callable[[], bool] = lambda: True,
+    patience: Patience,
 ) -> Manifest:
     """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
 
@@ -117,7 +133,8 @@ def last_will(
     with _claimed(url, options, job):
         storage.refuse_others(url, options, job)
     files = tuple(
-        known.get(found.proof.slot.rank) or persist(found, url, options, job=job, wait=lambda _: None)
+        known.get(found.proof.slot.rank)
+        or persist(found, url, options, job=job, patience=patience, wait=lambda _: None)
         for found in ranks
     )
     manifest = Manifest(job, generation, len(ranks), files, time.time())

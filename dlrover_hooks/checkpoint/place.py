@@ -1,6 +1,7 @@
 """A folder somewhere: local files written durably (tmp, fsync, rename), anything else through fsspec.
 
-No torch. Every failure leaves here as `StorageFailed` with the reason and a hint.
+No torch. Every failure leaves here as `StorageFailed` with the reason and a hint, and with the file system forgotten:
+whoever tries again opens it anew, so that credentials that have expired are looked up again.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from dlrover_hooks.checkpoint import direct
+from dlrover_hooks.checkpoint.patience import GivenUp
 from dlrover_hooks.errors import HooksError, StorageFailed
+
+BLOCK_BYTES = 8 << 20
+"""Part of an upload; stores allow 10 000 of them, so a greater file gets greater ones."""
+PARTS = 10_000
+LITTER_S = 3600.0
+"""A temporary file that old belongs to nobody."""
 
 _HINTS = {
     errno.ENOSPC: "free some space there, lower `keep`, or choose another `save_to`",
@@ -40,7 +50,7 @@ def failures(doing: str) -> Iterator[None]:
     """Turn whatever the file system raises into StorageFailed("cannot DOING: REASON")."""
     try:
         yield
-    except HooksError:
+    except (HooksError, GivenUp):
         raise
     except Exception as error:  # fsspec back ends raise types of their own; all of them mean the same here
         code = error.errno if isinstance(error, OSError) else None
@@ -71,7 +81,7 @@ class Place:
 
     def make(self, name: str = "") -> None:
         """The folder `name` exists afterwards."""
-        with failures(f"make the folder {self.path(name)}"):
+        with self._doing(f"make the folder {self.path(name)}"):
             if self.local:
                 os.makedirs(self.path(name), exist_ok=True)
             else:
@@ -79,7 +89,7 @@ class Place:
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small file; None if there is none."""
-        with failures(f"read {self.path(name)}"):
+        with self._doing(f"read {self.path(name)}"):
             try:
                 return bytes(self.fs.cat_file(self.path(name)))
             except FileNotFoundError:
@@ -87,7 +97,7 @@ class Place:
 
     def fill(self, name: str, target: memoryview) -> int:
         """Read file `name` into `target`; the number of bytes it really has, up to one more than fits."""
-        with failures(f"read {self.path(name)}"), self.fs.open(self.path(name), "rb", block_size=8 << 20) as file:
+        with self._doing(f"read {self.path(name)}"), self.fs.open(self.path(name), "rb", block_size=8 << 20) as file:
             got = 0
             while got < len(target):
                 count = file.readinto(target[got:])
@@ -98,21 +108,59 @@ class Place:
 
     def put(self, name: str, data: bytes) -> None:
         """Replace small file `name` at once: a reader sees the old or the new one."""
-        self.write(name, [memoryview(data)])
-
-    def write(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """File `name` from `pieces`; visible only when whole. Local: on the disk afterwards."""
-        with failures(f"write {self.path(name)}"):
+        with self._doing(f"write {self.path(name)}"):
             if self.local:
-                _write_local(self.path(name), pieces)
+                _write_local(self.path(name), lambda part: _write_small(part, data), os.replace)
             else:
-                with self.fs.open(self.path(name), "wb") as file:
-                    for piece in pieces:
-                        file.write(piece)
+                self.fs.pipe_file(self.path(name), data)
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """As `put`, unless there is a file `name`: False then. Back ends that cannot tell in one step look first."""
+        with self._doing(f"write {self.path(name)}"):
+            try:
+                if self.local:
+                    _write_local(self.path(name), lambda part: _write_small(part, data), _publish_new)
+                else:
+                    self._create(self.path(name), data)
+            except FileExistsError:
+                return False
+            return True
+
+    def _create(self, path: str, data: bytes) -> None:
+        try:
+            self.fs.pipe_file(path, data, mode="create")
+        except (TypeError, ValueError, NotImplementedError):
+            if self.fs.exists(path):
+                raise FileExistsError from None
+            self.fs.pipe_file(path, data)
+
+    def write(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
+        """File `name` from `pieces`, about `nbytes`; visible only when whole. Local: on the disk afterwards.
+
+        `pieces` may raise GivenUp: then nothing is removed, either, since a later attempt may have written it.
+        """
+        with self._doing(f"write {self.path(name)}"):
+            if self.local:
+                _write_local(self.path(name), lambda part: direct.write(part, pieces), os.replace)
+            else:
+                self._upload(self.path(name), pieces, max(BLOCK_BYTES, nbytes // (PARTS << 20) + 1 << 20))
+
+    def _upload(self, path: str, pieces: Iterable[memoryview], block: int) -> None:
+        file = self.fs.open(path, "wb", block_size=block)
+        try:
+            for piece in pieces:
+                file.write(piece)
+            file.close()
+        except BaseException as error:
+            _discard(file)
+            if not isinstance(error, GivenUp):
+                with contextlib.suppress(Exception):  # what failed is what counts
+                    self.fs.rm_file(path)
+            raise
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """Files and folders (size -1) directly under `name`; empty if there is no such folder."""
-        with failures(f"list {self.path(name)}"):
+        with self._doing(f"list {self.path(name)}"):
             self.fs.invalidate_cache(self.path(name))
             try:
                 entries = self.fs.ls(self.path(name), detail=True)
@@ -125,29 +173,69 @@ class Place:
 
     def remove(self, name: str) -> None:
         """No file `name` afterwards."""
-        with failures(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
+        with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
     def remove_folder(self, name: str) -> None:
         """No folder `name` afterwards, whatever was in it."""
-        with failures(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
+        with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.path(name), recursive=True)
 
+    def sweep(self) -> None:
+        """Remove temporary files that a dead writer left in this folder."""
+        for name in self.sizes() if self.local else ():
+            if name.endswith(".tmp"):
+                with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
+                    if os.stat(self.path(name)).st_mtime < time.time() - LITTER_S:
+                        os.unlink(self.path(name))
 
-def _write_local(path: str, pieces: Iterable[memoryview]) -> None:
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            with failures(what):
+                yield
+        except StorageFailed:
+            if not self.local:
+                type(self.fs).clear_instance_cache()
+            raise
+
+
+def _discard(file: Any) -> None:
+    """Give an upload up, so that neither its parts nor a truncated object stay. Closing it would publish it."""
+    with contextlib.suppress(Exception):  # what failed before is what counts
+        file.discard()
+    with contextlib.suppress(AttributeError):
+        file.closed = True  # or its finalizer would close it after all
+
+
+def _write_local(path: str, write: Callable[[str], None], publish: Callable[[str, str], None]) -> None:
     part = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
     try:
-        with open(part, "wb", buffering=0) as file:
-            for piece in pieces:
-                while len(piece):
-                    piece = piece[file.write(piece) :]
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
+        write(part)
+        publish(part, path)
+    finally:
         with contextlib.suppress(OSError):
             os.unlink(part)
-        raise
     _sync_folder(os.path.dirname(path))
+
+
+def _publish_new(part: str, path: str) -> None:
+    """Raises FileExistsError."""
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links there
+        if os.path.exists(path):
+            raise FileExistsError from None
+        os.replace(part, path)
+
+
+def _write_small(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(path: str) -> None:

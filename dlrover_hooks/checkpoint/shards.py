@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint import durable, wire
 from dlrover_hooks.checkpoint.arena import SLOTS
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.holdings import Found
+from dlrover_hooks.checkpoint.patience import Attempt, Patience
 from dlrover_hooks.checkpoint.place import reason
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
 
 class Shards:
-    """Writes on threads. All calls, and `tell(seat, notice)`, are on the loop's thread (see `Crew`)."""
+    """Writes on threads. All calls, and `tell(seat, notice)`, are on the loop's thread (see `Crew`).
+
+    A store that hangs holds these threads up for `patience.STALL_S` an attempt, then the write has failed.
+    """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], tell: Callable[[int, wire.Wire], None]) -> None:
         self._crew = Crew("store", 2, post)
-        self._tell = tell
+        self._post, self._tell = post, tell
+        self._patience = Patience()
         self._under_way: set[tuple[int, Generation]] = set()
         """By seat."""
         self._willed: set[tuple[int, Generation]] = set()
@@ -47,12 +53,27 @@ class Shards:
             self._tell(seat, wire.Persisted(generation=order.generation, file=file))
             return
         self._under_way.add((seat, order.generation))
+        began = time.monotonic()
         self._crew.submit(
-            lambda: durable.persist(found, order.url, order.options, job=hello.job),
-            lambda file: self._persisted(seat, order.generation, file),
+            lambda: durable.persist(
+                found,
+                order.url,
+                order.options,
+                job=hello.job,
+                patience=self._patience,
+                report=lambda attempt: self._report(found, seat, attempt),
+            ),
+            lambda file: self._persisted(seat, order.generation, file, time.monotonic() - began),
         )
 
-    def _persisted(self, seat: int, generation: Generation, file: ShardFile | Exception) -> None:
+    def _report(self, found: Found, seat: int, attempt: Attempt) -> None:
+        """Tell how far it is. A crew's thread."""
+        slot, done, seconds = found.proof.slot, attempt.nbytes, attempt.seconds
+        assert slot.generation is not None
+        so_far = wire.Storing(generation=slot.generation, done_bytes=done, nbytes=slot.image_bytes, seconds=seconds)
+        self._post(lambda: self._tell(seat, so_far))
+
+    def _persisted(self, seat: int, generation: Generation, file: ShardFile | Exception, seconds: float) -> None:
         self._under_way.discard((seat, generation))
         if isinstance(file, Exception):
             text = str(file) if isinstance(file, HooksError) else reason(file)
@@ -61,7 +82,7 @@ class Shards:
         self._files.setdefault(generation, {})[file.rank] = file
         while len(self._files) > SLOTS:
             self._files.pop(next(iter(self._files)))
-        self._tell(seat, wire.Persisted(generation=generation, file=file))
+        self._tell(seat, wire.Persisted(generation=generation, file=file, seconds=seconds))
 
     def forget(self, run: str) -> None:
         """`run` starts anew: the files of others are of no use to it."""
@@ -94,7 +115,15 @@ class Shards:
 
         self._crew.submit(
             lambda: durable.last_will(
-                ranks, generation, job=job, url=url, options=options, keep=keep, known=known, wanted=wanted
+                ranks,
+                generation,
+                job=job,
+                url=url,
+                options=options,
+                keep=keep,
+                known=known,
+                patience=self._patience,
+                wanted=wanted,
             ),
             written,
         )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.restoring import Restored as Opened
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
 from dlrover_hooks.protocol import Attach, Generation, Manifest, Plan, Restore, Source
 
+_T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
 
 
@@ -55,13 +58,13 @@ def stored(config: Config) -> tuple[Manifest, ...]:
         StorageFailed: `save_to` cannot be written, or nothing can be read.
         SaveToBusy: `save_to` holds generations of another job.
     """
-    if config.save_to is not None:
-        storage.probe(config.save_to, config.storage_options)
-        storage.refuse_others(config.save_to, config.storage_options, config.job)
     url = elsewhere(config) or config.save_to
+    if config.save_to is not None:
+        _bounded(config.save_to, lambda save_to: _claimable(config, save_to))
     if anew(config) or url is None:
         return ()
-    found = storage.scan(url, config.storage_options, None if elsewhere(config) else config.job)
+    job = None if elsewhere(config) else config.job
+    found = _bounded(url, lambda url: storage.scan(url, config.storage_options, job))
     for damage in found.damaged:
         _log.warning("job %s: %s", config.job, damage)
     if found.finished_step is not None and elsewhere(config) is None:
@@ -88,6 +91,16 @@ def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer 
         held=engine.held() if engine is not None and place.local_rank == 0 else (),
         stored=stored(config) if engine is not None and place.rank == 0 else (),
     )
+
+
+def _claimable(config: Config, save_to: str) -> None:
+    storage.probe(save_to, config.storage_options)
+    storage.refuse_others(save_to, config.storage_options, config.job)
+
+
+def _bounded(url: str, look: Callable[[str], _T]) -> _T:
+    """A store that does not answer must not hold up the start for ever."""
+    return Patience().run(lambda _: look(url), f"open {url}")
 
 
 def refuse_nothing(config: Config) -> None:

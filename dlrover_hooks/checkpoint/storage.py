@@ -15,17 +15,34 @@ writers of one tree are one job (`Claim`), its shard files one process per rank,
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from dlrover_hooks.checkpoint.catalog import (
+    FINISHED,
+    FRESH,
+    LATEST,
+    MANIFEST,
+    Finished,
+    Fresh,
+    Latest,
+    age,
+    decode,
+    fault,
+    folder,
+    manifests,
+    shard_name,
+    whole,
+)
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, Stream, damaged
 from dlrover_hooks.checkpoint.claim import Claim, Owner, holder
+from dlrover_hooks.checkpoint.patience import Attempt
 from dlrover_hooks.checkpoint.place import Place, absolute
+from dlrover_hooks.checkpoint.retention import READER, retain
 from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
-from dlrover_hooks.protocol import Generation, Manifest, Message, ShardFile
+from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, ShardFile
 
 __all__ = [
     "Claim",
@@ -46,36 +63,6 @@ __all__ = [
     "write_shard",
 ]
 
-MANIFEST, LATEST, FINISHED, FRESH = "MANIFEST.json", "latest.json", "finished.json", "fresh.json"
-_FOLDER = re.compile(r"step-(\d{10,})-(\d{4,})$")
-_Row = TypeVar("_Row", bound=Message)
-
-
-class Latest(Message, frozen=True):
-    """What `latest.json` holds."""
-
-    job: str
-    generation: Generation
-    folder: str
-    format: int = 1
-
-
-class Finished(Message, frozen=True):
-    """What `finished.json` holds."""
-
-    job: str
-    run: str
-    step: int
-    format: int = 1
-
-
-class Fresh(Message, frozen=True):
-    """What `fresh.json` holds."""
-
-    job: str
-    run: str
-    format: int = 1
-
 
 class Scan(Message, frozen=True):
     """What lies at a URL for one job (or for whoever saved there last): whole generations, newest first."""
@@ -84,16 +71,6 @@ class Scan(Message, frozen=True):
     finished_step: int | None = None
     damaged: tuple[str, ...] = ()
     """One line for each generation or file that was passed over, with the reason."""
-
-
-def folder(generation: Generation) -> str:
-    """Name of a generation's folder."""
-    return f"step-{generation.step:010d}-{generation.attempt:04d}"
-
-
-def shard_name(rank: int) -> str:
-    """Name of a rank's file; the form is the one that stock DCP readers expect."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def probe(url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -119,10 +96,11 @@ def write_shard(
     nbytes: int,
     *,
     job: str,
+    attempt: Attempt | None = None,
 ) -> ShardFile:
     """Write global `rank`'s file of `job`'s `generation` from `pieces` (`nbytes` in all), hashing on the way.
 
-    What is committed stays as it is: its file is returned instead.
+    What is committed stays as it is: its file is returned instead. `attempt` counts the bytes, and may be given up.
 
     Raises:
         SaveToBusy: another job's generation lies there.
@@ -134,7 +112,7 @@ def write_shard(
     if (known := _committed_file(place, home, rank)) is not None:
         return known
     stream, name = Stream(), shard_name(rank)
-    place.write(f"{home}/{name}", _hashed(stream, pieces))
+    place.write(f"{home}/{name}", (attempt or Attempt()).through(_hashed(stream, pieces)), nbytes)
     found = place.sizes(home).get(name)
     if not stream.nbytes == nbytes == found:
         raise StorageFailed(
@@ -146,9 +124,9 @@ def write_shard(
 
 def _committed_file(place: Place, home: str, rank: int) -> ShardFile | None:
     """`rank`'s file of the whole generation in `home`. A MANIFEST of a damaged one is removed."""
-    if (manifest := _decode(place.read(f"{home}/{MANIFEST}"), Manifest)) is None:
+    if (manifest := decode(place.read(f"{home}/{MANIFEST}"), Manifest)) is None:
         return None
-    if _fault(manifest, home, place.sizes(home)) is not None:
+    if fault(manifest, home, place.sizes(home)) is not None:
         place.remove(f"{home}/{MANIFEST}")
         return None
     return next((file for file in manifest.files if file.rank == rank), None)
@@ -161,7 +139,7 @@ def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview
 
 def _outdate(place: Place, home: str, generation: Generation, job: str) -> None:
     """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
-    old = _decode(place.read(f"{home}/{MANIFEST}"), Manifest)
+    old = decode(place.read(f"{home}/{MANIFEST}"), Manifest)
     if old is not None and old.job != job:
         raise _occupied(place, old)
     if old is not None and old.generation != generation:
@@ -175,9 +153,9 @@ def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None
         SaveToBusy: they are another job's; names it, its newest step and the ways out.
     """
     place = Place(url, options)
-    others = [manifest for _, manifest in _manifests(place) if manifest.job != job]
+    others = [manifest for _, manifest in manifests(place) if manifest.job != job]
     if others:
-        raise _occupied(place, max(others, key=_age))
+        raise _occupied(place, max(others, key=age))
 
 
 def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
@@ -189,17 +167,10 @@ def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
     )
 
 
-def _manifests(place: Place) -> Iterator[tuple[str, Manifest]]:
-    """Folder and MANIFEST of all that can be read, whether the files are whole or not."""
-    for name in sorted(place.sizes()):
-        if _FOLDER.match(name) and (manifest := _decode(place.read(f"{name}/{MANIFEST}"), Manifest)) is not None:
-            yield name, manifest
-
-
 def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) -> None:
     """`run` of `job` starts although there is something to go on with: its first commit removes the runs before it."""
     place = Place(url, options)
-    if any(old.job == job and old.generation.run != run for _, old in _manifests(place)):
+    if any(old.job == job and old.generation.run != run for _, old in manifests(place)):
         place.put(FRESH, msgspec.json.encode(Fresh(job=job, run=run)))
 
 
@@ -210,10 +181,10 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     """
     place = Place(url, options)
     bad: list[str] = []
-    found = [manifest for manifest in _whole(place, bad) if job in (None, manifest.job)]
-    found.sort(key=_age, reverse=True)
+    found = [manifest for manifest in whole(place, bad) if job in (None, manifest.job)]
+    found.sort(key=age, reverse=True)
     run = _current_run(place, found, job, bad)
-    ended = _decode(place.read(FINISHED), Finished)
+    ended = decode(place.read(FINISHED), Finished)
     finished = ended.step if ended is not None and job in (None, ended.job) and ended.run == run else None
     return Scan(
         manifests=tuple(manifest for manifest in found if manifest.generation.run == run),
@@ -224,45 +195,19 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
 
 def _current_run(place: Place, found: list[Manifest], job: str | None, bad: list[str]) -> str | None:
     data = place.read(LATEST)
-    latest = _decode(data, Latest)
+    latest = decode(data, Latest)
     if latest is not None and job in (None, latest.job):
         return latest.generation.run
     if data is not None and latest is None:
         bad.append(f"{place.path(LATEST)}: cannot be read, the run saved last is taken")
     if found:
         return max(found, key=lambda manifest: manifest.created_at).generation.run
-    ended = _decode(place.read(FINISHED), Finished)
+    ended = decode(place.read(FINISHED), Finished)
     return ended.run if ended is not None and job in (None, ended.job) else None
 
 
-def _whole(place: Place, bad: list[str]) -> Iterator[Manifest]:
-    for name in sorted(place.sizes()):
-        if not _FOLDER.match(name):
-            continue
-        sizes = place.sizes(name)
-        if MANIFEST not in sizes:
-            continue
-        manifest = _decode(place.read(f"{name}/{MANIFEST}"), Manifest)
-        fault = _fault(manifest, name, sizes)
-        if manifest is not None and fault is None:
-            yield manifest
-        else:
-            bad.append(f"{place.path(name)}: {fault}")
-
-
-def _fault(manifest: Manifest | None, name: str, sizes: dict[str, int]) -> str | None:
-    if manifest is None or manifest.format != 1 or folder(manifest.generation) != name:
-        return f"{MANIFEST} cannot be read"
-    if {file.rank for file in manifest.files} != set(range(manifest.world_size)):
-        return f"{MANIFEST} does not name all {manifest.world_size} ranks"
-    for file in manifest.files:
-        if sizes.get(file.name) != file.nbytes:
-            return f"{file.name}: expected {file.nbytes} bytes, found {sizes.get(file.name)}"
-    return None
-
-
-def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int) -> None:
-    """Make `manifest`'s generation exist, point `latest` at it, keep the newest `keep` of its run. Idempotent.
+def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
+    """Make `manifest`'s generation exist, point `latest` at it, remove what `keep` does not keep. Idempotent.
 
     Raises:
         StorageFailed: a file is missing or short (nothing is committed then), or the tree cannot be written.
@@ -271,53 +216,37 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
     place, home = Place(url, options), folder(manifest.generation)
     refuse_others(url, options, manifest.job)
     sizes = place.sizes(home)
-    fault = _fault(manifest, home, sizes)
-    if fault is not None:
-        raise StorageFailed(f"{manifest.generation} of job {manifest.job!r} at {place.path(home)}: {fault}")
+    why = fault(manifest, home, sizes)
+    if why is not None:
+        raise StorageFailed(f"{manifest.generation} of job {manifest.job!r} at {place.path(home)}: {why}")
     _outdate(place, home, manifest.generation, manifest.job)
     named = {file.name for file in manifest.files} | {MANIFEST}
     for stray in set(sizes) - named:
-        place.remove(f"{home}/{stray}")
-    if _decode(place.read(f"{home}/{MANIFEST}"), Manifest) is None:
-        place.put(f"{home}/{MANIFEST}", msgspec.json.encode(manifest))
+        if not stray.startswith(READER):
+            place.remove(f"{home}/{stray}")
+    _make_exist(place, f"{home}/{MANIFEST}", manifest)
     _point_latest(place, manifest)
-    _retain(place, manifest, max(keep, 1))
+    retain(place, manifest, keep)
+
+
+def _make_exist(place: Place, name: str, manifest: Manifest) -> None:
+    """Write the MANIFEST. One that is there stays, and so does whoever is quicker."""
+    data = place.read(name)
+    if data is not None and decode(data, Manifest) is None:
+        place.remove(name)
+    if data is None or decode(data, Manifest) is None:
+        place.put_new(name, msgspec.json.encode(manifest))
+    found = decode(place.read(name), Manifest)
+    if found is None or found.files != manifest.files:
+        raise StorageFailed(f"{place.path(name)} is not that of {manifest.generation} of job {manifest.job!r}")
 
 
 def _point_latest(place: Place, manifest: Manifest) -> None:
-    now = _decode(place.read(LATEST), Latest)
+    now = decode(place.read(LATEST), Latest)
     new = Latest(job=manifest.job, generation=manifest.generation, folder=folder(manifest.generation))
     same_run = now is not None and now.job == new.job and now.generation.run == new.generation.run
     if now is None or not same_run or now.generation < new.generation:
         place.put(LATEST, msgspec.json.encode(new))
-
-
-def _retain(place: Place, manifest: Manifest, keep: int) -> None:
-    """Remove this run's generations past the newest `keep`, and older folders that were never committed.
-
-    All of the runs before it, too, if it was to start anew.
-    """
-    run = manifest.generation.run
-    if _decode(place.read(FRESH), Fresh) == Fresh(job=manifest.job, run=run):
-        for name, old in _manifests(place):
-            if old.job == manifest.job and old.generation.run != run:
-                _remove(place, name)
-        place.remove(FRESH)
-    whole = [one for one in _whole(place, []) if (one.job, one.generation.run) == (manifest.job, run)]
-    whole.sort(key=_age, reverse=True)
-    newest = whole[0].generation if whole else manifest.generation
-    for old in whole[keep:]:
-        _remove(place, folder(old.generation))
-    for name in place.sizes():
-        match = _FOLDER.match(name)
-        older = match is not None and (int(match[2]), int(match[1])) < (newest.attempt, newest.step)
-        if older and MANIFEST not in place.sizes(name):
-            _remove(place, name)
-
-
-def _remove(place: Place, home: str) -> None:
-    place.remove(f"{home}/{MANIFEST}")
-    place.remove_folder(home)
 
 
 def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
@@ -360,19 +289,7 @@ def manifest_of(url: str, options: Mapping[str, Any] | None, generation: Generat
     """
     place = Place(url, options)
     home = folder(generation)
-    manifest = _decode(place.read(f"{home}/{MANIFEST}"), Manifest)
+    manifest = decode(place.read(f"{home}/{MANIFEST}"), Manifest)
     if manifest is None or manifest.generation != generation:
         raise Corrupt(f"{place.path(home)}/{MANIFEST} of {generation}: missing, unreadable or of another run")
     return manifest
-
-
-def _age(manifest: Manifest) -> tuple[int, int]:
-    return manifest.generation.attempt, manifest.generation.step
-
-
-def _decode(data: bytes | None, row: type[_Row]) -> _Row | None:
-    """`data` as `row`; None if absent or damaged."""
-    try:
-        return msgspec.json.decode(data, type=row) if data else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None

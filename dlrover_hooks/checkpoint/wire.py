@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.protocol import Generation, Held, ShardFile
+from dlrover_hooks.protocol import Generation, Held, Retention, ShardFile
 
 MAX_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
@@ -53,7 +53,7 @@ class Hello(Wire, frozen=True):
     attempt: int = 0
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
-    keep: int = 2
+    keep: int | Retention = 2
 
 
 class Inventory(Wire, frozen=True):
@@ -176,9 +176,21 @@ class Damaged(Wire, frozen=True):
     reason: str
 
 
+class Storing(Wire, frozen=True):
+    """A long write so far."""
+
+    generation: Generation
+    done_bytes: int
+    nbytes: int
+    seconds: float
+
+
 class Persisted(Wire, frozen=True):
+    """`seconds`: how long it took, queue and all attempts included; 0 where it was written before."""
+
     generation: Generation
     file: ShardFile
+    seconds: float = 0.0
 
 
 class PersistFailed(Wire, frozen=True):
@@ -204,7 +216,7 @@ class Replaced(Wire, frozen=True):
 
 
 SaveNotice = Hashed | Persisted | PersistFailed
-Notice = SaveNotice | Damaged | Space | Replaced
+Notice = SaveNotice | Damaged | Space | Storing | Replaced
 Reply = Welcome | Allocated | Opened | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
 CARRY_FD = (Allocated, Opened, Adopt)

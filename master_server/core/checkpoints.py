@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.protocol import Cadence, Generation, Manifest, ShardFile, Vote, Voted, VoteKind
+from dlrover_hooks.protocol import Cadence, Generation, Manifest, Retention, ShardFile, Vote, Voted, VoteKind
 
 OPEN = 8
 """So many generations of one attempt may be voted on at once; the oldest gives way."""
@@ -28,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     save_to: str | None = None
     options: dict[str, Any] = {}
-    keep: int = 2
+    keep: int | Retention = 2
     save_every: int | str = "auto"
     persist_every: int | str = "600s"
     resume: str = "auto"
@@ -54,7 +54,7 @@ class Commit(msgspec.Struct, frozen=True):
 
     url: str
     options: dict[str, Any]
-    keep: int
+    keep: int | Retention
     manifest: Manifest
 
 
@@ -130,7 +130,7 @@ def committed(saves: Saves, settings: Settings, generation: Generation, now: flo
     saves.commits += 1
     saves.committed.append(Kept(generation=generation, world_size=commit.manifest.world_size, url=commit.url))
     saves.committed.sort(key=lambda kept: kept.generation)
-    del saves.committed[: -max(commit.keep, 1)]
+    del saves.committed[: -max(_last(commit.keep), 1)]  # what is kept for longer is not restored unless asked for
     saves.newest_committed = saves.committed[-1].generation
     if (start := saves.cadence.persist_from) is None or generation.step >= start:
         _persisted(saves, generation.step, now)
@@ -301,5 +301,12 @@ def check(settings: Settings) -> None:
                 raise BadRequest(f"{name} must be at least 1 step, received {value}.")
         elif value != "auto" or name == "persist_every":
             seconds(value)
-    if settings.keep < 1:
-        raise BadRequest(f"keep must be at least 1, received {settings.keep}.", hint="Keep one or more generations.")
+    keep = settings.keep
+    if _last(keep) < 1:
+        raise BadRequest(f"keep must be at least 1, received {_last(keep)}.", hint="Keep one or more generations.")
+    if isinstance(keep, Retention) and keep.every is not None:
+        seconds(keep.every)
+
+
+def _last(keep: int | Retention) -> int:
+    return keep if isinstance(keep, int) else keep.last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlrover_hooks.protocol import Manifest, Message
+from dlrover_hooks.protocol import Manifest, Message, Retention
 
 
 class Wake(Message, frozen=True):
@@ -27,13 +27,13 @@ class Deadline(Message, frozen=True):
 
 
 class CommitGeneration(Message, frozen=True):
-    """Write the MANIFEST, then `latest`, then drop all but the newest `keep`; answer Committed or CommitFailed."""
+    """Write the MANIFEST, then `latest`, then remove what `keep` does not keep; answer Committed or CommitFailed."""
 
     job: str
     url: str
     options: dict[str, Any]
     manifest: Manifest
-    keep: int
+    keep: int | Retention
 
 
 class WriteFinished(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""What the checkpoint benches save, and with what: a GPT with Adam, thousands of small tensors, a keeper of their own."""
+"""What the checkpoint benches save: a GPT with Adam, thousands of small tensors. And with what: their own keeper."""
 
 from __future__ import annotations
 

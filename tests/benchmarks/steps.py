@@ -24,7 +24,7 @@ def lazy(pairs: int) -> dict[str, float]:
     gpt = Gpt()
     rows: dict[str, list[tuple[float, float, float]]] = {"plain": [], "eager": [], "lazy": []}
     with engine("lazy") as late, engine("eager") as soon:
-        for name, ours in (("lazy", late), ("eager", soon)):
+        for ours in (late, soon):
             ours.save(gpt.state(), behind=True)
             gpt.step()
         for _ in range(pairs):
@@ -60,7 +60,7 @@ def _step(gpt: Gpt, ours: Engine | None) -> tuple[float, float, float]:
 def _behind(ours: Engine) -> Any:
     writer = ours.checkpointer._writer
     assert isinstance(writer, LazyWriter)
-    return writer.behind
+    return writer.aside
 
 
 def _copy_cpu(gpt: Gpt, pairs: int) -> float:

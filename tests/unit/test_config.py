@@ -11,6 +11,7 @@ import pytest
 
 from dlrover_hooks import config
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol import Retention
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_paths_are_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "hint"),
-    [({"save_to": 3}, "folder"), ({"storage_options": "x"}, "dict"), ({"keep": "two"}, "number"),
+    [({"save_to": 3}, "folder"), ({"storage_options": "x"}, "dict"), ({"keep": "two"}, "every_steps"),
      ({"job": 7.5}, "name"), ({"master": b"x"}, "http"), ({"global_batch_size": 1.5}, "samples")],
 )  # fmt: skip
 def test_a_wrong_type_is_a_usage_error(wrong: dict[str, Any], hint: str) -> None:
@@ -78,7 +79,7 @@ def test_a_wrong_type_is_a_usage_error(wrong: dict[str, Any], hint: str) -> None
 
 def test_every_keyword_has_a_hint() -> None:
     names = {field.name for field in msgspec.structs.fields(config.Config)}
-    assert names - set(config._WANTED) == {"save_every", "persist_every", "named"}
+    assert names - set(config._WANTED) == {"save_every", "persist_every", "keep", "named"}
 
 
 @pytest.mark.parametrize(
@@ -141,3 +142,32 @@ def test_a_seat_serves_one_session() -> None:
     config.use_seat(env)
     config.use_seat(env)
     assert env == {}
+
+
+RULES = Retention(2, 1000, "3600s")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (3, 3), ("3", 3), ("last=3", 3), ({"last": 3}, 3), (Retention(3), 3),
+        ("last=2,every_steps=1000,every=1h", RULES), (" every = 60m , every_steps=1000", RULES),
+        ({"every_steps": 1000, "every": "1h"}, RULES), (Retention(2, 1000, "1h"), RULES), (RULES, RULES),
+        ({"every_steps": 1000, "every": timedelta(hours=1)}, RULES), ("every_steps=5", Retention(2, 5)),
+    ],
+)  # fmt: skip
+def test_what_is_kept_is_said_in_many_ways(given: Any, found: Any) -> None:
+    """DL-91: in code, in YAML and in the environment; durations become seconds."""
+    assert config.load({}, keep=given).keep == found
+    if isinstance(given, str):
+        assert config.load({"DLROVER_HOOKS_KEEP": given}).keep == found
+
+
+@pytest.mark.parametrize(
+    "wrong", ["last", "newest=2", "last=x", "every=soon", "every=5", "every=auto", "every_steps=0", "last=0", 2.5, True,
+              "last=1,", {"last": True}, -1, [2]],
+)  # fmt: skip
+def test_what_is_to_be_kept_must_be_said(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"^keep=") as refused:
+        config.load({}, keep=wrong)
+    assert refused.value.hint

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint import durable, storage, wire
+from dlrover_hooks.checkpoint import durable, progress, storage, wire
 from dlrover_hooks.checkpoint.address import address, listen, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
 from dlrover_hooks.checkpoint.space import free_memory
 from dlrover_hooks.errors import KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest
+from dlrover_hooks.testing import faulty_store
 
 RUN, FRESH = uuid.uuid4().hex, uuid.uuid4().hex
 WAIT_S = 20.0
@@ -43,7 +45,14 @@ class Rank:
     """A trainer in this process and what it was told."""
 
     def __init__(
-        self, seat: int, save_to: Path | None = None, *, master: str = "", attempt: int = 0, world: int = 2, **more: Any
+        self,
+        seat: int,
+        save_to: Path | str | None = None,
+        *,
+        master: str = "",
+        attempt: int = 0,
+        world: int = 2,
+        **more: Any,
     ) -> None:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.trainer = Checkpointer(
@@ -330,19 +339,27 @@ def test_space_at_save_to_is_warned_about_once(
     rank.trainer.close(finished=True)
 
 
-def test_storage_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    def fail(*_: Any) -> None:
-        raise StorageFailed("down")
-
-    monkeypatch.setattr(durable, "_persist", fail)
-    with pytest.raises(StorageFailed):
-        durable.persist(None, "url", {}, job="job", wait=waits.append)  # type: ignore[arg-type]
-    assert waits == list(durable.BACKOFF_S)
-
-
 def test_lock_is_one_keepers(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     assert lock(path) is not None
     assert lock(path) is None
+
+
+def test_a_long_write_is_heard_of_in_rank_0s_log(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: now and then while it lasts, and how fast it was; the votes hear of none of it but the end."""
+    caplog.set_level("INFO", "dlrover_hooks")
+    monkeypatch.setattr(progress, "LARGE_BYTES", 1)
+    keeper._shards._patience = Patience(report_s=0.05)  # pyright: ignore[reportPrivateUsage]
+    say = progress.say
+    with faulty_store() as bucket:
+        heard = threading.Event()
+        monkeypatch.setattr(progress, "say", lambda *args: (say(*args), heard.set()))
+        bucket.fail = lambda verb, path: verb == "end" and heard.wait(WAIT_S)
+        rank = Rank(0, save_to="faulty://bucket/ck")
+        rank.trainer.persist(rank.save(1))
+        assert isinstance(rank.notices.get(timeout=WAIT_S), wire.Persisted)
+        rank.trainer.close(finished=True)
+    assert "step 1: 0." in caplog.text
+    assert "step 1 is written: 0." in caplog.text

@@ -9,22 +9,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint import retention, storage
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.storage import Claim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
-from dlrover_hooks.protocol import Generation, Manifest
+from dlrover_hooks.protocol import Generation, Manifest, Retention
+from dlrover_hooks.testing import faulty_store
 
 RUN, FRESH = "a" * 32, "b" * 32
 DATA = os.urandom(CHUNK_BYTES + 1000)
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "faulty"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "local":
         yield str(tmp_path / "ck")
+        return
+    if request.param == "faulty":
+        with faulty_store() as bucket:
+            yield f"faulty://{tmp_path.name}"
+            assert bucket.uploads == {}
         return
     yield f"memory://{tmp_path.name}"
     fs = fsspec.filesystem("memory")
@@ -37,7 +46,7 @@ def generation(step: int, run: str = RUN, attempt: int = 0) -> Generation:
 
 
 def save(
-    url: str, which: Generation, *, world: int = 2, keep: int = 2, data: bytes = DATA, job: str = "job"
+    url: str, which: Generation, *, world: int = 2, keep: int | Retention = 2, data: bytes = DATA, job: str = "job"
 ) -> Manifest:
     view = memoryview(data)
     files = tuple(
@@ -87,19 +96,38 @@ def test_retention_keeps_the_newest_of_this_run(url: str) -> None:
     assert steps(url) == [6]
 
 
+def test_retention_by_steps_and_time(url: str) -> None:
+    """DL-91: the newest two, the first one of each ten steps and of each 40 s; whatever the order of commits."""
+    keep = Retention(last=2, every_steps=10, every="40s")  # `save` dates a generation by its step
+    for step in (3, 9, 11, 14, 19, 20, 25, 41, 42, 43, 44):
+        for _ in range(2):
+            storage.commit(url, None, save(url, generation(step), keep=keep), keep)
+    assert steps(url) == [44, 43, 41, 20, 11, 3]
+
+
+def test_what_is_read_is_not_removed(url: str) -> None:
+    """DL-91: a reader's note holds retention off until it is done, or an hour after it died."""
+    save(url, generation(1))
+    with retention.reading(storage.Place(url), generation(1)):
+        save(url, generation(2), keep=1)
+        assert steps(url) == [2, 1]
+        assert storage.scan(url, None, "job").damaged == ()
+    note = f"{storage.folder(generation(1))}/reading-dead.json"
+    storage.Place(url).put(note, b'{"until": 1.0}')
+    save(url, generation(3), keep=1)
+    assert steps(url) == [3]
+
+
 def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """DL-91: where the MANIFEST cannot be written nothing is committed, and `latest` still names the one before."""
     save(url, generation(1))
     before = storage.Place(url).read("latest.json")
-    put = storage.Place.put
 
-    def fail(place: storage.Place, name: str, data: bytes) -> None:
-        if name.endswith(storage.MANIFEST):
-            raise StorageFailed("the MANIFEST cannot be written")
-        put(place, name, data)
+    def fail(place: storage.Place, name: str, data: bytes) -> bool:
+        raise StorageFailed("the MANIFEST cannot be written")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.Place, "put", fail)
+        patch.setattr(storage.Place, "put_new", fail)
         with pytest.raises(StorageFailed, match="the MANIFEST"):
             save(url, generation(2))
     assert storage.Place(url).read("latest.json") == before
@@ -235,6 +263,30 @@ def test_bit_flip_is_named_by_file_chunk_and_generation(url: str, at: int, chunk
         storage.read(url, None, manifest, 0)
 
 
+def test_a_manifest_is_put_once(url: str) -> None:
+    """DL-91: of two writers the quicker one's stays, and the other hears of it."""
+    place = storage.Place(url)
+    place.make()
+    assert place.put_new("one.json", b"1")
+    assert not place.put_new("one.json", b"2")
+    assert place.read("one.json") == b"1"
+    mine = save(url, generation(1), world=1)
+    other = msgspec.structs.replace(mine, files=(msgspec.structs.replace(mine.files[0], chunks=("0",)),))
+    with pytest.raises(StorageFailed, match="is not that of step 1"):
+        storage.commit(url, None, other, 2)
+    assert names(url) - {"one.json"} == {"latest.json", "step-0000000001-0000"}
+
+
+def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
+    """DL-91: temporary files an hour old, not those that somebody writes now."""
+    old, new = tmp_path / "latest.json.1-1.tmp", tmp_path / "latest.json.2-2.tmp"
+    old.touch()
+    new.touch()
+    os.utime(old, (1.0, 1.0))
+    save(str(tmp_path), generation(1))
+    assert names(str(tmp_path)) == {"latest.json", "step-0000000001-0000", new.name}
+
+
 def test_missing_file_is_storage_failed(url: str) -> None:
     manifest = save(url, generation(2), world=1)
     storage.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
@@ -312,3 +364,24 @@ def test_storage_is_torch_free() -> None:
         "import sys, dlrover_hooks.checkpoint.storage, dlrover_hooks.checkpoint.service; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+rules = st.builds(
+    Retention,
+    last=st.integers(1, 4),
+    every_steps=st.none() | st.integers(1, 30),
+    every=st.none() | st.integers(1, 50).map(lambda s: f"{s}s"),
+)
+
+
+@given(rules, st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), min_size=1, unique=True))
+def test_retention_step_by_step_is_retention_at_once(keep: Retention, saved: list[tuple[int, int]]) -> None:
+    """DL-91: whatever earlier commits removed, the same stays; the newest and the first of each span among it."""
+    left: list[Manifest] = []
+    for attempt, step in sorted(saved):
+        left.append(Manifest("job", generation(step, attempt=attempt), 1, (), float(step + 1000 * attempt)))
+        stays = retention.kept(left, keep)
+        assert left[-1].generation in stays
+        left = [one for one in left if one.generation in stays]
+    everything = [Manifest("job", generation(s, attempt=a), 1, (), float(s + 1000 * a)) for a, s in saved]
+    assert {one.generation for one in left} == retention.kept(everything, keep)

@@ -1,0 +1,232 @@
+"""`dlrover-hooks ckpt`: look at a checkpoint tree, verify it, prune it, take a generation out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dlrover_hooks.errors import HooksError, NoCheckpoint, UsageError
+
+if TYPE_CHECKING:
+    from dlrover_hooks.checkpoint.catalog import Listed
+    from dlrover_hooks.protocol import Manifest
+
+_USAGE, _FAILED = 78, 1
+FORMS = ("torch", "dcp", "hf", "lightning")
+
+
+@click.group()
+def ckpt() -> None:
+    """Look at durable checkpoints, verify them, prune them, export them.
+
+    URL is what `save_to` was: a folder, or an fsspec URL.
+
+    \b
+    dlrover-hooks ckpt ls ckpt/
+    dlrover-hooks ckpt export --to torch ckpt/ model.pt
+    """
+
+
+def _options(_: Any, __: Any, text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise click.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise click.BadParameter('an object is wanted, such as {"anon": true}')
+    return found
+
+
+def _tree(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments that say which tree."""
+    command = click.option(
+        "--storage-options", "options", callback=_options, help="fsspec options of the URL, as JSON."
+    )(command)
+    return click.argument("url")(command)
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """An error of ours in a few lines and by exit code, not as a traceback."""
+    try:
+        yield
+    except HooksError as error:
+        click.echo(f"dlrover-hooks ckpt: {error}", err=True)
+        sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
+
+
+@ckpt.command(short_help="List the generations: which are whole, and why not.")
+@_tree
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of a table.")
+def ls(url: str, options: dict[str, Any], as_json: bool) -> None:
+    """List the generations at URL: which are whole, and why not."""
+    from dlrover_hooks.checkpoint import catalog
+    from dlrover_hooks.checkpoint.place import Place
+
+    with _said():
+        place = Place(url, options)
+        found = sorted(catalog.listing(place), key=lambda one: (one.attempt, one.step))
+        latest = catalog.decode(place.read(catalog.LATEST), catalog.Latest)
+        rows = [_row(one) | {"latest": latest is not None and latest.folder == one.folder} for one in found]
+        if as_json:
+            for row in rows:
+                click.echo(json.dumps(row))
+        elif rows:
+            _draw(rows)
+        else:
+            raise NoCheckpoint(f"there are no checkpoints at {place.url}", hint="URL is what `save_to` was")
+
+
+def _row(one: Listed) -> dict[str, Any]:
+    manifest = one.manifest
+    row: dict[str, Any] = {"step": one.step, "attempt": one.attempt, "folder": one.folder, "whole": one.fault is None}
+    row["fault"] = one.fault
+    if manifest is not None:
+        row |= {"job": manifest.job, "run": manifest.generation.run, "world_size": manifest.world_size}
+        row |= {"nbytes": sum(file.nbytes for file in manifest.files), "created_at": manifest.created_at}
+    return row
+
+
+def _draw(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dlrover_hooks.checkpoint.progress import gigabytes
+
+    table = Table("step", "attempt", "job", "run", "ranks", "size", "age", "state", box=None)
+    for row in rows:
+        known = "job" in row
+        state = "whole" if row["whole"] else "damaged" if known else "-"
+        table.add_row(
+            f"{row['step']}",
+            f"{row['attempt']}",
+            row["job"] if known else "",
+            row["run"][:8] if known else "",
+            f"{row['world_size']}" if known else "",
+            gigabytes(row["nbytes"]) if known else "",
+            _age(time.time() - row["created_at"]) if known else "",
+            f"{state}, latest" if row["latest"] else state,
+        )
+    Console().print(table)
+    for row in rows:
+        if not row["whole"]:
+            click.echo(f"{row['folder']}: {row['fault']}")
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+@ckpt.command(short_help="Read everything and compare it with its hashes.")
+@_tree
+@click.option("--step", type=int, help="Only this step.")
+def verify(url: str, options: dict[str, Any], step: int | None) -> None:
+    """Read every file of every generation at URL and compare each chunk with its hash.
+
+    Exit code 1 if anything is damaged; each damage is named by file and chunk.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dlrover_hooks.checkpoint import catalog
+    from dlrover_hooks.checkpoint.place import Place
+    from dlrover_hooks.checkpoint.verification import faults
+
+    with _said():
+        place = Place(url, options)
+        found = [one for one in catalog.listing(place) if step in (None, one.step) and catalog.MANIFEST in one.names]
+        if not found:
+            raise _no_such(url, step, [one.step for one in catalog.listing(place)])
+        total = sum(file.nbytes for one in found if one.manifest is not None for file in one.manifest.files)
+        bad: list[str] = []
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("verifying", total=total)
+            for one in found:
+                bad += faults(place, one, lambda nbytes: bar.advance(task, nbytes))
+        for line in bad:
+            click.echo(line)
+        whole = len(found) - len({line.split("/", 1)[0].split(":", 1)[0] for line in bad})
+        click.echo(f"{whole} of {len(found)} generations are whole, {total / 1e9:.2f} GB read")
+        if bad:
+            sys.exit(_FAILED)
+
+
+@ckpt.command(short_help="Remove what need not be kept.")
+@_tree
+@click.option("--keep", required=True, help='What stays: "2", or "last=2,every_steps=1000,every=1h".')
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
+    """Remove generations of the newest run at URL that --keep does not keep, and those never committed.
+
+    The newest whole one always stays, and so does one that is being read. Refused while a job saves there.
+    """
+    from dlrover_hooks import config
+    from dlrover_hooks.checkpoint import retention, storage
+    from dlrover_hooks.checkpoint.place import Place
+
+    with _said():
+        rules = config.retention(keep, name="--keep")
+        newest = _chosen(url, options, None)
+        place = Place(url, options)
+        claim = None if dry_run else storage.Claim.take(url, options, newest.job, "ckpt prune")
+        try:
+            for one in retention.condemned(place, newest.job, newest.generation.run, rules):
+                if retention.being_read(place, one, time.time()):
+                    click.echo(f"{one.folder} is being read: it stays")
+                    continue
+                click.echo(f"{'would remove' if dry_run else 'removed'} {one.folder}")
+                if not dry_run:
+                    retention.remove(place, one.folder)
+        finally:
+            if claim is not None:
+                claim.release()
+
+
+@ckpt.command(short_help="Write one in a form that other tools read.")
+@_tree
+@click.argument("dest", type=click.Path())
+@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="The form to write.")
+@click.option("--step", type=int, help="The step to export; the newest whole one if not given.")
+def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | None) -> None:
+    """Write a generation at URL to DEST in a form that other tools read without dlrover-hooks.
+
+    \b
+    torch      one file for torch.load: the state as it was saved
+    dcp        a folder for torch.distributed.checkpoint.load
+    hf         a Hugging Face folder: the model's weights as model.safetensors
+    lightning  a .ckpt for Trainer.fit(ckpt_path=) and load_from_checkpoint
+    """
+    with _said():
+        try:
+            from dlrover_hooks.integrations import export as forms
+        except ImportError as error:
+            raise UsageError(f"export needs torch: {error}", hint="pip install dlrover-hooks[torch]") from None
+        manifest = _chosen(url, options, step)
+        forms.export(url, options, manifest, form, dest)
+        click.echo(f"step {manifest.generation.step} of job {manifest.job} is in {dest}")
+
+
+def _chosen(url: str, options: dict[str, Any], step: int | None) -> Manifest:
+    """The newest whole generation of `step`, or of all, of the newest run. Raises UsageError, naming what there is."""
+    from dlrover_hooks.checkpoint import storage
+
+    found = storage.scan(url, options, None).manifests
+    chosen = next((one for one in found if step in (None, one.generation.step)), None)
+    if chosen is None:
+        raise _no_such(url, step, [one.generation.step for one in found])
+    return chosen
+
+
+def _no_such(url: str, step: int | None, steps: list[int]) -> UsageError:
+    what = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
+    there = f"there are steps {', '.join(map(str, sorted(set(steps))))}" if steps else "URL is what `save_to` was"
+    return UsageError(f"there is no {what} at {url}", hint=there)
