@@ -119,8 +119,8 @@ def last_will(
     options: Mapping[str, Any],
     keep: int | Retention,
     known: Mapping[int, ShardFile],
-    wanted: Callable[[], bool] = lambda: True,
     patience: Patience,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
 
@@ -130,19 +130,27 @@ def last_will(
         SaveToBusy: another job has taken the URL meanwhile, or its generations lie there.
         StorageFailed, Corrupt: it could not be made durable; nothing is committed.
     """
-    with _claimed(url, options, job):
-        storage.refuse_others(url, options, job)
+    patience.run(lambda _: _refuse_others(url, options, job), f"claim {url} for job {job!r}")
     files = tuple(
         known.get(found.proof.slot.rank)
         or persist(found, url, options, job=job, patience=patience, wait=lambda _: None)
         for found in ranks
     )
     manifest = Manifest(job, generation, len(ranks), files, time.time())
-    with _claimed(url, options, job):
-        if not wanted():
-            raise Corrupt(f"{generation} was given up meanwhile: job {job!r} starts anew")
-        storage.commit(url, options, manifest, keep)
+
+    def commit() -> None:
+        with _claimed(url, options, job):
+            if not wanted():
+                raise Corrupt(f"{generation} was given up meanwhile: job {job!r} starts anew")
+            storage.commit(url, options, manifest, keep)
+
+    patience.run(lambda _: commit(), f"commit {generation} to {url}")
     return manifest
+
+
+def _refuse_others(url: str, options: Mapping[str, Any], job: str) -> None:
+    with _claimed(url, options, job):
+        storage.refuse_others(url, options, job)
 
 
 @contextlib.contextmanager

@@ -6,15 +6,18 @@ needs, `Restored.fill` copies it into the adapter's own tensors, once every rank
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.arrays import library
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.checkpoint.retention import reading
 from dlrover_hooks.checkpoint.stored import StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import Corrupt, StorageFailed
@@ -40,6 +43,7 @@ class Opening(NamedTuple):
     state: Any
     images: Images
     copier: Copier
+    weights_only: bool = False
 
 
 Fitting = Callable[[Opening], Fit]
@@ -96,12 +100,23 @@ class Restorer:
 
     def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """See `Checkpointer.load`."""
+        with self._noted(restore):
+            return self._load(restore, fitting)
+
+    def _noted(self, restore: Restore) -> contextlib.AbstractContextManager[None]:
+        """Another job may save at another URL meanwhile: its retention spares what is read here."""
+        if restore.source is not Source.STORAGE or restore.url in (None, self._save_to):
+            return contextlib.nullcontext()
+        return reading(Place(restore.url, self._options), restore.generation)
+
+    def _load(self, restore: Restore, fitting: Fitting | None) -> Restored:
         memory = restore.source is Source.MEMORY
         opener = self._opener(restore) if memory else self._files(restore)
         images = Images(restore.generation, restore.world_size, opener)
         try:
             first, leases = self._here(restore) if memory else (0, self._shares(restore))
             found = self._restored(restore, images, first, fitting)
+            leases = [] if restore.weights else leases
             leases = [images.image(rank).header.inside().skeletons for rank in leases]
             parts = tuple(unflatten(bytes(part["leases"]), {}) for part in leases if "leases" in part)
             return found._replace(leases=parts)
@@ -110,21 +125,23 @@ class Restorer:
             raise
 
     def _restored(self, restore: Restore, images: Images, first: int, fitting: Fitting | None) -> Restored:
-        same = restore.world_size == self.world_size
+        same = restore.world_size == self.world_size and not restore.weights
         skeletons = images.image(first).header.inside().skeletons
         own = images.image(self.rank).header.inside().skeletons if same else {}
         index = images.index()
         if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
             index = images.everything()
-        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier)
+        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier, restore.weights)
         fit = fitting(opening) if fitting is not None else None
         given = dict(fit.tensors) if fit is not None else {}
         parts = ("state", "data", *(("rank",) if same else ()))
         wanted = [one for one in chosen(index, parts) if one.name not in given]
+        if restore.weights and fit is not None:
+            wanted, given = [], index | given  # the rest stays what it is: named, not read
         if not all(one.is_whole for one in wanted):
             index = images.everything()
             wanted = [one for one in chosen(index, parts) if one.name not in given]
-        fresh = snapshot.load(wanted, self._copier)
+        fresh = library().load(wanted, self._copier)
         images.check()
         tree = {
             part: unflatten(bytes(skeletons[part]), fresh | given) for part in ("state", "data") if part in skeletons

@@ -122,8 +122,8 @@ class Shards:
                 options=options,
                 keep=keep,
                 known=known,
-                patience=self._patience,
                 wanted=wanted,
+                patience=self._patience,
             ),
             written,
         )

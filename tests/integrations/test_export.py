@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks import cli
-from dlrover_hooks.checkpoint import storage, tree
+from dlrover_hooks.checkpoint import snapshot, storage, tree
 from dlrover_hooks.checkpoint.header import Inside, Whole
 from dlrover_hooks.checkpoint.image import TensorSpec, plan
 from dlrover_hooks.data.loader import elastic_loader
@@ -63,14 +63,16 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=4)
 
 
-def trained(job: str, url: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Three steps under `AsyncCheckpointer`, durable at `url`."""
+def trained(job: str, url: Path, epochs: int = 1, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Three steps an epoch under `AsyncCheckpointer`, durable at `url`."""
     torch.manual_seed(1)
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader = elastic_loader(data(), optimizer=optimizer)
-    with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, save_to=str(url), save_every=1):
-        for _ in loader.epochs(1):
+    with AsyncCheckpointer(
+        model=model, optimizer=optimizer, loader=loader, job=job, save_to=str(url), save_every=1, **more
+    ):
+        for _ in loader.epochs(epochs):
             for (x,) in loader:
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
@@ -239,3 +241,35 @@ def test_what_cannot_be_exported_is_said(job: str, tmp_path: Path) -> None:
     assert "chunk 0 does not match its hash" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", "taken"]
     assert not list(url.glob("step-*/reading-*"))
+
+
+def steps(url: Path) -> list[int]:
+    return sorted(one.generation.step for one in storage.scan(str(url), None, None).manifests)
+
+
+def test_rules_of_retention_reach_the_commit(job: str, tmp_path: Path) -> None:
+    """DL-91: from the keyword to the storage, over three runs of a script; the environment says it in one text, too."""
+    for epochs in (1, 2, 3):
+        trained(job, tmp_path / "ruled", epochs, keep="last=1,every_steps=3")
+        trained(f"{job}-plain", tmp_path / "plain", epochs, keep=1)
+    assert steps(tmp_path / "ruled") == [3, 6, 9]
+    assert steps(tmp_path / "plain") == [9]
+
+
+def test_what_another_job_starts_from_is_not_removed_meanwhile(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DL-91: `resume=URL` leaves a note there while it loads, and takes it away."""
+    trained(job, tmp_path / "ck")
+    seen: list[int] = []
+    load = snapshot.load
+
+    def watched(*args: Any) -> Any:
+        seen.append(len(list((tmp_path / "ck").glob("step-*/reading-*"))))
+        return load(*args)
+
+    monkeypatch.setattr(snapshot, "load", watched)
+    trained(f"{job}-other", tmp_path / "other", 2, resume=str(tmp_path / "ck"))
+    assert seen == [1]
+    assert list((tmp_path / "ck").glob("step-*/reading-*")) == []
+    assert steps(tmp_path / "other") == [6]
