@@ -42,13 +42,17 @@ class Source(enum.Enum):
 
 
 class Held(Message, frozen=True):
-    """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena."""
+    """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena.
+
+    `sharded`: it holds parts of tensors; another world size needs the images of all ranks.
+    """
 
     generation: Generation
     rank: int
     world_size: int
     seat: int
     slot: int
+    sharded: bool = False
 
 
 class Cadence(Message, frozen=True):

@@ -22,6 +22,7 @@ from dlrover_hooks.checkpoint import stock
 from dlrover_hooks.checkpoint.cadence import Pace, save_due
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.restoring import Fitting
+from dlrover_hooks.checkpoint.stock import Restored as Restored
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, use_seat
 from dlrover_hooks.courier import Courier
@@ -53,19 +54,6 @@ class Leased(Source, Protocol):
     def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
 
 
-class Restored(msgspec.Struct, frozen=True):
-    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
-
-    generation: p.Generation
-    source: p.Source
-    state: Any
-    data: dict[str, dict[str, Any]]
-    leases: dict[str, dict[str, Any]]
-    """By leased dataset: the state of one of the saved ranks."""
-    rng: dict[str, Any] | None
-    """None at a new world size: the rank was reseeded instead."""
-
-
 class Session:
     """One life of one worker in a job.
 
@@ -93,8 +81,7 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._pace = Pace()
         self._at_step_end = False
-        self._cut_at = -1
-        """The step of the last cut."""
+        self._prepared, self._cut_at = False, -1
         self._said = set[str]()
         self._left = False
         self._caller = self._connect()
@@ -188,6 +175,10 @@ class Session:
     def cut(self, step: int, state: Any) -> None:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
         if self._engine is None:
+            return
+        self._prepared = True
+        if not save_due(self._courier.cadence, step):
+            self._engine.prepare(self._engine.image_bytes(self._tree(state)))
             return
         self._cut_at = step
         saved = self._engine.save(step, self._tree(state), behind=True)
@@ -316,10 +307,7 @@ class Session:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
         else:
-            tree = found.tree
-            own_rng = tree["rank"]["rng"] if found.same_world else None
-            leases = {name: state for part in found.leases for name, state in part.items()}
-            self._restored = Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
+            self._restored = stock.restored(choice, found)
             ok, reason = True, ""
         self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
 
@@ -342,14 +330,18 @@ class Session:
         log.log(level, "job %s resumes %s from %s", self.config.job, restored.generation, restored.source.value)
 
     def _cut_due(self, step: int) -> bool:
-        """Only at the first request after a step: later ones of an accumulation window count batches not yet in it."""
-        return self._engine is not None and self._at_step_end and save_due(self._courier.cadence, step)
+        """Only at the first request after a step: later ones of an accumulation window count batches not yet in it.
+
+        After the first step always: how much memory a cut needs is known then, and is made ready.
+        """
+        due = not self._prepared or save_due(self._courier.cadence, step)
+        return self._engine is not None and self._at_step_end and due
 
     def _tree(self, state: Any) -> dict[str, Any]:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
-        """How long the step took, for the cadence (smoothed) and for the mode of saves (those with a cut)."""
+        """For the cadence (smoothed), and for the mode of saves (steps with a cut)."""
         seconds = self._pace.at(step, time.monotonic())
         if self._engine is not None and seconds is not None and self._cut_at == step - 1:
             self._engine.took(seconds)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
@@ -218,6 +219,30 @@ def overfit_batches(trainer: Trainer) -> float:
 
 def callbacks(trainer: Trainer) -> list[Callback]:
     return list(cast(Any, trainer).callbacks)
+
+
+@functools.cache
+def count_files_under_way(leaves: Callable[[str], bool | None], link_later: Callable[[str, str], bool]) -> None:
+    """`ModelCheckpoint` looks at the folder for names that are taken, and links to the file just saved. What is still
+    being written must count as being there: `leaves(path)` (None: ask the file system). `link_later(path, link)`: True
+    if the link will be made when the file is there.
+    """
+    exists, link = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
+
+    def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
+        expected = leaves(str(filepath)) if trainer.is_global_zero else None
+        if expected is None:
+            return exists(self, filepath, trainer)
+        return trainer.strategy.reduce_boolean_decision(expected, all=False)
+
+    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and link_later(filepath, linkpath):
+            trainer.strategy.barrier()
+        else:
+            link(trainer, filepath, linkpath)
+
+    cast(Any, ModelCheckpoint).file_exists = file_exists
+    cast(Any, ModelCheckpoint)._link_checkpoint = staticmethod(link_checkpoint)
 
 
 @functools.cache

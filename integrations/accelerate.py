@@ -33,13 +33,14 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.accelerate_saves import Saves
 from dlrover_hooks.integrations.even import Around
 from dlrover_hooks.integrations.loop import Loop, is_leased, is_training, keeps_own_state
 
 log = logging.getLogger("dlrover_hooks")
 DATA_STATE = "elastic_data.json"
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU"}
-_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept"}
+_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept", "_saves"}
 
 
 class ElasticAccelerator:
@@ -64,6 +65,7 @@ class ElasticAccelerator:
         """The seat in the job, from the first `prepare` to `end_training`; None when standing aside."""
         self._accumulate = accelerator.gradient_accumulation_steps
         self._kept: list[Any] = []
+        self._saves: Saves | None = None
         if accelerator._models or accelerator._optimizers:
             raise UsageError(
                 "the Accelerator has prepared something already, which would not be restored",
@@ -229,8 +231,10 @@ class ElasticAccelerator:
             self.accelerator.gradient_accumulation_steps = self._accumulate
 
     def end_training(self) -> None:
-        """`finish`, then Accelerate's own."""
+        """`finish`, then Accelerate's own, once all saves are there."""
         self.finish()
+        if self._saves is not None:
+            self._saves.close()
         self.accelerator.end_training()
 
     def close(self, reason: p.Departure = p.Departure.STOPPED) -> None:
@@ -238,8 +242,36 @@ class ElasticAccelerator:
         if self.loop is not None:
             self.loop.close(reason)
             self.accelerator.gradient_accumulation_steps = self._accumulate
+        if self._saves is not None:
+            self._saves.close()
 
     # ---- Accelerate's own checkpoints -------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As Accelerate's, at the cost of a copy: the folder appears whole, a little later, see `wait_for_saves`.
+
+        One folder is being written and one more may wait; a third save waits for the first. What cannot be copied is
+        written within the step, said once.
+
+        Raises:
+            StorageFailed: an earlier save failed (`on_error="warn"`: it is only said).
+            CheckpointError: earlier saves are not written within ten minutes.
+        """
+        if self.loop is None or kwargs or self.accelerator.project_configuration.save_on_each_node:
+            return self.accelerator.save_state(output_dir, safe_serialization, **kwargs)
+        if self._saves is None:
+            self._saves = Saves(self.accelerator, on_error=self.config.on_error)
+        return self._saves.save(output_dir, safe_serialization)
+
+    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
+        """As Accelerate's, once what is being written is there."""
+        self.wait_for_saves()
+        self.accelerator.load_state(input_dir, **kwargs)
+
+    def wait_for_saves(self) -> None:
+        """All folders of `save_state` are there, or what failed is raised. Each process calls it."""
+        if self._saves is not None:
+            self._saves.wait()
 
     def _save_data(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """`save_state` writes the place in the data beside its own files."""

@@ -25,6 +25,7 @@ from dlrover_hooks.config import Duration
 from dlrover_hooks.data.leased import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
@@ -32,7 +33,8 @@ from dlrover_hooks.integrations._lightning_together import check_short_steps, cl
 from dlrover_hooks.integrations._lightning_units import Units
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, leader, loss_scale
-from dlrover_hooks.integrations.torch import exact_optimizer_states, keep_buckets
+from dlrover_hooks.integrations.torch import keep_buckets
+from dlrover_hooks.integrations.whole import exact_optimizer_states
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -99,6 +101,7 @@ class ElasticCallback(Callback):
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
+        self._versions: list[Any] = []
 
     @property
     def restored(self) -> Restored | None:
@@ -111,7 +114,9 @@ class ElasticCallback(Callback):
         return "dlrover_hooks.ElasticCallback"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run": self.session.run, "attempt": self.session.attempt} if self.session is not None else {}
+        if self.session is None:
+            return {}
+        return {"run": self.session.run, "attempt": self.session.attempt, "versions": self._versions}
 
     # ---- coming up --------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,10 @@ class ElasticCallback(Callback):
             raise
         self.session.frozen_among(pl_module.parameters)
         if self._restored is not None:
+            names.keep_versions(trainer, self._restored.state["lightning"], self.state_key, self.session.run)
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
+        self._versions = names.versions(trainer)
+        names.write_over_earlier(trainer, self.session.run)
         if self._sampler:
             private.wrap_train_loaders(trainer, lambda loaders: self._elastic(trainer, loaders))
         private.before_each_fetch(trainer, lambda: self._before_any_fetch(trainer))
@@ -349,6 +357,7 @@ class ElasticCallback(Callback):
         if self._hook is not None:
             self._hook.remove()
         private.unwrap(trainer)
+        names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
         self._hook = self._buckets = self._restored = self._units = self._own = None

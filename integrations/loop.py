@@ -24,7 +24,8 @@ from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import leader
-from dlrover_hooks.integrations.torch import Stateful, exact_optimizer_states, keep_buckets
+from dlrover_hooks.integrations.torch import Stateful, keep_buckets
+from dlrover_hooks.integrations.whole import exact_optimizer_states
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")

@@ -21,11 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.restoring import Opening
+from dlrover_hooks.checkpoint.tree import flatten
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, leader
+from dlrover_hooks.integrations.filling import Filling, is_sharded
+from dlrover_hooks.integrations.whole import WholeState, bare
 from dlrover_hooks.session import Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -50,7 +54,7 @@ class AsyncCheckpointer:
 
     Args:
         save_to: fsspec URL; None keeps checkpoints in memory only.
-        model: a module, or the DistributedDataParallel around it.
+        model: a module; DistributedDataParallel around it; or one that is sharded by `fully_shard` (FSDP2).
         optimizer: the optimizer whose steps count.
         loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
             names. Which one's weights are those of the step says `even.leader`.
@@ -71,15 +75,17 @@ class AsyncCheckpointer:
         **shared: Any,
     ) -> None:
         self.step = 0
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        self._model = model.module if self._ddp is not None else model
+        self._ddp = _ddp(model)
         self._optimizer, self._extra = optimizer, list(extra)
+        self._whole = WholeState(bare(model), optimizer)
         self._loaders = [loader] if isinstance(loader, Loader) else _checked(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
                 f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
                 hint='elastic_loader(..., name="images"), or ShardDataset(..., name="images")',
             )
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            _refuse_uneven(self._loaders)
         leased = [one.name for one in self._loaders if isinstance(one, LeasedLoader)]
         if self._ddp is not None and leased and len(self._loaders) > 1:
             raise UsageError(
@@ -131,7 +137,7 @@ class AsyncCheckpointer:
     def _come_up(self, session: Session) -> None:
         try:
             session.join()
-            self.restored = session.restore_plan()
+            self.restored = session.restore_plan(self._fit)
             for loader in self._loaders:
                 if isinstance(loader, LeasedLoader):
                     session.lease(loader.name, loader)
@@ -140,7 +146,7 @@ class AsyncCheckpointer:
         except BaseException:
             session.leave(p.Departure.FAILED)
             raise
-        session.frozen_among(self._model.parameters)
+        session.frozen_among(self._whole.model.parameters)
         if self.restored is not None:
             self._load(self.restored.state)
         saved = self.restored.state["bucket_order"] if self.restored is not None else []
@@ -173,11 +179,22 @@ class AsyncCheckpointer:
         if self._ddp is not None:
             self._sync.close()
 
+    def _fit(self, opening: Opening) -> Filling:
+        return Filling(opening, self._whole.targets(opening.state) | self._shards_of_extra(opening))
+
+    def _shards_of_extra(self, opening: Opening) -> dict[str, torch.Tensor]:
+        """The tensors in `extra` that are sharded here or were when they were saved."""
+        index = opening.images.index()
+        live = flatten([part.state_dict() for part in self._extra], where="state.extra").tensors
+        return {
+            name: tensor
+            for name, tensor in live.items()
+            if name in index and (is_sharded(tensor) or index[name].sharded)
+        }
+
     def _load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        exact_optimizer_states([self._optimizer], [state["optimizer"]])
+        self._whole.load(state)
         for part, saved in zip(self._extra, state["extra"], strict=True):
             part.load_state_dict(saved)
 
@@ -194,8 +211,7 @@ class AsyncCheckpointer:
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            **self._whole.save(),
             "extra": [part.state_dict() for part in self._extra],
             "bucket_order": self._buckets.names if self._buckets is not None else [],
         }
@@ -213,6 +229,25 @@ def _checked(loaders: Any) -> list[Loader]:
     return found
 
 
+def _ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP around the model, compiled or not."""
+    while not isinstance(model, DistributedDataParallel):
+        if not hasattr(model, "_orig_mod"):
+            return None
+        model = model.get_submodule("_orig_mod")
+    return model
+
+
+def _refuse_uneven(loaders: Sequence[Loader]) -> None:
+    for loader in loaders:
+        if isinstance(loader, ElasticLoader):
+            raise UsageError(
+                f"loader {loader.name!r} may have unequal numbers of batches on the ranks, and a sharded model would "
+                "wait for ever in the forward of the rank that has more",
+                hint="wrap it: EvenLoader(loader), and multiply the loss by its mean_scale",
+            )
+
+
 def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
     """The bucket order `saved` by the run before, shown to DDP; or, if it is empty, this run's own being recorded.
 
@@ -223,14 +258,3 @@ def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOr
     if not done and torch.distributed.get_world_size(ddp.process_group) > 2:
         log.warning("after a restart the first step may differ in the last bits: %s", done.reason)
     return buckets
-
-
-def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
-    """Put back what `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
-    for optimizer, state in zip(optimizers, saved, strict=True):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, entries in state["state"].items():
-            live = optimizer.state[parameters[index]]
-            for name, value in entries.items():
-                if isinstance(value, torch.Tensor) and live[name].dtype != value.dtype:
-                    live[name] = value.to(live[name].device, copy=True)

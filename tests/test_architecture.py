@@ -128,7 +128,7 @@ def test_torch_load_is_never_called() -> None:
     """Nor torch.save, but where a file is made for stock tools to load."""
     calls = re.compile(r"\btorch\.(load|save)\(")
     found = {(name, call) for name in package() for call in calls.findall((ROOT / name).read_text())}
-    wrong = sorted(found - {("integrations/export.py", "save")})
+    wrong = sorted(found - {("integrations/export.py", "save"), ("integrations/lightning_io.py", "save")})
     assert wrong == [], "torch.load and torch.save pickle; use the image of dlrover_hooks.checkpoint"
 
 

@@ -169,6 +169,10 @@ class Checkpointer:
 
     # ---- while training
 
+    def image_bytes(self, tree: Mapping[str, Any]) -> int:
+        """What an image of `tree` takes. Raises UnsupportedState if something in it cannot be saved."""
+        return self._shot(0, tree, None).recipe.layout.total_bytes
+
     def prepare(self, nbytes: int) -> None:
         """Have memory for images of `nbytes` made ready in the background, so that the save finds it. Never blocks.
 

@@ -118,8 +118,8 @@ def last_will(
     options: Mapping[str, Any],
     keep: int | Retention,
     known: Mapping[int, ShardFile],
-    patience: Patience,
     wanted: Callable[[], bool] = lambda: True,
+    patience: Patience,
 ) -> Manifest:
     """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
 

@@ -41,7 +41,7 @@ class Whole(Message, frozen=True):
 
 
 class Inside(Message, frozen=True):
-    """What the image says of itself, under `dlrover_hooks` in its metadata. `skeletons`: tagged JSON by part."""
+    """What the image says of itself, in its metadata. `skeletons`: tagged JSON by part (see `tree`)."""
 
     generation: Generation
     rank: int
@@ -108,6 +108,17 @@ def header_end(view: memoryview | bytes | bytearray, nbytes: int) -> int:
     if length > HEADER_LIMIT or 8 + length > nbytes:
         raise Corrupt(f"not a safetensors image: header of {length} bytes in an image of {nbytes}")
     return 8 + length
+
+
+def holds_shards(view: memoryview) -> bool:
+    """Does the image `view` hold parts of tensors? A search, not a reading: a keeper asks it for each save.
+
+    A state that holds these very words in a string is taken for one, too. That does no harm: more images are asked for.
+    """
+    try:
+        return rb"\"sharded\":true" in bytes(view[8 : header_end(view[:8], len(view))])
+    except Corrupt:
+        return False
 
 
 def parse(view: memoryview | bytes | bytearray, nbytes: int | None = None) -> Header:

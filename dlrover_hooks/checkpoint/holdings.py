@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Arena, Slot
 from dlrover_hooks.checkpoint.chunks import digests, first_difference, inside
+from dlrover_hooks.checkpoint.header import holds_shards
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 
@@ -90,6 +91,10 @@ class Segment:
                 self.proofs.pop(old.index, None)
                 self.void[old.index] = old.seq
 
+    def sharded(self, slot: Slot) -> bool:
+        """Does it hold parts of tensors?"""
+        return holds_shards(self.arena.view(slot.index, slot.image_bytes))
+
     def proved(self, slot: Slot) -> bool:
         """`slot` was hashed as it stands, or need not be."""
         proof = self.proofs.get(slot.index)
@@ -160,7 +165,7 @@ class Holdings:
     def held(self) -> tuple[Held, ...]:
         """Every hashed slot of this node."""
         return tuple(
-            Held(slot.generation, slot.rank, slot.world_size, segment.seat, slot.index)
+            Held(slot.generation, slot.rank, slot.world_size, segment.seat, slot.index, sharded=segment.sharded(slot))
             for segment in self._segments()
             for slot, _ in segment.valid()
             if slot.generation is not None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlrover_hooks.checkpoint import device, snapshot
-from dlrover_hooks.checkpoint.behind import Behind
+from dlrover_hooks.checkpoint.aside import Aside
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
 from dlrover_hooks.checkpoint.gate import Gate, Unchanged
@@ -50,7 +50,7 @@ class LazyWriter(Writer):
         parameters: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         super().__init__()
-        self.mode, self.behind = mode, Behind()
+        self.mode, self.aside = mode, Aside()
         self._dropped, self._parameters, self._kept = dropped, parameters, Frozen()
         self._gate = Gate(self._before_step)
         self._side, self._events = device.SideStream(), list[torch.cuda.Event]()
@@ -67,7 +67,7 @@ class LazyWriter(Writer):
         if later:
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, later, events, unchanged)
-            self.behind.begin(lambda: self._finish(shot, target, rest))
+            self.aside.begin(lambda: self._finish(shot, target, rest))
         else:
             device.finish(events)
             target.publish(unchanged)
@@ -78,7 +78,7 @@ class LazyWriter(Writer):
 
     def wait(self) -> None:
         """See `Writer`."""
-        self.behind.wait()
+        self.aside.wait()
         self._events = []
 
     def unmapped(self) -> None:
@@ -99,7 +99,7 @@ class LazyWriter(Writer):
         if self._events:
             device.gate(self._events)
         else:
-            self.behind.wait()
+            self.aside.wait()
 
     def _copy(self, shot: Shot, target: Target, places: Sequence[int]) -> list[torch.cuda.Event]:
         """Copy `places`; those on devices are only begun."""

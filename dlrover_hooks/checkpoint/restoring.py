@@ -36,8 +36,16 @@ class Fit(Protocol):
         ...
 
 
-Fitting = Callable[[Any, Images, Copier], Fit]
-"""Given the saved `state` with a `Stored` in the place of each tensor. Raises UsageError if it does not fit."""
+class Opening(NamedTuple):
+    """What an adapter may look at: `state` is the saved one with a `Stored` in the place of each tensor."""
+
+    state: Any
+    images: Images
+    copier: Copier
+
+
+Fitting = Callable[[Opening], Fit]
+"""Raises UsageError if what was saved does not fit."""
 
 
 class Restored(NamedTuple):
@@ -107,7 +115,7 @@ class Restorer:
             first, leases = self._here(restore) if memory else (0, self._shares(restore))
             found = self._restored(restore, images, first, fitting)
             leases = [images.image(rank).header.inside().skeletons for rank in leases]
-            parts = tuple(unflatten(part["leases"], {}) for part in leases if "leases" in part)
+            parts = tuple(unflatten(bytes(part["leases"]), {}) for part in leases if "leases" in part)
             return found._replace(leases=parts)
         except BaseException:
             images.close()
@@ -120,14 +128,21 @@ class Restorer:
         index = images.index()
         if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
             index = images.everything()
-        fit = fitting(unflatten(skeletons["state"], index), images, self._copier) if fitting is not None else None
+        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier)
+        fit = fitting(opening) if fitting is not None else None
         given = dict(fit.tensors) if fit is not None else {}
-        wanted = chosen(index, ("state", "data", *(("rank",) if same else ())))
-        fresh = snapshot.load([one for one in wanted if one.name not in given], self._copier)
+        parts = ("state", "data", *(("rank",) if same else ()))
+        wanted = [one for one in chosen(index, parts) if one.name not in given]
+        if not all(one.is_whole for one in wanted):
+            index = images.everything()
+            wanted = [one for one in chosen(index, parts) if one.name not in given]
+        fresh = snapshot.load(wanted, self._copier)
         images.check()
-        tree = {part: unflatten(skeletons[part], fresh | given) for part in ("state", "data") if part in skeletons}
+        tree = {
+            part: unflatten(bytes(skeletons[part]), fresh | given) for part in ("state", "data") if part in skeletons
+        }
         if "rank" in own:
-            tree["rank"] = unflatten(own["rank"], fresh)
+            tree["rank"] = unflatten(bytes(own["rank"]), fresh)
         return Restored(tree, same, (), images, fit)
 
     # ---- memory

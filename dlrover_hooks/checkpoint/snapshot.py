@@ -67,7 +67,7 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
         return _shard(name, tensor)
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        if tensor.dtype is torch.complex128 and not tensor.is_meta:
+        if tensor.dtype is torch.complex128 and tensor.layout is torch.strided and not tensor.is_meta:
             whole = Whole(tuple(tensor.shape), COMPLEX)
             return TensorSpec(name, "F64", (*tensor.shape, 2), tensor.nbytes, whole=whole)
         kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"

@@ -5,19 +5,40 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.patience import Patience
+from dlrover_hooks.checkpoint.restoring import Restored as Opened
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Attach, Manifest, Plan
+from dlrover_hooks.protocol import Attach, Generation, Manifest, Plan, Restore, Source
 
 _T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
+
+    generation: Generation
+    source: Source
+    state: Any
+    data: dict[str, dict[str, Any]]
+    leases: dict[str, dict[str, Any]]
+    """By leased dataset: the state of one of the saved ranks."""
+    rng: dict[str, Any] | None
+    """None at a new world size: the rank was reseeded instead."""
+
+
+def restored(choice: Restore, found: Opened) -> Restored:
+    """What `found`, once it is filled, brings of `choice`."""
+    tree, leases = found.tree, {name: state for part in found.leases for name, state in part.items()}
+    own_rng = tree["rank"]["rng"] if found.same_world else None
+    return Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
 
 
 def elsewhere(config: Config) -> str | None:
@@ -51,16 +72,6 @@ def stored(config: Config) -> tuple[Manifest, ...]:
     return tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
 
 
-def _claimable(config: Config, save_to: str) -> None:
-    storage.probe(save_to, config.storage_options)
-    storage.refuse_others(save_to, config.storage_options, config.job)
-
-
-def _bounded(url: str, look: Callable[[str], _T]) -> _T:
-    """A store that does not answer must not hold up the start for ever."""
-    return Patience().run(lambda _: look(url), f"open {url}")
-
-
 def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer | None) -> Attach:
     """What a worker says of itself and offers: its node's memory (local rank 0), what storage holds (rank 0).
 
@@ -80,6 +91,16 @@ def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer 
         held=engine.held() if engine is not None and place.local_rank == 0 else (),
         stored=stored(config) if engine is not None and place.rank == 0 else (),
     )
+
+
+def _claimable(config: Config, save_to: str) -> None:
+    storage.probe(save_to, config.storage_options)
+    storage.refuse_others(save_to, config.storage_options, config.job)
+
+
+def _bounded(url: str, look: Callable[[str], _T]) -> _T:
+    """A store that does not answer must not hold up the start for ever."""
+    return Patience().run(lambda _: look(url), f"open {url}")
 
 
 def refuse_nothing(config: Config) -> None:

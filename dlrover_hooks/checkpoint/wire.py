@@ -155,6 +155,13 @@ class Hashed(Wire, frozen=True):
     world_size: int
 
 
+class Damaged(Wire, frozen=True):
+    """This seat's slot of `generation` does not hold what it held before where it was not copied again: copy it all."""
+
+    generation: Generation
+    reason: str
+
+
 class Storing(Wire, frozen=True):
     """A long write so far."""
 
@@ -162,13 +169,6 @@ class Storing(Wire, frozen=True):
     done_bytes: int
     nbytes: int
     seconds: float
-
-
-class Damaged(Wire, frozen=True):
-    """This seat's slot of `generation` does not hold what it held before where it was not copied again: copy it all."""
-
-    generation: Generation
-    reason: str
 
 
 class Persisted(Wire, frozen=True):
@@ -194,7 +194,7 @@ class Replaced(Wire, frozen=True):
 
 
 SaveNotice = Hashed | Persisted | PersistFailed
-Notice = SaveNotice | Storing | Damaged | Replaced
+Notice = SaveNotice | Damaged | Storing | Replaced
 Reply = Welcome | Allocated | Opened | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
 CARRY_FD = (Allocated, Opened, Adopt)

@@ -1,7 +1,8 @@
 """Which generation a round loads, and from where. Pure choice over what nodes hold and storage keeps.
 
 Memory counts only if it is whole: all ranks of the generation are held somewhere in the round, and every new rank finds
-its image on its own node. Newest wins; at equal age memory is nearer than storage.
+its image on its own node (of a sharded state at another world size: all images). Newest wins; at equal age memory is
+nearer than storage.
 """
 
 from __future__ import annotations
@@ -38,16 +39,20 @@ def is_url(resume: str) -> bool:
 def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Restore]:
     """Generations that the round holds whole in memory. `ranks_by_node`: the new ranks."""
     where: dict[tuple[Generation, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    all_of: set[tuple[Generation, int]] = set()
+    world_size = sum(len(ranks) for ranks in ranks_by_node.values())
     for node, slots in offers.held.items():
         if node in ranks_by_node:
             for slot in slots:
                 where[slot.generation, slot.world_size][node].add(slot.rank)
-    world_size = sum(len(ranks) for ranks in ranks_by_node.values())
+                if slot.sharded and slot.world_size != world_size:
+                    all_of.add((slot.generation, slot.world_size))
     return [
         Restore(generation=generation, world_size=saved, source=Source.MEMORY)
         for (generation, saved), nodes in where.items()
         if set().union(*nodes.values()) >= set(range(saved))
         and all(_served(nodes.get(node, set()), ranks, saved == world_size) for node, ranks in ranks_by_node.items())
+        and ((generation, saved) not in all_of or all(len(nodes[node]) == saved for node in ranks_by_node))
     ]
 
 

@@ -102,6 +102,12 @@ class Kept:
         finally:
             link.close()
 
+    @staticmethod
+    def kill(pid: int) -> None:
+        """Kill -9, and wait until it is gone."""
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)  # all its threads: its main one alone keeps no socket open
+
     def close(self) -> None:
         self._stack.close()
 

@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlrover_hooks import cli
 from dlrover_hooks.checkpoint import snapshot, storage, tree
 from dlrover_hooks.checkpoint.header import Inside, Whole
-from dlrover_hooks.checkpoint.image import TensorSpec, header_bytes, plan
+from dlrover_hooks.checkpoint.image import TensorSpec, plan
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.integrations import export
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Generation, Manifest
+from tests.images import image_with
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -194,11 +195,8 @@ def shard(url: str, rank: int, height: int = 4) -> Any:
     which, rows = Generation(0, 7, "a" * 32), torch.arange(12.0).view(4, 3)[2 * rank : 2 * rank + 2].contiguous()
     spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), Whole((height, 3), "F32", sharded=True))
     layout = plan([spec])
-    skeleton = tree.flatten({"model": {"w": rows}}, where="state").skeleton
-    inside = Inside(which, rank, 2, {"state": msgspec.Raw(skeleton)})
-    image = memoryview(bytearray(layout.total_bytes))
-    image[: layout.header_bytes] = header_bytes(layout, inside)
-    image[layout.starts[0] :] = rows.numpy().tobytes()
+    skeleton = msgspec.Raw(tree.flatten({"model": {"w": rows}}, where="state").skeleton)
+    image = memoryview(image_with(layout, Inside(which, rank, 2, {"state": skeleton}), rows.numpy().tobytes()))
     return storage.write_shard(url, None, which, rank, 2, [image], len(image), job="sharded")
 
 

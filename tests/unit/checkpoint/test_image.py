@@ -16,22 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dlrover_hooks.checkpoint import image, snapshot
-from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.image import ITEM_BYTES, PAGE, Inside, Outgrown, TensorSpec
-from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
+from tests.images import image_of
 
 GENERATION = Generation(0, 7, "a" * 32)
 
 
 def build(tensors: dict[str, torch.Tensor], *, rank: int = 0) -> bytearray:
-    recipe = Recipe(tensors)
-    data = bytearray(recipe.layout.total_bytes)
-    data[: recipe.layout.header_bytes] = recipe.header(Inside(GENERATION, rank, 2, {"state": msgspec.Raw(b"{}")}))
-    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
-    Copier(1).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
-    return data
+    return image_of(tensors, Inside(GENERATION, rank, 2, {"state": msgspec.Raw(b"{}")}))
 
 
 def some(rank: int = 0) -> dict[str, torch.Tensor]:

@@ -13,9 +13,9 @@ from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.header import Inside
 from dlrover_hooks.checkpoint.images import Images
-from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
+from tests.images import image_of
 
 GENERATION = Generation(0, 7, "a" * 32)
 
@@ -55,12 +55,7 @@ def loaded(data: bytearray, names: Any = None, threads: int = 2) -> dict[str, to
 
 
 def put(tensors: dict[str, Any], threads: int = 2) -> bytearray:
-    recipe = Recipe(tensors)
-    data = bytearray(recipe.layout.total_bytes)
-    data[: recipe.layout.header_bytes] = recipe.header(Inside(GENERATION, 0, 1, {}))
-    found, everywhere = recipe.sources(tensors), range(len(recipe.places))
-    Copier(threads).fill(recipe.pieces(everywhere), snapshot.place_of(memoryview(data)), found.addresses)
-    return data
+    return image_of(tensors, Inside(GENERATION, 0, 1, {}), threads=threads)
 
 
 def every_dtype() -> dict[str, torch.Tensor]:

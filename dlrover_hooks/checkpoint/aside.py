@@ -1,4 +1,4 @@
-"""One copy at a time behind the step, on a thread of its own. No torch."""
+"""One copy at a time beside the step, on a thread of its own. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_S = 600.0
 """Deadline for a copy: memory that is this slow is swapped out or broken."""
 
 
-class Behind:
+class Aside:
     """Owns the thread `dlrover-hooks-copy`, a new one for each job. `begin` on the training thread."""
 
     def __init__(self) -> None:

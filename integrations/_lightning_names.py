@@ -1,0 +1,112 @@
+"""Names over restarts: a run that is started again writes over what its earlier lives wrote, and beside nothing.
+
+`ModelCheckpoint` takes a name that is not free for somebody else's and adds `-v1`; `CSVLogger` begins a new `version_N`
+folder for every start. Both are right for a new run and litter for a run that goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import zipfile
+from typing import Any, cast
+
+import fsspec
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from dlrover_hooks.integrations import _lightning_private as private
+
+MARK = "dlrover_hooks_run"
+"""In files of weights only, which hold no callback's state."""
+
+
+def write_over_earlier(trainer: Trainer, run: str) -> None:
+    """A file of `run` from before this fit counts as free, for every `ModelCheckpoint`; others keep their `-v1`."""
+    given = set[str]()
+    for callback in private.callbacks(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            _write_over_earlier(callback, run, given)
+    connector: Any = trainer._checkpoint_connector
+    dump = connector.dump_checkpoint
+
+    def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = dump(weights_only)
+        return checkpoint | {MARK: run} if weights_only else checkpoint
+
+    connector.dump_checkpoint = dump_checkpoint
+
+
+def _write_over_earlier(callback: ModelCheckpoint, run: str, given: set[str]) -> None:
+    exists = callback.file_exists
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        path = str(filepath)
+        there = exists(filepath, trainer)
+        if there and path not in given:
+            earlier = trainer.is_global_zero and written_by(path, run)
+            there = not trainer.strategy.reduce_boolean_decision(earlier, all=False)
+        if not there:
+            given.add(path)
+        return there
+
+    cast(Any, callback).file_exists = file_exists
+
+
+def forget(trainer: Trainer) -> None:
+    """Undo `write_over_earlier`."""
+    trainer._checkpoint_connector.__dict__.pop("dump_checkpoint", None)
+    for callback in private.callbacks(trainer):
+        callback.__dict__.pop("file_exists", None)
+
+
+def written_by(path: str, run: str) -> bool:
+    """Is this a checkpoint of `run`? It names its run in its pickle, which is looked at as bytes, not loaded."""
+    with contextlib.suppress(OSError, zipfile.BadZipFile), fsspec.open(path, "rb") as file:
+        archive = zipfile.ZipFile(cast(Any, file))
+        name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+        return name is not None and run.encode() in archive.read(name)
+    return False
+
+
+def versions(trainer: Trainer) -> list[Any]:
+    """By logger, its `version_N`; None for those that are left alone."""
+    return [logger.version if isinstance(logger, CSVLogger) else None for logger in trainer.loggers]
+
+
+def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str) -> None:
+    """Have the loggers go on in the folders that callback `key` noted in a checkpoint of `run`, without the rows of
+    steps that are trained again. In `setup`, where Lightning has made the new folders already.
+    """
+    mark = restored["callbacks"].get(key, {})
+    before = mark.get("versions", ()) if mark.get("run") == run else ()
+    steps = private.batches_that_stepped(restored)
+    for logger, version in zip(trainer.loggers, before, strict=False):
+        if isinstance(logger, CSVLogger) and version is not None and version != logger.version:
+            new = logger.log_dir
+            logger._version = version
+            if trainer.is_global_zero:
+                _go_on(logger, steps)
+                with contextlib.suppress(OSError):  # something is in it: not ours to remove
+                    os.rmdir(new)
+
+
+def _go_on(logger: CSVLogger, steps: int) -> None:
+    writer: Any = logger.experiment
+    writer.log_dir = logger.log_dir
+    writer.metrics_file_path = os.path.join(logger.log_dir, writer.NAME_METRICS_FILE)
+    os.makedirs(logger.log_dir, exist_ok=True)
+    if not os.path.exists(writer.metrics_file_path):
+        return
+    with open(writer.metrics_file_path, newline="") as file:
+        rows = csv.DictReader(file)
+        writer.metrics_keys = list(rows.fieldnames or ())
+        kept = [row for row in rows if (row.get("step") or "0").isdigit() and int(row.get("step") or 0) < steps]
+    part = f"{writer.metrics_file_path}.tmp"
+    with open(part, "w", newline="") as file:
+        table = csv.DictWriter(file, writer.metrics_keys)
+        table.writeheader()
+        table.writerows(kept)
+    os.replace(part, writer.metrics_file_path)

@@ -1,0 +1,92 @@
+"""Files and folders that appear whole: written under another name beside it, synced, then renamed. Local ones only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIX = ".behind.tmp"
+_AT_FDCWD, _EXCHANGE = -100, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def whole_file(path: str) -> Iterator[str]:
+    """The name to write to; at the end of the block it is on the disk as `path`. Nothing is left if it raises.
+
+    What a killed process left in that folder is removed. A lock tells it from what is being written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target.parent)
+    part = target.parent / f".{target.name}.{os.getpid()}{SUFFIX}"
+    with open(part, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield str(part)
+            sync(part)
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    sync(target.parent)
+
+
+def _sweep(folder: Path) -> None:
+    for part in folder.glob(f".*{SUFFIX}"):
+        with contextlib.suppress(OSError), open(part, "rb") as found:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+
+
+def whole_folder(part: str, path: str) -> None:
+    """Folder `part`, whose files are all written, becomes `path` at once. Files of others in an older `path` stay."""
+    sync_all(Path(part))
+    if not os.path.exists(path):
+        os.rename(part, path)
+    elif not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    else:
+        _exchange(part, path)
+        for name in set(os.listdir(part)) - set(os.listdir(path)):
+            os.rename(Path(part, name), Path(path, name))
+        shutil.rmtree(part)
+    sync(Path(path).absolute().parent)
+
+
+def whole_link(path: str, link: str) -> None:
+    """`link` points to `path` from now on, whatever it was; it is never missing."""
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)
+    part = f"{link}.{os.getpid()}{SUFFIX}"
+    os.symlink(os.path.relpath(path, os.path.dirname(link)), part)
+    os.replace(part, link)
+
+
+def _exchange(one: str, other: str) -> None:
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), other)
+
+
+def sync_all(folder: Path) -> None:
+    """All that lies in `folder` is on the disk afterwards. What goes meanwhile is somebody else's."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in (*names, ""):
+            with contextlib.suppress(FileNotFoundError):
+                sync(Path(place, name))
+
+
+def sync(path: Path) -> None:
+    """`path`, a file or a folder, is on the disk afterwards."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

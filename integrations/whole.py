@@ -1,0 +1,169 @@
+"""Model and optimizer as one state whose names depend on neither world size, layout nor wrapper.
+
+Parameters go by the name they have in the bare model, in the optimizer's state too, as in
+`torch.distributed.checkpoint.state_dict`; but nothing is gathered, and no optimizer is stepped to make room for what is
+restored: tensors for its state are made like the parameters they belong to, in the dtype that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks.checkpoint.images import Stored
+from dlrover_hooks.checkpoint.snapshot import dtype_of
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.filling import is_sharded, refuse
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_OTHER_MODEL = "give the model and the optimizer the same parameters as before, or start anew (resume='never')"
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile.
+
+    Raises:
+        UsageError: it is sharded by FSDP1, whose state depends on its layout.
+    """
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model.get_submodule("_orig_mod")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) keeps parameters under names of its own layout",
+            hint="shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+    return model
+
+
+class WholeState:
+    """`model` (bare) and `optimizer` of one run. Training thread."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self._optimizer = model, optimizer
+        found: Mapping[nn.Parameter, str] = {parameter: _plain(name) for name, parameter in model.named_parameters()}
+        self._known = found
+
+    def save(self) -> dict[str, Any]:
+        """The live tensors, by name."""
+        return {"model": self._named(), "optimizer": self._optimizer_state()}
+
+    def load(self, saved: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Take `saved` (see `save`), the tensors of which are those of `targets` where it gave some."""
+        model: dict[str, Any] = saved["model"]
+        live: dict[str, str] = {_plain(name): name for name in self.model.state_dict()}
+        self.model.load_state_dict({live.get(name, name): value for name, value in model.items()})
+        if not weights_only:
+            numbered = self._numbered(saved["optimizer"])
+            self._optimizer.load_state_dict(numbered)
+            exact_optimizer_states([self._optimizer], [numbered])
+
+    def targets(self, saved: Mapping[str, Any], *, weights_only: bool = False) -> dict[str, torch.Tensor]:
+        """By saved name, the tensors that are to be filled for `saved`, which has `Stored` for tensors.
+
+        Raises:
+            UsageError: keys, or parameters of the optimizer, are not those that were saved.
+        """
+        found = self._model_targets(saved["model"])
+        return found if weights_only else found | self._optimizer_targets(saved["optimizer"])
+
+    # ---- the model
+
+    def _named(self) -> dict[str, Any]:
+        return {_plain(name): value for name, value in self.model.state_dict().items()}
+
+    def _model_targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        live = self._named()
+        _same_keys(saved.keys(), live.keys(), "model.")
+        found: dict[str, torch.Tensor] = {}
+        for name, stored in saved.items():
+            if isinstance(stored, Stored) and isinstance(live[name], torch.Tensor):
+                found.setdefault(stored.name, live[name])
+        return found
+
+    # ---- the optimizer
+
+    def _names(self) -> list[str]:
+        """Of the optimizer's parameters, in the order of their numbers."""
+        groups = enumerate(self._optimizer.param_groups)
+        return [self._known.get(one, f"{g}.{i}") for g, group in groups for i, one in enumerate(group["params"])]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        state, names = self._optimizer.state_dict(), self._names()
+        return state | {
+            "state": {_name(names, number): value for number, value in state["state"].items()},
+            "param_groups": [
+                group | {"params": [names[i] for i in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    def _numbered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """`saved` with the numbers that its parameters have here."""
+        number = {name: index for index, name in enumerate(self._names())}
+        live = self._optimizer.state_dict()["param_groups"]
+        groups = zip(saved["param_groups"], live, strict=True)
+        return {
+            **saved,
+            "state": {number.get(name, name): value for name, value in saved["state"].items()},
+            "param_groups": [{**group, "params": here["params"]} for group, here in groups],
+        }
+
+    def _optimizer_targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        live, groups = self._names(), saved["param_groups"]
+        _same_keys([name for group in groups for name in group["params"]], live, "optimizer.")
+        if len(groups) != len(self._optimizer.param_groups):
+            refuse([f"the optimizer had {len(groups)} groups, here {len(self._optimizer.param_groups)}"], _OTHER_MODEL)
+        parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
+        found: dict[str, torch.Tensor] = {}
+        wrong: list[str] = []
+        for name, parameter in zip(live, parameters, strict=True):
+            for stored in _tensors(saved["state"].get(name, {})):
+                if stored.shape == tuple(parameter.shape) and (is_sharded(parameter) or stored.sharded):
+                    found[stored.name] = _like(parameter, stored)
+                elif stored.sharded:
+                    wrong.append(f"{stored.name} is sharded, but shaped unlike its parameter")
+        refuse(wrong, "resume at the world size and layout of before, or with resume='weights'")
+        return found
+
+
+def _like(parameter: torch.Tensor, stored: Stored) -> torch.Tensor:
+    return torch.empty_like(parameter, dtype=dtype_of(stored.dtype), requires_grad=False)
+
+
+def _tensors(value: Any) -> Iterator[Stored]:
+    if isinstance(value, Stored):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+
+
+def _name(names: list[str], number: Any) -> Any:
+    return names[number] if isinstance(number, int) else number
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _same_keys(saved: Iterable[str], live: Iterable[str], where: str) -> None:
+    then, now = dict.fromkeys(saved), dict.fromkeys(live)
+    missing = [f"{where}{name} is not in the checkpoint" for name in now if name not in then]
+    extra = [f"{where}{name} is in the checkpoint only" for name in then if name not in now]
+    refuse(missing + extra, _OTHER_MODEL)
+
+
+def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
+    """Put back what `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, entries in state["state"].items():
+            if not isinstance(index, int):
+                continue
+            live = optimizer.state[parameters[index]]
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor) and live[name].dtype != value.dtype:
+                    live[name] = value.to(live[name].device, copy=True)

@@ -1,0 +1,247 @@
+"""What a checkpoint costs beside memcpy and beside other savers, in one run: `make bench-checkpoint` (DL-90, DL-91).
+
+Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike; `eager_*` and `first_save_*`
+compare minima. Writes build/bench/checkpoint.json. BENCH_ARGS: `--pairs N` (at least 15), `--only GROUP`,
+`--with-dlrover` (needs `pip install dlrover[torch]` in .venv).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.protocol import Restore, Source
+from tests.benchmarks import peers, steps
+from tests.benchmarks.saver import Gpt, Memcpy, engine, nbytes, small_state, timed
+
+REPOSITORY = Path(__file__).parents[2]
+BARS = {
+    "eager_1t_over_memcpy": 1.2,
+    "eager_mt_over_memcpy": 0.8,
+    "eager_plain_mt_over_memcpy": 1.1,
+    "small5000_over_memcpy": 2.0,
+    "first_save_over_memcpy": 1.3,
+    "lazy_exposed_ms": 1.0,
+    "lazy_cpu_overhead_pct": 2.0,
+    "auto_never_worse_pct": 5.0,
+    "restore_over_memcpy": 2.0,
+    "keeper_cpu_s_per_gb": 0.25,
+    "vs_torch_save": 0.1,
+    "vs_dcp_async": 0.75,
+    "vs_lightning_async": 0.9,
+}
+"""What each figure must not exceed."""
+Figures = dict[str, float]
+
+
+def least(seconds: dict[str, list[float]], name: str) -> float:
+    """Minimum over that of memcpy."""
+    return min(seconds[name]) / min(seconds["memcpy"])
+
+
+def median(seconds: dict[str, list[float]], name: str, base: str) -> float:
+    """Median of the ratios of the pairs."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def eager(pairs: int) -> Figures:
+    """A whole `save`, with and without the C helper, beside memcpy."""
+    state = Gpt().state()
+    memcpy = Memcpy(nbytes(state))
+    ways = {
+        "1t": Copier(1, native=True),
+        "mt": Copier(native=True),
+        "plain_1t": Copier(1, native=False),
+        "plain_mt": Copier(native=False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
+    with engine() as ours:
+        ours.save(state)
+        for _ in range(pairs):
+            for name, copier in ways.items():
+                ours.hashed()
+                ours.use(copier)
+                seconds[name].append(timed(lambda: ours.save(state)))
+            seconds["memcpy"].append(timed(memcpy))
+    return {f"eager_{name}_over_memcpy": least(seconds, name) for name in ways} | {
+        "memcpy_gb_s": nbytes(state) / 1e9 / min(seconds["memcpy"]),
+        "state_mb": nbytes(state) / 1e6,
+    }
+
+
+def small(pairs: int) -> Figures:
+    """5000 tensors of 8 KB: what Python costs per tensor."""
+    state = small_state()
+    memcpy = Memcpy(nbytes(state))
+    seconds: dict[str, list[float]] = {"memcpy": [], "C": [], "plain": []}
+    with engine() as ours:
+        ours.save(state)
+        for _ in range(3 * pairs):
+            for name, native in (("C", True), ("plain", False)):
+                ours.hashed()
+                ours.use(Copier(native=native))
+                seconds[name].append(timed(lambda: ours.save(state)))
+            seconds["memcpy"].append(timed(memcpy))
+    return {
+        "small5000_over_memcpy": median(seconds, "C", "memcpy"),
+        "small5000_plain_over_memcpy": median(seconds, "plain", "memcpy"),
+    }
+
+
+def first(pairs: int) -> Figures:
+    """The first save of a life, its memory made ready in the background before."""
+    state = Gpt().state()
+    memcpy = Memcpy(nbytes(state))
+    seconds: dict[str, list[float]] = {"memcpy": [], "first": []}
+    ready: list[float] = []
+    for _ in range(pairs):
+        with engine() as ours:
+            checkpointer = ours.checkpointer
+            checkpointer.prepare(checkpointer.image_bytes({"state": state}))
+            began = time.perf_counter()
+            while not checkpointer.ready:
+                os.sched_yield()
+            ready.append(time.perf_counter() - began)
+            seconds["first"].append(timed(lambda: ours.save(state)))
+            seconds["memcpy"].append(timed(memcpy))
+            ours.hashed()
+    return {"first_save_over_memcpy": least(seconds, "first"), "prepare_s": statistics.median(ready)}
+
+
+def restore(pairs: int) -> Figures:
+    """Out of memory into live tensors: the copy alone, and with the keeper's verification and all else."""
+    gpt = Gpt()
+    state = gpt.state()
+    memcpy = Memcpy(nbytes(state))
+    seconds: dict[str, list[float]] = {"memcpy": [], "copy": [], "all": []}
+    with engine() as ours:
+        ours.save(state)
+        generation = ours.hashed()
+        checkpointer = ours.checkpointer
+        fitting = steps.in_place(state)
+        for _ in range(pairs):
+            opened = timed(lambda: checkpointer.load(Restore(generation, 1, Source.MEMORY), fitting))
+            seconds["copy"].append(timed(checkpointer.fill))
+            seconds["all"].append(opened + seconds["copy"][-1])
+            seconds["memcpy"].append(timed(memcpy))
+    return {
+        "restore_over_memcpy": median(seconds, "copy", "memcpy"),
+        "restore_all_over_memcpy": median(seconds, "all", "memcpy"),
+    }
+
+
+def keeper(pairs: int) -> Figures:
+    """CPU seconds of the keeper for each GB that it hashes and writes to a local disk."""
+    state = Gpt().state()
+    with tempfile.TemporaryDirectory(dir=REPOSITORY / "build") as folder, engine(save_to=folder) as ours:
+        ours.save(state)
+        ours.hashed()
+        process, rounds = ours.keeper(), min(pairs, 8)
+        began, before = time.perf_counter(), sum(process.cpu_times()[:2])
+        for _ in range(rounds):
+            ours.save(state)
+            ours.checkpointer.persist(ours.hashed())
+            ours.notice(wire.Persisted)
+        seconds, gigabytes = sum(process.cpu_times()[:2]) - before, rounds * nbytes(state) / 1e9
+    return {
+        "keeper_cpu_s_per_gb": seconds / gigabytes,
+        "persist_gb_s": gigabytes / (time.perf_counter() - began),
+    }
+
+
+def others(pairs: int) -> Figures:
+    """How long a save holds up the training thread, ours and theirs, of the same state in turn."""
+    state = Gpt().state()
+    with tempfile.TemporaryDirectory(dir=REPOSITORY / "build") as name, engine() as ours:
+        folder = Path(name)
+        them = {
+            "torch_save": peers.TorchSave(state, folder),
+            "dcp_async": peers.DcpAsync(state, folder),
+            "lightning_async": peers.LightningAsync(state, folder),
+            "our_dcp_async": peers.FlashDcp(state, folder),
+            "our_lightning_io": peers.FlashIO(state, folder),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ("ours", *them)}
+        ours.save(state)
+        for turn in range(pairs + 1):
+            ours.hashed()
+            row = {"ours": timed(lambda: ours.save(state))}
+            for title, peer in them.items():
+                row[title] = timed(peer.save)
+                peer.settle()
+            for title, taken in row.items() if turn else ():  # the first turn warms up
+                seconds[title].append(taken)
+        for peer in them.values():
+            peer.close()
+    return {
+        "vs_torch_save": median(seconds, "ours", "torch_save"),
+        "vs_dcp_async": median(seconds, "our_dcp_async", "dcp_async"),
+        "vs_lightning_async": median(seconds, "our_lightning_io", "lightning_async"),
+    } | {f"{title}_ms": 1e3 * statistics.median(times) for title, times in seconds.items()}
+
+
+_WITH_DLROVER = "--with-dlrover"
+
+
+def groups(pairs: int) -> Iterator[tuple[str, Callable[[], Figures]]]:
+    for measure in (eager, small, first, restore, keeper, others):
+        yield measure.__name__, lambda measure=measure: measure(pairs)
+    yield "lazy", lambda: steps.lazy(pairs)
+    yield "auto", lambda: steps.auto(pairs)
+
+
+def table(found: Figures) -> Table:
+    rows = Table("figure", "measured", "at most", "", title="Checkpoints: what they cost")
+    for name, value in found.items():
+        bar = BARS.get(name)
+        verdict = "" if bar is None else "[green]met[/]" if value <= bar else "[bold red]missed[/]"
+        rows.add_row(name, f"{value:.3g}", "" if bar is None else f"{bar:g}", verdict)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", help="one group of figures, such as lazy")
+    parser.add_argument(_WITH_DLROVER, action="store_true", help="DLRover's shared memory handler beside the others")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    console, found = Console(), Figures()
+    (REPOSITORY / "build" / "bench").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        for title, measure in groups(given.pairs):
+            if given.only in (None, title):
+                with console.status(title):
+                    found |= measure()
+    console.print(table(found))
+    out = REPOSITORY / "build" / "bench" / "checkpoint.json"
+    conditions: dict[str, Any] = {
+        "pairs": given.pairs,
+        "cores": psutil.cpu_count(),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "native": Copier().native,
+    }
+    out.write_text(json.dumps({**conditions, **found}, indent=1) + "\n")
+    console.print(out.relative_to(REPOSITORY))
+    return int(any(found[name] > bar for name, bar in BARS.items() if name in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

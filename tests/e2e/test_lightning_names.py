@@ -1,0 +1,50 @@
+"""A killed and resumed Lightning run leaves the files of an unbroken one: no `-v1`, one `version_N` (DL-57, DL-90)."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrover_hooks.integrations._lightning_names import written_by
+from tests.e2e.launched import REPOSITORY, Launched
+from tests.integrations.names_trial import fit
+
+SCRIPT = (REPOSITORY / "tests" / "integrations" / "names_trial.py").read_text()
+
+
+def left(folder: Path) -> tuple[list[str], list[str]]:
+    """The files of a run, and the steps of its log."""
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    with open(folder / "logs/lightning_logs/version_0/metrics.csv", newline="") as file:
+        return found, [row["step"] for row in csv.DictReader(file)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_killed_run_leaves_the_files_of_an_unbroken_one(tmp_path: Path) -> None:
+    """Killed at step 12, resumed at 7: the files of steps 8, 10 and 12 and of the epoch's end are written again. A
+    file of somebody else that lies in the way keeps its name.
+    """
+    fit(tmp_path / "calm")
+    foreign = tmp_path / "out" / "steps" / "epoch=1-step=8.ckpt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("of somebody else")
+    launched = Launched(tmp_path, SCRIPT, FOLDER=str(tmp_path / "out"))
+    _, errors = launched.process.communicate(timeout=55)
+    assert launched.process.returncode == 0, errors
+    assert launched.read() == [{"restored": 7}]
+    assert foreign.read_text() == "of somebody else"
+    (files, rows), (calm, calm_rows) = left(tmp_path / "out"), left(tmp_path / "calm")
+    assert sorted({*files} - {"steps/epoch=1-step=8-v1.ckpt"}) == calm
+    assert rows == calm_rows
+
+
+def test_a_run_is_known_by_its_mark_alone(tmp_path: Path) -> None:
+    torch.save({"dlrover_hooks_run": "1f" * 16, "weights": torch.ones(9)}, tmp_path / "a.ckpt")
+    (tmp_path / "text").write_text("1f" * 16)
+    assert written_by(str(tmp_path / "a.ckpt"), "1f" * 16)
+    assert not written_by(str(tmp_path / "a.ckpt"), "2f" * 16)
+    assert not written_by(str(tmp_path / "text"), "1f" * 16)
+    assert not written_by(str(tmp_path / "none"), "1f" * 16)
