@@ -245,8 +245,11 @@ def _check(config: Config) -> None:
         raise UsageError(f"snapshot={config.snapshot!r} is unknown", hint='use "auto", "eager" or "lazy"')
     if config.global_batch_size is not None and config.global_batch_size < 1:
         raise UsageError(f"global_batch_size={config.global_batch_size} must be at least 1")
-    if config.resume not in ("auto", "never", "require") and "/" not in config.resume:
-        raise UsageError(f"resume={config.resume!r} is unknown", hint='use "auto", "never", "require" or a URL')
+    if config.resume not in ("auto", "never", "require", "weights") and "/" not in config.resume:
+        raise UsageError(
+            f"resume={config.resume!r} is unknown",
+            hint='use "auto", "never", "require", "weights", a URL, or "weights:URL"',
+        )
 
 
 def _job(env: Mapping[str, str]) -> str | None:

@@ -94,6 +94,8 @@ class Restore(Message, frozen=True):
     source: Source
     url: str | None = None
     """Folder of the checkpoint tree for STORAGE."""
+    weights: bool = False
+    """Only the model's weights are taken: a new run begins with them."""
 
 
 class Phase(enum.Enum):

@@ -302,7 +302,7 @@ class Session:
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
             found = self._engine.load(choice, fitting)
-            cuts = united(found.leases)
+            cuts = {} if choice.weights else united(found.leases)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
@@ -324,10 +324,11 @@ class Session:
         self._courier.start(plan.cadence)
 
     def _say_restored(self, restored: Restored) -> None:
-        if restored.rng is None:
+        if restored.rng is None and not restored.weights_only:
             rng.reseed(restored.generation.step, self.attempt, self.place.rank)
         level = logging.WARNING if self.place.rank == 0 else logging.INFO  # to be seen, and once
-        log.log(level, "job %s resumes %s from %s", self.config.job, restored.generation, restored.source.value)
+        what = "starts with the weights of" if restored.weights_only else "resumes"
+        log.log(level, "job %s %s %s from %s", self.config.job, what, restored.generation, restored.source.value)
 
     def _cut_due(self, step: int) -> bool:
         """Only at the first request after a step: later ones of an accumulation window count batches not yet in it.

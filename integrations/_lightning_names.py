@@ -71,6 +71,29 @@ def written_by(path: str, run: str) -> bool:
     return False
 
 
+def forget_missing(trainer: Trainer) -> None:
+    """A run that is killed while files are written behind the step knows of some that never appeared. When callbacks
+    are restored; all ranks.
+    """
+    for callback in private.callbacks(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}
+            missing = trainer.strategy.broadcast([path for path in known if not callback._fs.exists(path)])
+            if missing:
+                private.log.warning("not there any more, or never written before the crash: %s", ", ".join(missing))
+                _forget(callback, set(missing))
+
+
+def _forget(callback: ModelCheckpoint, missing: set[str]) -> None:
+    left = callback.best_k_models = {path: one for path, one in callback.best_k_models.items() if path not in missing}
+    if callback.last_model_path in missing:
+        callback.last_model_path = ""
+    if callback.best_model_path in missing:
+        choose = min if callback.mode == "min" else max
+        callback.best_model_path = choose(left, key=lambda path: float(left[path])) if left else ""
+        callback.best_model_score = left.get(callback.best_model_path)
+
+
 def versions(trainer: Trainer) -> list[Any]:
     """By logger, its `version_N`; None for those that are left alone."""
     return [logger.version if isinstance(logger, CSVLogger) else None for logger in trainer.loggers]

@@ -61,6 +61,19 @@ def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[st
     cast(Any, connector).resume_start = resume_start
 
 
+def begin_with(trainer: Trainer, weights: dict[str, Any]) -> None:
+    """Make this fit begin with `weights`, once the model is made. An explicit `ckpt_path` comes after them."""
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    @functools.wraps(original)
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        trainer.lightning_module.load_state_dict(weights)
+        original(checkpoint_path, weights_only=weights_only)
+
+    cast(Any, connector).resume_start = resume_start
+
+
 def before_each_fetch(trainer: Trainer, call: Callable[[], object]) -> None:
     """Have `call` run before each training batch is fetched, behind the making of the epoch's iterator.
 

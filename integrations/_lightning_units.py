@@ -9,10 +9,12 @@ import math
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations.even import epoch_batches, step_batches
 
 
@@ -91,3 +93,17 @@ class Units:
         trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._interval
         for config, frequency in self._frequencies:
             config.frequency = frequency
+
+
+def begin_epoch_again(trainer: Trainer) -> None:
+    """Lightning says `on_train_epoch_start` where an epoch starts, not where it is resumed in its middle. Two of its
+    callbacks keep what they did there in no checkpoint: the factor of a schedule, and the scheduler of SWA.
+    """
+    for callback in private.callbacks(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        elif isinstance(callback, StochasticWeightAveraging):
+            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, rate in zip(trainer.optimizers[0].param_groups, rates, strict=True):
+                group["lr"] = rate  # a new scheduler starts at its first one

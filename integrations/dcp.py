@@ -29,7 +29,11 @@ from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Images, Piece, Stored, need
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.stored import StoredImage
+from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import NoCheckpoint
+from dlrover_hooks.integrations.dcp_write import FlashStager, FlashWriter
+
+__all__ = ["FlashReader", "FlashStager", "FlashWriter", "opened", "saved_values"]
 
 
 class FlashReader(StorageReader):
@@ -127,6 +131,23 @@ def opened(url: str, options: Mapping[str, Any] | None = None, step: int | None 
         raise NoCheckpoint(f"{url} holds {what}; whole ones: {steps}")
     place = Place(url, options)
     return Images(manifest.generation, manifest.world_size, lambda rank: StoredImage(place, manifest, rank))
+
+
+def saved_values(
+    url: str | os.PathLike[str], *, step: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The Python values that a `FlashWriter` wrote beside the tensors, by dotted name: of the newest step or `step`.
+
+    Raises:
+        NoCheckpoint: there is no such generation.
+        Corrupt, StorageFailed: it cannot be read.
+    """
+    images = opened(os.fspath(url), storage_options, step)
+    try:
+        found = [images.image(rank).header.inside().skeletons for rank in range(images.world_size)]
+        return {name: unflatten(bytes(skeleton), {}) for part in found for name, skeleton in part.items()}
+    finally:
+        images.close()
 
 
 def _metadata(stored: Stored) -> TensorStorageMetadata:

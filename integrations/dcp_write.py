@@ -10,7 +10,6 @@ What is written is a generation like our own: safetensors shards with their plac
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 import uuid
@@ -28,10 +27,10 @@ from torch.futures import Future
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint import snapshot, storage
-from dlrover_hooks.checkpoint.image import Inside, TensorSpec, header_bytes, plan
-from dlrover_hooks.checkpoint.place import Place, failures
-from dlrover_hooks.checkpoint.tree import flatten, unflatten
-from dlrover_hooks.errors import NoCheckpoint, UnsupportedState, UsageError
+from dlrover_hooks.checkpoint.header import Inside, Whole
+from dlrover_hooks.checkpoint.image import TensorSpec, header_bytes, plan
+from dlrover_hooks.checkpoint.tree import flatten
+from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.integrations.copies import Copies
 from dlrover_hooks.protocol import Generation, Manifest, Message, ShardFile
 
@@ -64,8 +63,8 @@ class FlashStager(AsyncStager):
 class FlashWriter(StorageWriter):
     """Writes one generation, `step`, into the checkpoint tree at `url`. It exists once every rank's file does.
 
-    Python values beside the tensors are kept as tagged JSON, see `saved_values`. A step that is there already is saved
-    as a newer attempt.
+    Python values beside the tensors are kept as tagged JSON, see `dcp.saved_values`. A step that is there already is
+    saved as a newer attempt.
 
     Args:
         url: folder or fsspec URL of the tree, for all steps the same.
@@ -192,9 +191,12 @@ class _Shard:
         tensor, chunk = planner.resolve_data(item).detach().cpu().contiguous(), item.tensor_data.chunk
         tensor = tensor.resolve_conj().resolve_neg()
         (spec,) = snapshot.specs({name: tensor})
-        if spec.nbytes or item.type is not WriteItemType.SHARD:  # stock readers stumble over empty shards
-            self._tensors[name] = tensor
-            self._specs.append(spec._replace(offsets=tuple(chunk.offsets)))
+        if item.type is WriteItemType.SHARD:
+            dtype = spec.whole.dtype if spec.whole is not None else spec.dtype
+            spec = spec._replace(whole=Whole(tuple(item.tensor_data.size), dtype, sharded=True))
+        more = (0,) * (len(spec.shape) - len(chunk.offsets))
+        self._tensors[name] = tensor
+        self._specs.append(spec._replace(offsets=(*chunk.offsets, *more)))
 
     def image(self) -> tuple[Iterator[memoryview], int]:
         """Its bytes, and how many they are."""
@@ -220,32 +222,3 @@ def _next(found: tuple[Manifest, ...], step: int) -> Generation:
         return Generation(0, step, uuid.uuid4().hex)
     newest = found[0].generation
     return Generation(newest.attempt + (step <= newest.step), step, newest.run)
-
-
-def saved_values(
-    url: str | os.PathLike[str], *, step: int | None = None, storage_options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The Python values that a `FlashWriter` wrote beside the tensors, by dotted name: of the newest step or `step`.
-
-    Raises:
-        NoCheckpoint: there is no such generation.
-        Corrupt, StorageFailed: it cannot be read.
-    """
-    place = Place(os.fspath(url), storage_options)
-    found = storage.scan(place.url, storage_options, None).manifests
-    manifest = next((one for one in found if step in (None, one.generation.step)), None)
-    if manifest is None:
-        steps = ", ".join(str(one.generation.step) for one in found) or "none"
-        raise NoCheckpoint(f"{place.url} holds no whole generation of step {step}; whole ones: {steps}")
-    values: dict[str, Any] = {}
-    for file in manifest.files:
-        values |= _values(place, f"{storage.folder(manifest.generation)}/{file.name}")
-    return values
-
-
-def _values(place: Place, name: str) -> dict[str, Any]:
-    with failures(f"read {place.path(name)}"):
-        length = int.from_bytes(place.fs.cat_file(place.path(name), 0, 8), "little")
-        table = json.loads(place.fs.cat_file(place.path(name), 8, 8 + length))
-        inside = msgspec.json.decode(table["__metadata__"]["dlrover_hooks"], type=Inside)
-    return {key: unflatten(bytes(skeleton), {}) for key, skeleton in inside.skeletons.items()}

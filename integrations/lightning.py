@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,9 +30,10 @@ from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
 from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended
-from dlrover_hooks.integrations._lightning_units import Units
+from dlrover_hooks.integrations._lightning_units import Units, begin_epoch_again
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, leader, loss_scale
+from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO as FlashCheckpointIO
 from dlrover_hooks.integrations.torch import keep_buckets
 from dlrover_hooks.integrations.whole import exact_optimizer_states
 from dlrover_hooks.session import Restored, Session
@@ -136,7 +137,10 @@ class ElasticCallback(Callback):
             self.session.leave(p.Departure.FAILED)
             raise
         self.session.frozen_among(pl_module.parameters)
-        if self._restored is not None:
+        if self._restored is not None and self._restored.weights_only:
+            private.begin_with(trainer, self._restored.state["lightning"]["state_dict"])
+            self._restored = None
+        elif self._restored is not None:
             names.keep_versions(trainer, self._restored.state["lightning"], self.state_key, self.session.run)
             private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
         self._versions = names.versions(trainer)
@@ -228,6 +232,7 @@ class ElasticCallback(Callback):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
         if self._restored is not None:
+            names.forget_missing(trainer)
             lightning = self._restored.state["lightning"]
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
@@ -313,7 +318,7 @@ class ElasticCallback(Callback):
             private.set_batches_that_stepped(trainer, self._fix_steps)
             self._fix_steps = None
             private.restart_is_over(trainer)
-            _begin_epoch_again(trainer)
+            begin_epoch_again(trainer)
         if self.session.batch_requested(trainer.global_step):
             self.session.cut(trainer.global_step, self._state(trainer))
 
@@ -375,20 +380,6 @@ def _has_schedule(trainer: Trainer) -> bool:
 
 def _limits(trainer: Trainer) -> list[int | None]:
     return [trainer.max_epochs, trainer.max_steps]
-
-
-def _begin_epoch_again(trainer: Trainer) -> None:
-    """Lightning says `on_train_epoch_start` where an epoch starts, not where it is resumed in its middle. Two of its
-    callbacks keep what they did there in no checkpoint: the factor of a schedule, and the scheduler of SWA.
-    """
-    for callback in private.callbacks(trainer):
-        if isinstance(callback, GradientAccumulationScheduler):
-            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
-        elif isinstance(callback, StochasticWeightAveraging):
-            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            for group, rate in zip(trainer.optimizers[0].param_groups, rates, strict=True):
-                group["lr"] = rate  # a new scheduler starts at its first one
 
 
 def _marked(loader: Any, over: bool) -> dict[str, Any] | None:

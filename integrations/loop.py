@@ -138,6 +138,8 @@ class Loop:
             self.close(p.Departure.FAILED)
             raise
         self._saved: dict[str, Any] = self.restored.state if self.restored is not None else {}
+        if self.restored is not None and self.restored.weights_only:
+            self._saved = {"parts": {"model": self._saved["parts"]["model"]}}
         self.step: int = self._saved.get("step", 0)
         self.first_world: int = self._saved.get("first_world", place.world_size)
         """The world size of the job's first start: what schedules were made for."""

@@ -147,9 +147,12 @@ class AsyncCheckpointer:
             session.leave(p.Departure.FAILED)
             raise
         session.frozen_among(self._whole.model.parameters)
-        if self.restored is not None:
+        saved: list[str] = []
+        if self.restored is not None and self.restored.weights_only:
+            self._whole.load(self.restored.state, weights_only=True)
+        elif self.restored is not None:
             self._load(self.restored.state)
-        saved = self.restored.state["bucket_order"] if self.restored is not None else []
+            saved = self.restored.state["bucket_order"]
         self._buckets: BucketOrder | None = None
         if self._ddp is not None:
             self._share_gradients(self._ddp)
@@ -180,6 +183,8 @@ class AsyncCheckpointer:
             self._sync.close()
 
     def _fit(self, opening: Opening) -> Filling:
+        if opening.weights_only:
+            return Filling(opening, self._whole.targets(opening.state, weights_only=True))
         return Filling(opening, self._whole.targets(opening.state) | self._shards_of_extra(opening))
 
     def _shards_of_extra(self, opening: Opening) -> dict[str, torch.Tensor]:

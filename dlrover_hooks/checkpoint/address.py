@@ -7,18 +7,24 @@ through a descriptor of their folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dlrover_hooks.config import runtime_dir
+from dlrover_hooks.errors import KeeperAway
 
 SEND_S = 1
 """A message is small and a living keeper always reads: one that takes none for so long is as good as gone."""
+
+
+_NO_DESCRIPTORS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""How a sandbox refuses SCM_RIGHTS."""
 
 
 class Address(NamedTuple):
@@ -84,6 +90,39 @@ def dial(path: str) -> socket.socket | None:
         connection.close()
         return None
     return connection
+
+
+def send(connection: socket.socket, data: bytes | memoryview, fds: Sequence[int] = ()) -> int:
+    """Send what goes, with descriptors; where the system lets none pass, `data` alone, which says where they lie.
+
+    The number of bytes sent. Raises BlockingIOError, and OSError when the connection is gone.
+    """
+    if fds:
+        try:
+            return socket.send_fds(connection, [data], list(fds))
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTORS:
+                raise
+    return connection.send(data)
+
+
+def reach(at: tuple[str, int, int], flags: int = os.O_RDWR) -> int:
+    """Open what another process of this user has open: `at` is a path under /proc, device and inode.
+
+    Raises:
+        KeeperAway: it cannot be reached, or it is not what was named.
+    """
+    path, device, inode = at
+    hint = "the keeper and its trainers must be able to pass descriptors, or share a user and a process namespace"
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise KeeperAway(f"the memory at {path} cannot be opened: {error.strerror}", hint=hint) from error
+    found = os.fstat(fd)
+    if (found.st_dev, found.st_ino, found.st_uid) != (device, inode, os.geteuid()):
+        os.close(fd)
+        raise KeeperAway(f"{path} is not the memory that was named", hint=hint)
+    return fd
 
 
 @contextlib.contextmanager

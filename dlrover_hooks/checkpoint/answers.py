@@ -8,25 +8,20 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dlrover_hooks.checkpoint import durable, seats, wire
-from dlrover_hooks.checkpoint.arena import SLOTS, Arena, free_memory_bytes
+from dlrover_hooks.checkpoint.arena import SLOTS
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
 from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
 from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
-from dlrover_hooks.checkpoint.place import reason
+from dlrover_hooks.checkpoint.rooms import Rooms
 from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import KeeperAway
 
 _WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye)
 _log = logging.getLogger(__name__)
-
-
-def _log_failure(outcome: Any) -> None:
-    if isinstance(outcome, Exception):
-        _log.warning("%s", outcome)
 
 
 class Answers:
@@ -39,12 +34,14 @@ class Answers:
         lifetime: Lifetime,
         hashes: Hashes,
         shards: Shards,
-        rooms: Crew,
+        rooms: Rooms,
+        openings: Crew,
         will: Will,
     ) -> None:
         self.saving: wire.Hello | None = None
         self._loop, self._holdings, self._lifetime = loop, holdings, lifetime
-        self._hashes, self._shards, self._rooms, self._will = hashes, shards, rooms, will
+        self._hashes, self._shards, self._will = hashes, shards, will
+        self._rooms, self._openings = rooms, openings
 
     def take(self, peer: Peer, message: Any) -> None:
         """Do what `message` asks. Raises KeeperAway where `peer` may not ask that."""
@@ -111,37 +108,7 @@ class Answers:
     # ---- memory
 
     def _allocate(self, peer: Peer, message: wire.Allocate) -> None:
-        assert peer.hello is not None
-        seat = peer.hello.seat
-        segment = self._holdings.current(seat)
-        if peer.replaced or self._lifetime.ending:
-            text = f"seat {seat} was taken over, or the keeper ends"
-            self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
-        elif segment is not None and segment.arena.slot_bytes >= message.slot_bytes:
-            self._allocated(peer, message, segment)
-        elif (free := free_memory_bytes()) < SLOTS * message.slot_bytes:
-            text = f"{SLOTS} slots of {message.slot_bytes} bytes do not fit into {free} bytes of free memory"
-            hint = "in-memory checkpoints need three times the state's size per worker"
-            self._loop.send(peer, wire.Refused(ref=message.ref, reason=text, hint=hint))
-        else:
-            self._rooms.submit(
-                lambda: Arena.create(seat, message.slot_bytes), lambda made: self._made(peer, message, seat, made)
-            )
-
-    def _made(self, peer: Peer, message: wire.Allocate, seat: int, made: Arena | Exception) -> None:
-        if isinstance(made, Exception):
-            text = f"no memory for seat {seat}: {reason(made)}"
-            self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
-        elif peer in self._loop.peers and not peer.replaced:
-            segment = Segment(seat, made)
-            self._holdings.add(segment)
-            self._allocated(peer, message, segment)
-            self._rooms.submit(made.populate, _log_failure)  # the trainer does so, too, at the same time
-
-    def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
-        busy = self._shards.under_way(segment.seat)
-        reply = wire.Allocated(ref=message.ref, complete=self._holdings.complete, persisting=busy)
-        self._loop.send(peer, reply, segment.arena.fd)
+        self._rooms.allocate(peer, message)
 
     def _open(self, peer: Peer, message: wire.Open) -> None:
         found = self._holdings.find(message.generation, message.rank)
@@ -149,7 +116,7 @@ class Answers:
             text = f"{message.generation}, rank {message.rank}, is not held in this node's memory"
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
             return
-        self._rooms.submit(
+        self._openings.submit(
             lambda: durable.verify(found), lambda proof: self._opened(peer, message, found.segment, proof)
         )
 
@@ -162,7 +129,12 @@ class Answers:
             return
         slot = proof.slot
         reply = wire.Opened(
-            ref=message.ref, slot=slot.index, seq=slot.seq, image_bytes=slot.image_bytes, seat=segment.seat
+            ref=message.ref,
+            slot=slot.index,
+            seq=slot.seq,
+            image_bytes=slot.image_bytes,
+            seat=segment.seat,
+            at=wire.whereabouts(segment.arena.fd),
         )
         self._loop.send(peer, reply, segment.arena.fd)
 
@@ -190,6 +162,8 @@ class Answers:
             text = f"{message.generation} is not held here any more"
             self._loop.tell(hello.seat, wire.PersistFailed(generation=message.generation, reason=text, gone=True))
             return
+        if message.rank == 0:
+            self._rooms.look_at_disk(hello, found.proof.slot.image_bytes)
         self._shards.persist(found, hello, message)
 
     _answers: ClassVar[dict[type, Callable[..., None]]] = {

@@ -1,5 +1,8 @@
 """One seat's shared memory: a sealed memfd with a header page and three slots (DL-90).
 
+Where memfd_create is refused (a seccomp filter), a file without a name in /dev/shm or in the runtime folder: it cannot
+be sealed, but like a memfd it is gone with its last user, however that ends.
+
     page 0    64 B: magic, slots, slot_bytes, number     then one line of 64 B per slot:
               seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
     slot k    a safetensors image (`image`)
@@ -14,12 +17,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import uuid
 from collections.abc import Collection, Sequence
 
 from dlrover_hooks.checkpoint.image import PAGE
+from dlrover_hooks.config import runtime_dir
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Message
 
@@ -105,15 +110,20 @@ class Arena:
     def create(cls, seat: int, slot_bytes: int) -> Arena:
         """A new sealed segment of 3 slots of at least `slot_bytes`, all its pages resident. Takes 137 ms per GB.
 
+        This process does not map them now: two that fill page tables at once take three times as long, and reading
+        faults them in cheaply (20 ms per GB).
+
         Raises:
             OSError: there is not enough memory.
         """
         size = -(-slot_bytes // PAGE) * PAGE
-        fd = os.memfd_create(f"dlrover-hooks-seat-{seat}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        folder = shared_folder()
+        fd = _memfd(f"dlrover-hooks-seat-{seat}") if folder is None else _nameless(folder)
         try:
             os.ftruncate(fd, PAGE + SLOTS * size)
             os.posix_fallocate(fd, 0, PAGE + SLOTS * size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            if folder is None:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             arena = cls(fd)
         except BaseException:
             os.close(fd)
@@ -213,17 +223,31 @@ class Arena:
         self._cells[word] = value
 
 
+@functools.cache
+def shared_folder() -> str | None:
+    """Where this process must make its segments; None: nowhere, memfds do.
+
+    Raises:
+        OSError: it can make none at all.
+    """
+    try:
+        os.close(_memfd("dlrover-hooks-trial"))
+    except OSError as refused:
+        for folder in ("/dev/shm", runtime_dir()):
+            with contextlib.suppress(OSError):
+                os.close(_nameless(folder))
+                return folder
+        raise refused
+    return None
+
+
+def _memfd(name: str) -> int:
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _nameless(folder: str) -> int:
+    return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
 def _halves(data: bytes) -> tuple[bytes, bytes]:
     return data[:8], data[8:]
-
-
-def free_memory_bytes() -> int:
-    """What this process may still allocate: the machine's available memory, or its cgroup's rest if that is less."""
-    with open("/proc/meminfo") as file:
-        rows = dict(line.split(":", 1) for line in file)
-    free = int(rows["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        folder = "/sys/fs/cgroup"
-        limit, used = (int(open(f"{folder}/memory.{name}").read()) for name in ("max", "current"))  # noqa: SIM115
-        free = min(free, limit - used)
-    return free

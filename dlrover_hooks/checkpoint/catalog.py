@@ -74,7 +74,7 @@ def decode(data: bytes | None, row: type[_Row]) -> _Row | None:
     """`data` as `row`; None if absent or damaged."""
     try:
         return msgspec.json.decode(data, type=row) if data else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -109,9 +109,11 @@ def fault(manifest: Manifest | None, name: str, sizes: dict[str, int]) -> str | 
     """Why the generation in folder `name`, with files of `sizes`, is not whole; None if it is."""
     if manifest is None or manifest.format != 1 or folder(manifest.generation) != name:
         return f"{MANIFEST} cannot be read"
-    if {file.rank for file in manifest.files} != set(range(manifest.world_size)):
+    if sorted(file.rank for file in manifest.files) != list(range(min(manifest.world_size, len(manifest.files) + 1))):
         return f"{MANIFEST} does not name all {manifest.world_size} ranks"
     for file in manifest.files:
+        if file.name != shard_name(file.rank):
+            return f"{MANIFEST} names {file.name!r}, which is no file of rank {file.rank}"
         if sizes.get(file.name) != file.nbytes:
             return f"{file.name}: expected {file.nbytes} bytes, found {sizes.get(file.name)}"
     return None

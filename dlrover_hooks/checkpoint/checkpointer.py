@@ -332,6 +332,10 @@ class Checkpointer:
                 hint="this process is an old life of that worker: end it",
             )
             return
+        if isinstance(notice, wire.Space):
+            hint = f" HINT: {notice.hint}" if notice.hint else ""
+            _log.log(logging.WARNING if notice.tight else logging.INFO, "job %s: %s%s", self.job, notice.line, hint)
+            return
         if isinstance(notice, wire.Damaged):
             _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
             self.damaged = notice

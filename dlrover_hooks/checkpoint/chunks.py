@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 CHUNK_BYTES = 4 << 20
+_ALONE_BYTES = 16 * CHUNK_BYTES
+"""Less is not worth the threads."""
 
 
 def cut(view: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
@@ -15,14 +18,17 @@ def cut(view: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
         yield view[start : start + size]
 
 
-def digests(view: memoryview) -> tuple[str, ...]:
+def digests(view: memoryview, threads: int = 1) -> tuple[str, ...]:
     """One hex digest per chunk of `view`."""
-    return tuple(xxhash.xxh3_64_hexdigest(piece) for piece in cut(view))
+    if threads == 1 or len(view) < _ALONE_BYTES:
+        return tuple(xxhash.xxh3_64_hexdigest(piece) for piece in cut(view))
+    with ThreadPoolExecutor(threads, "hash") as pool:  # hashing lets the interpreter go
+        return tuple(pool.map(xxhash.xxh3_64_hexdigest, cut(view)))
 
 
-def damaged(view: memoryview, expected: tuple[str, ...]) -> int | None:
+def damaged(view: memoryview, expected: tuple[str, ...], threads: int = 1) -> int | None:
     """Index of the first chunk of `view` that does not match `expected`, None if all do."""
-    return first_difference(digests(view), expected)
+    return first_difference(digests(view, threads), expected)
 
 
 def first_difference(found: tuple[str, ...], expected: tuple[str, ...]) -> int | None:

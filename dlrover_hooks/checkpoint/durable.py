@@ -95,7 +95,8 @@ def verify(found: Found) -> Proof:
     slot, chunks = found.proof
     arena = found.segment.arena
     view = arena.view(slot.index, slot.image_bytes)
-    if damaged(view, chunks) is not None or arena.seq(slot.index) != slot.seq:
+    threads = min(4, len(os.sched_getaffinity(0)))  # somebody waits for it to go on training
+    if damaged(view, chunks, threads) is not None or arena.seq(slot.index) != slot.seq:
         raise Corrupt(_damage(found, view))
     return found.proof
 
@@ -118,8 +119,8 @@ def last_will(
     options: Mapping[str, Any],
     keep: int | Retention,
     known: Mapping[int, ShardFile],
-    wanted: Callable[[], bool] = lambda: True,
     patience: Patience,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
 

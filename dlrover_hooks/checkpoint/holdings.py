@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Arena, Slot
-from dlrover_hooks.checkpoint.chunks import digests, first_difference, inside
+from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests, first_difference, inside
 from dlrover_hooks.checkpoint.header import holds_shards
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
+
+_DAMAGED = "damaged"
+"""Stands for a hash that no chunk has."""
 
 
 class Proof(NamedTuple):
@@ -55,6 +58,8 @@ class Segment:
                 slot and chunk. The slot counts no more.
         """
         slot, chunks = proof
+        if self.void.get(slot.index) == slot.seq:
+            return False
         old = self.proofs.get(slot.index)
         if old is not None and old.slot.seq >= slot.seq:
             if old.slot.seq == slot.seq and (bad := first_difference(chunks, old.chunks)) is not None:
@@ -63,21 +68,20 @@ class Segment:
             return False
         seq, unchanged = self.unchanged.get(slot.index, (slot.seq, frozenset()))
         before = self.known.pop(slot.index, {})
-        if seq == slot.seq and (bad := [chunk for chunk in sorted(unchanged) if before.get(chunk) != chunks[chunk]]):
+        kept = sorted(before.keys() & unchanged) if seq == slot.seq else []
+        if bad := [chunk for chunk in kept if before[chunk] != chunks[chunk]]:
             self.refute(slot)
-            why = "changed since it was hashed" if bad[0] in before else "was never hashed"
-            raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, kept, {why}")
+            raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, not copied again, changed since it was hashed")
         self.known[slot.index] = dict(enumerate(chunks))
-        if self.void.get(slot.index) == slot.seq:
-            return False
         self.proofs[slot.index] = proof
         return True
 
     def refute(self, slot: Slot) -> None:
-        """What stands in `slot` is damaged: it counts no more, however often it is hashed."""
-        self.void[slot.index] = slot.seq
+        """What stands in `slot` is damaged: it counts no more, however often it is hashed, nor what is kept of it."""
+        if self.arena.seq(slot.index) == slot.seq:
+            self.void[slot.index] = slot.seq
+            self.known[slot.index] = dict.fromkeys(range(-(-slot.image_bytes // CHUNK_BYTES)), _DAMAGED)
         self.proofs.pop(slot.index, None)
-        self.known.pop(slot.index, None)
 
     def _name(self, slot: Slot) -> str:
         return f"slot {slot.index} of seat {self.seat}, {slot.generation}, rank {slot.rank}"

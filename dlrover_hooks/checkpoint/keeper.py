@@ -13,13 +13,12 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 
 from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import Address, address, dial, listen, lock
+from dlrover_hooks.checkpoint.address import Address, address, dial, listen, lock, send
 from dlrover_hooks.checkpoint.service import Keeper
 
 GRACE_S = 30.0
@@ -86,7 +85,7 @@ def _adopted(path: str, life_fd: int) -> bool:
     with connection:
         connection.settimeout(5.0)
         try:
-            socket.send_fds(connection, [wire.frame(wire.Adopt(ref=1))], [life_fd])
+            send(connection, wire.frame(wire.Adopt(ref=1, at=wire.whereabouts(life_fd))), [life_fd])
             while frames.receive(connection):
                 for message, _ in frames.messages():
                     return isinstance(message, wire.Done)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import address, dial
+from dlrover_hooks.checkpoint.address import address, dial, reach
 from dlrover_hooks.config import worker_environment
 from dlrover_hooks.errors import KeeperAway
 
@@ -104,7 +104,10 @@ class KeeperLink:
             self._waiting.pop(ref, None)
         if got is None:
             raise KeeperAway("the keeper is gone", hint=_HINT)
-        return got
+        reply, fd = got
+        if fd < 0 and isinstance(reply, wire.CARRY_FD) and reply.at is not None:
+            fd = reach(reply.at)
+        return reply, fd
 
     def send(self, message: wire.Wire) -> None:
         """Send without waiting for an answer. The line is over once a send has failed.

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from dlrover_hooks.checkpoint.address import peer_pid
+from dlrover_hooks.checkpoint.address import peer_pid, send
 from dlrover_hooks.checkpoint.wire import Frames, Hello, Wire, frame
 
 
@@ -43,7 +43,7 @@ class Peer:
         while self._outbox:
             data, fds = self._outbox[0]
             try:
-                sent = socket.send_fds(self.socket, [data], list(fds)) if fds else self.socket.send(data)
+                sent = send(self.socket, data, fds)
             except BlockingIOError:
                 return True
             if sent < len(data):

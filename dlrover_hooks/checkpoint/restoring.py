@@ -42,6 +42,7 @@ class Opening(NamedTuple):
     state: Any
     images: Images
     copier: Copier
+    weights_only: bool = False
 
 
 Fitting = Callable[[Opening], Fit]
@@ -114,6 +115,7 @@ class Restorer:
         try:
             first, leases = self._here(restore) if memory else (0, self._shares(restore))
             found = self._restored(restore, images, first, fitting)
+            leases = [] if restore.weights else leases
             leases = [images.image(rank).header.inside().skeletons for rank in leases]
             parts = tuple(unflatten(bytes(part["leases"]), {}) for part in leases if "leases" in part)
             return found._replace(leases=parts)
@@ -122,17 +124,19 @@ class Restorer:
             raise
 
     def _restored(self, restore: Restore, images: Images, first: int, fitting: Fitting | None) -> Restored:
-        same = restore.world_size == self.world_size
+        same = restore.world_size == self.world_size and not restore.weights
         skeletons = images.image(first).header.inside().skeletons
         own = images.image(self.rank).header.inside().skeletons if same else {}
         index = images.index()
         if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
             index = images.everything()
-        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier)
+        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier, restore.weights)
         fit = fitting(opening) if fitting is not None else None
         given = dict(fit.tensors) if fit is not None else {}
         parts = ("state", "data", *(("rank",) if same else ()))
         wanted = [one for one in chosen(index, parts) if one.name not in given]
+        if restore.weights and fit is not None:
+            wanted, given = [], index | given  # the rest stays what it is: named, not read
         if not all(one.is_whole for one in wanted):
             index = images.everything()
             wanted = [one for one in chosen(index, parts) if one.name not in given]

@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint import address, wire
 from dlrover_hooks.checkpoint.answers import Answers
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
@@ -19,6 +19,7 @@ from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
 from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
+from dlrover_hooks.checkpoint.rooms import Rooms
 from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import Corrupt
@@ -34,12 +35,19 @@ class Keeper:
         launched = life_fd is not None
         self._lifetime = Lifetime(time.monotonic(), launched=launched, linger_s=linger_s, grace_s=grace_s)
         self._loop = Loop(listener, self._handle, self._lost)
-        rooms = Crew("room", 2, self._loop.post)
+        rooms, openings = Crew("room", 2, self._loop.post), Crew("open", 2, self._loop.post)
         self._hashes = Hashes(self._loop.post, self._hashed)
         self._shards = Shards(self._loop.post, self._loop.tell)
         self._will = Will(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
         self._answers = Answers(
-            self._loop, self.holdings, self._lifetime, self._hashes, self._shards, rooms, self._will
+            self._loop,
+            self.holdings,
+            self._lifetime,
+            self._hashes,
+            self._shards,
+            Rooms(self._loop, self.holdings, self._lifetime, self._shards, rooms),
+            openings,
+            self._will,
         )
         self._will_begun = self._over = False
         if life_fd is not None:
@@ -91,6 +99,8 @@ class Keeper:
             self._answers.take(peer, message)
 
     def _adopt(self, peer: Peer, message: wire.Adopt, fd: int) -> None:
+        if fd < 0 and message.at is not None:
+            fd = address.reach(message.at, os.O_RDONLY)
         if self._lifetime.ending or self._lifetime.launched or fd < 0:
             if fd >= 0:
                 os.close(fd)

@@ -32,10 +32,14 @@ class Restored(msgspec.Struct, frozen=True):
     """By leased dataset: the state of one of the saved ranks."""
     rng: dict[str, Any] | None
     """None at a new world size: the rank was reseeded instead."""
+    weights_only: bool = False
+    """Of `state` only the model's weights are to be taken: everything else begins anew."""
 
 
 def restored(choice: Restore, found: Opened) -> Restored:
     """What `found`, once it is filled, brings of `choice`."""
+    if choice.weights:
+        return Restored(choice.generation, choice.source, found.tree["state"], {}, {}, None, weights_only=True)
     tree, leases = found.tree, {name: state for part in found.leases for name, state in part.items()}
     own_rng = tree["rank"]["rng"] if found.same_world else None
     return Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
@@ -43,7 +47,7 @@ def restored(choice: Restore, found: Opened) -> Restored:
 
 def elsewhere(config: Config) -> str | None:
     """The checkpoint tree that the user named to start from, whatever job it belongs to."""
-    return config.resume if "/" in config.resume and not config.fresh else None
+    return config.resume.removeprefix("weights:") if "/" in config.resume and not config.fresh else None
 
 
 def anew(config: Config) -> bool:

@@ -268,6 +268,11 @@ def read(url: str, options: Mapping[str, Any] | None, manifest: Manifest, rank: 
     if file is None:
         raise Corrupt(f"{generation} at {place.url} has no file of rank {rank}")
     name = f"{folder(generation)}/{file.name}"
+    size = place.sizes(folder(generation)).get(file.name)
+    if size is None:
+        raise StorageFailed(f"cannot read {place.path(name)} of {generation}: No such file")
+    if size != file.nbytes or file.name != shard_name(rank):  # before memory is taken for what may be a lie
+        raise Corrupt(f"{place.path(name)} of {generation}: expected {file.nbytes} bytes, found {size}")
     buffer = memoryview(bytearray(file.nbytes))
     got = place.fill(name, buffer)
     if got != file.nbytes:

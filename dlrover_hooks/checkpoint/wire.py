@@ -22,6 +22,16 @@ MAX_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 
 
+Whereabouts = tuple[str, int, int]
+"""Path, device and inode of a descriptor, for a receiver to whom the system does not let it pass."""
+
+
+def whereabouts(fd: int) -> Whereabouts:
+    """Of a descriptor of this process: one of the same user may open it while it is open here."""
+    found = os.fstat(fd)
+    return f"/proc/{os.getpid()}/fd/{fd}", found.st_dev, found.st_ino
+
+
 class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ref: int = 0
 
@@ -65,8 +75,8 @@ class Published(Wire, frozen=True):
     """Slot `slot` of this seat's segment `segment` was published with sequence word `seq`: hash it. Later: Hashed.
 
     0 for either: the newest segment, the word that stands there now. `unchanged`: byte ranges [start, stop) of the
-    image that were not copied, because the slot held them already when it was `Hashed` last. Chunks that lie wholly
-    inside one are compared with that hash; where one differs, or was never hashed, the answer is `Damaged`.
+    image that were not copied, because the slot held them already. Chunks that lie wholly inside one
+    are compared with their newest hash, if there is one yet; where one differs, the answer is `Damaged`.
     """
 
     slot: int
@@ -112,6 +122,8 @@ class Goodbye(Wire, frozen=True):
 class Adopt(Wire, frozen=True):
     """A launcher's second keeper gives its life pipe to the first one. Comes with a descriptor. Answer: Done."""
 
+    at: Whereabouts | None = None
+
 
 # ---- from the keeper
 
@@ -129,6 +141,7 @@ class Allocated(Wire, frozen=True):
 
     complete: Generation | None = None
     persisting: tuple[Generation, ...] = ()
+    at: Whereabouts | None = None
 
 
 class Opened(Wire, frozen=True):
@@ -136,6 +149,7 @@ class Opened(Wire, frozen=True):
     seq: int
     image_bytes: int
     seat: int
+    at: Whereabouts | None = None
 
 
 class Refused(Wire, frozen=True):
@@ -187,6 +201,14 @@ class PersistFailed(Wire, frozen=True):
     gone: bool = False
 
 
+class Space(Wire, frozen=True):
+    """Whether there is room, in a line for a person; `tight`: it is worth a warning, and `hint` says what to do."""
+
+    line: str
+    tight: bool
+    hint: str = ""
+
+
 class Replaced(Wire, frozen=True):
     """Process `pid` has this connection's seat now: nothing that is saved here counts any more."""
 
@@ -194,7 +216,7 @@ class Replaced(Wire, frozen=True):
 
 
 SaveNotice = Hashed | Persisted | PersistFailed
-Notice = SaveNotice | Damaged | Storing | Replaced
+Notice = SaveNotice | Damaged | Space | Storing | Replaced
 Reply = Welcome | Allocated | Opened | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
 CARRY_FD = (Allocated, Opened, Adopt)

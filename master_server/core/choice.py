@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master.core import checkpoints, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
@@ -46,7 +48,8 @@ def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first
         job.offers.held[member.node] = event.held
     if member.rank == 0:
         job.offers.stored = event.stored
-        job.offers.stored_url = settings.resume if restore.is_url(settings.resume) else settings.save_to
+        url = restore.folder(settings.resume) if restore.is_url(settings.resume) else settings.save_to
+        job.offers.stored_url = url
 
 
 def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
@@ -54,13 +57,15 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     virgin = job.attempt == 0
     fresh = virgin and (job.fresh or job.settings.resume == "never")
     chosen = None if fresh else _candidate(job, current, virgin=virgin)
+    whole = chosen if chosen is not None and not chosen.weights else None
+    required = (virgin and job.settings.resume == "require") or restore.takes_weights(job.settings.resume)
     job.plan.restore = chosen
-    job.plan.refused = _refusal(job) if chosen is None and virgin and job.settings.resume == "require" else None
+    job.plan.refused = _refusal(job) if chosen is None and required else None
     job.restored_from = chosen.source if chosen else None
-    job.attempt = max(job.attempt, chosen.generation.attempt if chosen else 0, _heard(job, fresh=fresh)) + 1
+    job.attempt = max(job.attempt, whole.generation.attempt if whole else 0, _heard(job, fresh=fresh)) + 1
     current.attempt = job.attempt
-    step = chosen.generation.step if chosen else 0
-    complete = chosen.generation if chosen is not None and chosen.source is Source.MEMORY else None
+    step = whole.generation.step if whole else 0
+    complete = whole.generation if whole is not None and whole.source is Source.MEMORY else None
     checkpoints.begin(job.saves, job.settings, step, complete, now)
     shards.begin(job, effects)
     waits = chosen is not None or job.plan.refused is not None
@@ -77,6 +82,8 @@ def _candidate(job: Job, current: Round, *, virgin: bool) -> Restore | None:
     ranks: dict[str, list[int]] = {}
     for member in current.members.values():
         ranks.setdefault(member.node, []).append(member.rank)
+    if restore.takes_weights(job.settings.resume):
+        return _own(job, ranks, virgin=virgin) or _weights(job, ranks)
     elsewhere = virgin and restore.is_url(job.settings.resume)
     memory = [] if elsewhere else restore.in_memory(job.offers, ranks)
     candidates = memory + restore.in_storage(job.offers, job.saves.committed, only_offered=elsewhere)
@@ -85,9 +92,28 @@ def _candidate(job: Job, current: Round, *, virgin: bool) -> Restore | None:
     return restore.newest(candidates, job.run, job.refusals)
 
 
+def _own(job: Job, ranks: dict[str, list[int]], *, virgin: bool) -> Restore | None:
+    """The newest generation of the run that began with weights alone; there is none in its first round."""
+    if virgin:
+        return None
+    candidates = restore.in_memory(job.offers, ranks) + restore.in_storage(
+        job.offers, job.saves.committed, only_offered=False
+    )
+    return restore.newest(candidates, job.run, job.refusals)
+
+
+def _weights(job: Job, ranks: dict[str, list[int]]) -> Restore | None:
+    """What a new run takes its weights from: the newest generation of another run."""
+    memory = [] if restore.is_url(job.settings.resume) else restore.in_memory(job.offers, ranks)
+    candidates = memory + restore.in_storage(job.offers, (), only_offered=True)
+    others = [found for found in candidates if found.generation.run != job.run]
+    found = restore.newest(others, restore.adopted_run(job.offers, others, job.run), job.refusals)
+    return msgspec.structs.replace(found, weights=True) if found is not None else None
+
+
 def _refusal(job: Job) -> str:
-    where = job.settings.save_to or "memory (no save_to is set)"
-    return f'resume="require": no whole generation of job {job.name!r} was found in memory or in {where}.'
+    where = job.offers.stored_url or "memory (no save_to is set)"
+    return f'resume="{job.settings.resume}": no whole generation of job {job.name!r} was found in memory or in {where}.'
 
 
 def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:

@@ -36,6 +36,16 @@ def is_url(resume: str) -> bool:
     return "/" in resume
 
 
+def folder(resume: str) -> str:
+    """The folder that `resume` names, with or without `weights:` before it."""
+    return resume.removeprefix("weights:")
+
+
+def takes_weights(resume: str) -> bool:
+    """Does a run begin with weights alone?"""
+    return resume == "weights" or resume.startswith("weights:")
+
+
 def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Restore]:
     """Generations that the round holds whole in memory. `ranks_by_node`: the new ranks."""
     where: dict[tuple[Generation, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))

@@ -42,24 +42,36 @@ class Kept:
         self._stack = contextlib.ExitStack()
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def keeper(self, *options: str, pass_fds: tuple[int, ...] = (), ready: bool = True) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--job", "job", "--node", "node", *options]
-        process = subprocess.Popen(command, pass_fds=pass_fds, stderr=subprocess.DEVNULL)
+    def keeper(
+        self,
+        *options: str,
+        pass_fds: tuple[int, ...] = (),
+        ready: bool = True,
+        before: tuple[str, ...] = (),
+        job: str = "job",
+    ) -> subprocess.Popen[bytes]:
+        """`before`: what is run instead, with the module's name and its options behind it."""
+        command = [sys.executable, *(before or ("-m",)), "dlrover_hooks.checkpoint.keeper"]
+        command += ["--job", job, "--node", "node", *options]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        process = subprocess.Popen(command, pass_fds=pass_fds, stderr=subprocess.DEVNULL, env=environment)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         if ready:
-            KeeperLink.connect("job", "node", notify=lambda _: None, start=False, deadline_s=WAIT_S).close()
+            KeeperLink.connect(job, "node", notify=lambda _: None, start=False, deadline_s=WAIT_S).close()
         return process
 
-    def trainer(self, seat: int = 0, *, rank: int = 0, world: int = 1, **options: Any) -> Checkpointer:
+    def trainer(
+        self, seat: int = 0, *, rank: int = 0, world: int = 1, job: str = "job", **options: Any
+    ) -> Checkpointer:
         notify = self.notices.put
         options = {"start_keeper": False, "deadline_s": WAIT_S, **options}
-        made = Checkpointer("job", "node", seat, notify=notify, **options)
+        made = Checkpointer(job, "node", seat, notify=notify, **options)
         made.begin(RUN, 0, rank, world)
         self._stack.callback(made.close)
         return made
 
-    def dead_trainer(self, step: int, seat: int = 0, *, world: int = 1, **options: Any) -> int:
+    def dead_trainer(self, step: int, seat: int = 0, *, world: int = 1, size: int = 1000, **options: Any) -> int:
         """A trainer of rank `seat` in a process of its own that saved `step`, heard of its hash, and was killed: -9."""
         ready, tell = os.pipe()
         pid = os.fork()
@@ -68,7 +80,7 @@ class Kept:
                 hashed: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 trainer = Checkpointer("job", "node", seat, start_keeper=False, notify=hashed.put, **options)
                 trainer.begin(RUN, 0, seat, world)
-                trainer.save(step, state(step, options.pop("size", 1000)))
+                trainer.save(step, state(step, size))
                 hashed.get(timeout=WAIT_S)
                 os.write(tell, b"!")
                 signal.pause()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_a_killed_trainers_newest_generation_becomes_durable(kept: Kept, tmp_pat
 def test_all_ranks_of_a_node_are_written_when_one_dies(kept: Kept, tmp_path: Path) -> None:
     """The survivor hears that its file is stored, and goes on saving."""
     kept.keeper()
-    given = {"master": "http://one", "save_to": str(tmp_path)}
+    given: dict[str, Any] = {"master": "http://one", "save_to": str(tmp_path)}
     alive = kept.trainer(1, rank=1, world=2, **given)
     alive.save(3, state(3))
     kept.notice(wire.Hashed)

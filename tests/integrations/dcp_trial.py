@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from dlrover_hooks.integrations.dcp_write import FlashStager, FlashWriter
+from dlrover_hooks.integrations.dcp import FlashStager, FlashWriter
 
 
 def model_and_optimizer() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:

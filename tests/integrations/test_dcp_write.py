@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.errors import NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
-from dlrover_hooks.integrations.dcp_write import FlashStager, FlashWriter, saved_values
+from dlrover_hooks.integrations.dcp import FlashReader, FlashStager, FlashWriter, saved_values
 from tests.integrations.dcp_trial import model_and_optimizer, step
 from tests.ranks import run
 
@@ -44,14 +44,15 @@ def test_stock_dcp_reads_what_sharded_ranks_wrote_behind_the_step(tmp_path: Path
     manifest = found.manifests[0]
     for rank in range(world):
         storage.read(str(tmp_path), None, manifest, rank)  # every hash is right
-    model, optimizer = model_and_optimizer()
-    step(model, optimizer)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
     folder = str(tmp_path / storage.folder(manifest.generation))
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
-    assert {name: tensor.tolist() for name, tensor in state["model"].items()} == weights
-    assert all(float(one["step"]) == 3 for one in state["optimizer"]["state"].values())
+    for reader in (HuggingFaceStorageReader(folder), FlashReader(tmp_path)):
+        model, optimizer = model_and_optimizer()
+        step(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert {name: tensor.tolist() for name, tensor in state["model"].items()} == weights
+        assert all(float(one["step"]) == 3 for one in state["optimizer"]["state"].values())
     values = saved_values(tmp_path)
     assert values["loop.epoch"] == 3
     assert values["loop.seen"] == (1, {2: "b"})

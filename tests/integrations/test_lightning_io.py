@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.errors import StorageFailed
+from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
 from tests.ranks import ROOT, run
 
@@ -133,7 +134,8 @@ def test_the_fits_own_error_is_not_hidden_behind_that_of_a_save(tmp_path: Path) 
 KILLED = """
     import os, sys, threading
     import torch
-    from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
+    from dlrover_hooks.integrations.lightning import ElasticCallback
+from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
 
     io = FlashCheckpointIO()
     io.save_checkpoint({"weights": torch.full((1 << 24,), 1.0), "global_step": 1}, sys.argv[1])
@@ -217,6 +219,27 @@ def test_what_cannot_be_copied_is_written_within_the_step(tmp_path: Path, caplog
     assert "is written within the step" in caplog.text
     assert os.listdir(tmp_path) == []
     io.teardown()
+
+
+def test_a_file_that_never_appeared_is_forgotten_after_a_restart(job: str, tmp_path: Path) -> None:
+    """Killed while it was written: the cut behind it knows it already."""
+
+    class Crash(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 12:
+                raise ZeroDivisionError
+
+    def files() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, monitor="loss", mode="max", save_top_k=2)
+
+    first, second = files(), files()
+    with pytest.raises(ZeroDivisionError):
+        fit(FlashCheckpointIO(), ElasticCallback(job=job, save_every=1), first, Crash())
+    Path(first.best_model_path).unlink()
+    fit(FlashCheckpointIO(), ElasticCallback(job=job, save_every=1), second)
+    assert len(second.best_k_models) == 2
+    assert sorted(os.listdir(tmp_path)) == sorted(os.path.basename(path) for path in second.best_k_models)
+    assert second.best_model_path in second.best_k_models
 
 
 def test_storage_elsewhere_is_lightnings_own(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from dlrover_hooks.checkpoint.address import address, listen, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
-from dlrover_hooks.errors import Stale, StorageFailed, UsageError
+from dlrover_hooks.checkpoint.space import free_memory
+from dlrover_hooks.errors import KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest
 from dlrover_hooks.testing import faulty_store
 
@@ -44,7 +45,14 @@ class Rank:
     """A trainer in this process and what it was told."""
 
     def __init__(
-        self, seat: int, save_to: Path | str | None = None, *, master: str = "", attempt: int = 0, world: int = 2
+        self,
+        seat: int,
+        save_to: Path | str | None = None,
+        *,
+        master: str = "",
+        attempt: int = 0,
+        world: int = 2,
+        **more: Any,
     ) -> None:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.trainer = Checkpointer(
@@ -56,6 +64,7 @@ class Rank:
             notify=self.notices.put,
             start_keeper=False,
             deadline_s=WAIT_S,
+            **more,
         )
         self.trainer.begin(RUN, attempt, seat, world)
 
@@ -288,6 +297,44 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
         pass
     assert notice.file == manifest.files[0], "what is committed stays as it is"
     assert bytes(storage.read(str(tmp_path), None, manifest, 0)) == bytes(data)
+    rank.trainer.close(finished=True)
+
+
+def test_all_workers_of_a_node_must_fit_before_one_gets_memory(keeper: Keeper) -> None:
+    """DL-90: the first one would fit alone; the refusal says what the node needs, and the second is not half made."""
+    ranks = [Rank(seat, master="http://one") for seat in (0, 1)]
+    for rank in ranks:
+        rank.trainer.take_seat()
+    for rank in ranks:
+        rank.trainer.prepare(free_memory().nbytes // 5)
+        while rank.trainer._room._helper is not None:
+            pass
+        error = rank.trainer._room._error
+        assert isinstance(error, KeeperAway)
+        assert " for each of 2 workers need " in error.message
+        assert "does not fit" in error.message
+        assert "fewer workers" in error.hint
+    for rank in ranks:
+        rank.trainer.close(finished=True)
+
+
+def test_space_at_save_to_is_warned_about_once(
+    keeper: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: in the trainer's log, before the disk is full; nothing is raised or refused."""
+    rank = Rank(0, tmp_path, world=1, keep=10**12)
+    generation = rank.save(1)
+    for step in range(2, 4):
+        rank.trainer.persist(generation)
+        while not isinstance(rank.notices.get(timeout=WAIT_S), wire.Persisted):
+            pass
+        generation = rank.save(step)
+    rank.trainer.held()
+    said = [record for record in caplog.records if "more generations of" in record.message]
+    assert len(said) == 1
+    assert said[0].levelname == "WARNING"
+    assert "does not fit HINT: free some space" in said[0].message
+    assert rank.trainer.skipped == 0
     rank.trainer.close(finished=True)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import nodes
+from dlrover_hooks.master.core import nodes, restore
 from dlrover_hooks.master.core.events import Key
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.testing import MasterFake, StorageFake
-from tests.e2e.job_script import attach, held, join, stored, vote
+from tests.e2e.job_script import RUN, attach, held, join, stored, vote
 
 
 def training(**more: Any) -> MasterFake:
@@ -94,9 +95,9 @@ def test_surplus_waits_for_a_place() -> None:
 )
 def test_restore_choice(slots: tuple[p.Held, ...], found: tuple[p.Manifest, ...], step: int, source: p.Source) -> None:
     """Newest whole generation; memory before storage at equal age; other world sizes too."""
-    restore = ask(training(held=slots, stored=found, save_to="/tree")).restore
-    assert restore is not None
-    assert (restore.generation.step, restore.source) == (step, source)
+    chosen = ask(training(held=slots, stored=found, save_to="/tree")).restore
+    assert chosen is not None
+    assert (chosen.generation.step, chosen.source) == (step, source)
 
 
 def test_require_and_never_and_url() -> None:
@@ -106,6 +107,28 @@ def test_require_and_never_and_url() -> None:
     other = ask(training(resume="/other", held=(held(8, 0), held(8, 1)), stored=(stored(3),), save_to="/tree"))
     assert other.restore is not None
     assert (other.restore.generation.step, other.restore.url) == (3, "/other")
+
+
+def test_weights_begin_a_run_of_its_own() -> None:
+    """Of another run's generation; later rounds go on with the run's own, and without one take the weights again."""
+    theirs = msgspec.structs.replace(stored(3), generation=p.Generation(4, 3, "b" * 32))
+    for resume, folder in (("weights", "/tree"), ("weights:/other", "/other")):
+        plan = ask(training(resume=resume, stored=(theirs,), save_to="/tree"))
+        assert plan.restore is not None
+        assert (plan.restore.weights, plan.restore.generation, plan.restore.url) == (True, theirs.generation, folder)
+        assert (plan.run, plan.attempt) == (RUN, 1)
+    assert "weights" in (ask(training(resume="weights")).refused or "")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_sharded_state_needs_all_images_on_each_node(sharded: bool) -> None:
+    """At another world size; of a replicated one any image will do."""
+    slots = [msgspec.structs.replace(held(8, rank, 3), sharded=sharded) for rank in range(3)]
+    offers = restore.Offers(held={"a": tuple(slots[:2]), "b": tuple(slots[2:])})
+    assert bool(restore.in_memory(offers, {"a": [0], "b": [1]})) is not sharded
+    assert restore.in_memory(offers, {"a": [0, 1], "b": [2]})  # each rank's own image is there
+    offers.held["b"] = offers.held["a"] = tuple(slots)
+    assert restore.in_memory(offers, {"a": [0], "b": [1]})
 
 
 def test_durable_when_all_have_stored() -> None:

@@ -1,0 +1,116 @@
+"""The keeper makes memory for its trainers, where there is space for it. Loop thread only; crews do what takes long.
+
+What is said about space is a notice to the trainer, which has the log that people read. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dlrover_hooks.checkpoint import space, wire
+from dlrover_hooks.checkpoint.arena import Arena, shared_folder
+from dlrover_hooks.checkpoint.crew import Crew
+from dlrover_hooks.checkpoint.holdings import Holdings, Segment
+from dlrover_hooks.checkpoint.lifetime import Lifetime
+from dlrover_hooks.checkpoint.loop import Loop
+from dlrover_hooks.checkpoint.peer import Peer
+from dlrover_hooks.checkpoint.place import reason
+from dlrover_hooks.checkpoint.shards import Shards
+
+_log = logging.getLogger(__name__)
+
+
+class Rooms:
+    """Segments for seats. `crew` makes them and looks at disks."""
+
+    def __init__(self, loop: Loop, holdings: Holdings, lifetime: Lifetime, shards: Shards, crew: Crew) -> None:
+        self._loop, self._holdings, self._lifetime, self._shards = loop, holdings, lifetime, shards
+        self._crew = crew
+        self._making: set[int] = set()
+        """Seats whose memory is being made: what is free now is not yet what will be."""
+        self._waiting: list[tuple[Peer, wire.Allocate]] = []
+        self._disk_said = False
+
+    def allocate(self, peer: Peer, message: wire.Allocate) -> None:
+        """Answer with a segment whose slots are large enough, a new one if need be and possible."""
+        assert peer.hello is not None
+        seat = peer.hello.seat
+        segment = self._holdings.current(seat)
+        if peer.replaced or self._lifetime.ending:
+            text = f"seat {seat} was taken over, or the keeper ends"
+            self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
+        elif segment is not None and segment.arena.slot_bytes >= message.slot_bytes:
+            self._allocated(peer, message, segment)
+        else:
+            self._make(peer, message, seat)
+
+    def _make(self, peer: Peer, message: wire.Allocate, seat: int) -> None:
+        try:
+            free = space.free_memory(shared_folder())
+        except OSError as error:
+            text = f"this system gives no shared memory: {reason(error)}"
+            self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
+            return
+        verdict = space.memory(message.slot_bytes, self._without(message.slot_bytes), free)
+        if not verdict.fits and self._making:
+            self._waiting.append((peer, message))
+            return
+        if not verdict.fits:
+            self._loop.send(peer, wire.Refused(ref=message.ref, reason=verdict.line, hint=verdict.hint))
+            return
+        self._say(seat, verdict)
+        self._making.add(seat)
+        self._crew.submit(
+            lambda: Arena.create(seat, message.slot_bytes), lambda made: self._made(peer, message, seat, made)
+        )
+        self.look_at_disk(peer.hello, message.slot_bytes)
+
+    def _without(self, slot_bytes: int) -> int:
+        """How many workers of this node have no slots of that size, nor get them now."""
+        seats = {peer.hello.seat for peer in self._loop.peers if peer.hello and not peer.replaced} - self._making
+        segments = (self._holdings.current(seat) for seat in seats)
+        return sum(1 for segment in segments if segment is None or segment.arena.slot_bytes < slot_bytes)
+
+    def _made(self, peer: Peer, message: wire.Allocate, seat: int, made: Arena | Exception) -> None:
+        self._making.discard(seat)
+        if isinstance(made, Exception):
+            text = f"no memory for seat {seat}: {reason(made)}"
+            self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
+        elif peer in self._loop.peers and not peer.replaced:
+            segment = Segment(seat, made)
+            self._holdings.add(segment)
+            self._allocated(peer, message, segment)
+        waiting, self._waiting = self._waiting, []
+        for other, request in waiting:
+            if other in self._loop.peers:
+                self.allocate(other, request)
+
+    def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
+        busy, arena = self._shards.under_way(segment.seat), segment.arena
+        reply = wire.Allocated(
+            ref=message.ref, complete=self._holdings.complete, persisting=busy, at=wire.whereabouts(arena.fd)
+        )
+        self._loop.send(peer, reply, arena.fd)
+
+    # ---- the disk
+
+    def look_at_disk(self, hello: wire.Hello | None, image_bytes: int) -> None:
+        """Warn once if `keep` + 1 generations of `image_bytes` will not fit at a local `save_to`."""
+        if hello is None or hello.save_to is None or self._disk_said:
+            return
+        keep = hello.keep if isinstance(hello.keep, int) else hello.keep.last
+        url, options, seat = hello.save_to, hello.storage_options, hello.seat
+        self._crew.submit(
+            lambda: space.at(url, options, image_bytes, keep), lambda verdict: self._looked(seat, verdict)
+        )
+
+    def _looked(self, seat: int, verdict: Any) -> None:
+        if isinstance(verdict, Exception):
+            _log.info("the space at `save_to` is not known: %s", verdict)
+        elif verdict is not None and verdict.tight and not self._disk_said:
+            self._disk_said = True
+            self._say(seat, verdict)
+
+    def _say(self, seat: int, verdict: space.Verdict) -> None:
+        self._loop.tell(seat, wire.Space(line=verdict.line, tight=verdict.tight, hint=verdict.hint))
