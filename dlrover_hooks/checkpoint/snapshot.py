@@ -169,10 +169,13 @@ def plain(value: Any) -> Any:
     return value if value.is_contiguous() else value.detach().contiguous()
 
 
-def lie_plainly(values: Sequence[torch.Tensor]) -> bool:
-    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C."""
+def lie_plainly(values: Sequence[torch.Tensor], single: Iterable[int]) -> bool:
+    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C.
+
+    `single`: which have one element. Only of those a view that is to be negated can be contiguous.
+    """
     here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
-    return here and not any(map(torch.Tensor.is_neg, values))
+    return here and not any(values[index].is_neg() for index in single)
 
 
 def addresses(values: Iterable[torch.Tensor]) -> list[int]:
