@@ -257,7 +257,8 @@ def _check(config: Config) -> None:
         raise UsageError(f"snapshot={config.snapshot!r} is unknown", hint='use "auto", "eager" or "lazy"')
     if config.global_batch_size is not None and config.global_batch_size < 1:
         raise UsageError(f"global_batch_size={config.global_batch_size} must be at least 1")
-    if config.resume not in ("auto", "never", "require", "weights") and "/" not in config.resume:
+    folder = "/" in config.resume or config.resume.startswith("weights:")
+    if config.resume not in ("auto", "never", "require", "weights") and not folder:
         raise UsageError(
             f"resume={config.resume!r} is unknown",
             hint='use "auto", "never", "require", "weights", a URL, or "weights:URL"',

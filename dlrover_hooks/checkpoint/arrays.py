@@ -56,7 +56,7 @@ def spread(tensor: Any) -> None:
     """See `snapshot.spread`."""
 
 
-def lie_plainly(values: Sequence[Any]) -> bool:
+def lie_plainly(values: Sequence[Any], single: Iterable[int]) -> bool:
     """See `snapshot.lie_plainly`."""
     return not values
 

@@ -7,7 +7,9 @@ has consumed of leased datasets, without tensors).
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import sys
 import time
 import uuid
@@ -219,7 +221,7 @@ class Checkpointer:
 
     def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None) -> Shot:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
-        tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
+        tensors: dict[str, Any] = functools.reduce(operator.or_, (flat.tensors for flat in flats.values()), {})
         generation = Generation(self._attempt, step, self._run)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
         if self._recipe is None or not self._recipe.fits(tensors):

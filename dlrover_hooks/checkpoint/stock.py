@@ -49,7 +49,8 @@ def restored(choice: Restore, found: Opened) -> Restored:
 
 def elsewhere(config: Config) -> str | None:
     """The checkpoint tree that the user named to start from, whatever job it belongs to."""
-    return config.resume.removeprefix("weights:") if "/" in config.resume and not config.fresh else None
+    url = config.resume.removeprefix("weights:")
+    return url if ("/" in url or url != config.resume) and not config.fresh else None
 
 
 def anew(config: Config) -> bool:

@@ -43,7 +43,7 @@ class Offers(msgspec.Struct):
 
 def is_url(resume: str) -> bool:
     """`resume` names a folder to start from, not one of the words."""
-    return "/" in resume
+    return "/" in resume or resume.startswith("weights:")
 
 
 def folder(resume: str) -> str:
