@@ -353,3 +353,21 @@ def test_a_fresh_run_forgets_replicas(ring: Ring) -> None:
     a.trainer.begin("f" * 32, 1, 0, 2)
     a.trainer.drop()
     assert a.replicas() == []
+
+
+def test_two_nodes_with_the_same_seat_do_not_mix_on_a_third(ring: Ring) -> None:
+    """Each has a seat 0; both send to node a, which has one, too."""
+    a, b, c = ring.node("a", 0, 3), ring.node("b", 1, 3), ring.node("c", 2, 3)
+    a.follow()
+    for step in (1, 2):
+        a.save(step)
+        for other in (b, c):
+            other.follow(a.at)
+            other.save(step)
+            a.has(step, other.name)
+    rows = {(one.generation.step, one.rank, one.home) for one in a.trainer.held()}
+    assert rows == {(step, *who) for step in (1, 2) for who in ((0, ""), (1, "b"), (2, "c"))}
+    for rank in (0, 1, 2):
+        a.trainer.begin(RUN, 2, rank, 3)
+        tree = a.trainer.load(Restore(Generation(1, 2, RUN), 3, Source.MEMORY)).tree
+        assert same(tree, 200 + rank)
