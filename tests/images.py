@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_hooks.checkpoint import snapshot
-from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.header import Inside
 from dlrover_hooks.checkpoint.image import Layout, header_bytes
 from dlrover_hooks.checkpoint.recipe import Recipe
@@ -18,7 +17,7 @@ def image_of(tensors: Mapping[str, Any], inside: Inside, *, threads: int = 1) ->
     data = bytearray(recipe.layout.total_bytes)
     data[: len(header)] = header
     found, places = recipe.sources(tensors), range(len(recipe.places))
-    Copier(threads).fill(recipe.pieces(places), snapshot.place_of(memoryview(data)), found.addresses)
+    Copier(threads).fill(recipe.pieces(places), place_of(memoryview(data)), found.addresses)
     return data
 
 

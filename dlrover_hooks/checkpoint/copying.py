@@ -32,6 +32,11 @@ _memcpy.restype = ctypes.c_void_p
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
+def place_of(view: memoryview) -> int:
+    """Where the bytes of `view` begin."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
+
+
 class Pieces:
     """Places that are filled again and again, cut into pieces of at most 4 MiB, once.
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover_hooks.checkpoint import device, snapshot
+from dlrover_hooks.checkpoint import device
 from dlrover_hooks.checkpoint.aside import Aside
-from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
 from dlrover_hooks.checkpoint.gate import Gate, Unchanged
 from dlrover_hooks.checkpoint.mode import LAZY, Mode
@@ -147,7 +147,7 @@ class LazyWriter(Writer):
             self._dropped(error if isinstance(error, HooksError) else CheckpointError(f"not published: {error}"))
 
     def _check(self, shot: Shot, target: Target, places: Sequence[int], guard: Unchanged) -> None:
-        base = snapshot.place_of(target.view)
+        base = place_of(target.view)
         index = guard.changed([base + shot.recipe.places[place][0] for place in places])
         if index is not None:
             reason = f"{shot.recipe.name(places[index])} was changed outside of an optimizer's step while it was copied"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dlrover_hooks.checkpoint import snapshot
+from dlrover_hooks.checkpoint.arrays import library
 from dlrover_hooks.checkpoint.copying import Pieces
 from dlrover_hooks.checkpoint.image import RESERVE, Inside, Outgrown, header_bytes, plan
 
@@ -40,12 +40,13 @@ class Recipe:
     """
 
     def __init__(self, tensors: Mapping[str, Any], apart: Collection[str] = ()) -> None:
-        self._specs, self._apart = snapshot.specs(tensors), apart
+        self._library = library()
+        self._specs, self._apart = self._library.specs(tensors), apart
         self._names, self._looks = list(tensors), self._look(tensors)
         self._filled = [index for index, spec in enumerate(self._specs) if spec.nbytes]
         self._lay_out(RESERVE)
         values = list(tensors.values())
-        alike = len(self._filled) == len(values) and snapshot.PLAIN.issuperset(map(type, values))
+        alike = len(self._filled) == len(values) and self._library.PLAIN.issuperset(map(type, values))
         self._plain = alike and not any(value.is_complex() for value in values)
 
     def _lay_out(self, reserve: int) -> None:
@@ -61,11 +62,10 @@ class Recipe:
         """Do `tensors` have the names, shapes and types of before?"""
         return list(tensors) == self._names and self._look(tensors) == self._looks
 
-    @staticmethod
-    def _look(tensors: Mapping[str, Any]) -> list[list[Any]]:
+    def _look(self, tensors: Mapping[str, Any]) -> list[list[Any]]:
         looks = [list(map(look, tensors.values())) for look in _LOOKS]
-        if not snapshot.PLAIN.issuperset(looks[0]):
-            looks.append(list(map(snapshot.spread, tensors.values())))
+        if not self._library.PLAIN.issuperset(looks[0]):
+            looks.append(list(map(self._library.spread, tensors.values())))
         return looks
 
     def header(self, inside: Inside) -> bytes:
@@ -101,12 +101,12 @@ class Recipe:
     def sources(self, tensors: Mapping[str, Any]) -> Sources:
         """Where `tensors`, which fit, lie now; what does not lie as it reads is copied."""
         values = list(tensors.values())
-        if self._plain and snapshot.lie_plainly(values):
-            return Sources(snapshot.addresses(values), values, {})
+        if self._plain and self._library.lie_plainly(values):
+            return Sources(self._library.addresses(values), values, {})
         found = Sources([], [], {})
         for place, index in enumerate(self._filled):
-            value = snapshot.plain(values[index])
-            found.addresses.append(snapshot.address(value))
+            value = self._library.plain(values[index])
+            found.addresses.append(self._library.address(value))
             found.held.append(value)
             if not found.addresses[-1]:
                 found.on_device[place] = value

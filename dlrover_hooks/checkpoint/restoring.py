@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from dlrover_hooks.checkpoint import snapshot, storage, wire
+from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.arrays import library
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
 from dlrover_hooks.checkpoint.line import Line, granted
@@ -140,7 +141,7 @@ class Restorer:
         if not all(one.is_whole for one in wanted):
             index = images.everything()
             wanted = [one for one in chosen(index, parts) if one.name not in given]
-        fresh = snapshot.load(wanted, self._copier)
+        fresh = library().load(wanted, self._copier)
         images.check()
         tree = {
             part: unflatten(bytes(skeletons[part]), fresh | given) for part in ("state", "data") if part in skeletons

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dlrover_hooks.checkpoint import snapshot
-from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Range
 from dlrover_hooks.checkpoint.recipe import Recipe, Sources, pick
 from dlrover_hooks.protocol import Generation
@@ -55,7 +54,7 @@ class Writer:
     def fill(self, shot: Shot, target: Target, places: Sequence[int], copier: Copier | None = None) -> None:
         """Copy what goes to `places` (sorted)."""
         sources = pick(shot.found.addresses, places)
-        (copier or self.copier).fill(shot.recipe.pieces(places), snapshot.place_of(target.view), sources)
+        (copier or self.copier).fill(shot.recipe.pieces(places), place_of(target.view), sources)
 
     def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
         """Names of those that will not be copied at every save."""

@@ -1,4 +1,4 @@
-"""Torch tensors into a slot and out of it. The only module of this room that imports torch.
+"""Torch tensors (and numpy arrays) into a slot and out of it. Imported only where torch is loaded (`arrays.library`).
 
 Contiguous CPU tensors are copied without a torch operation (`copying`). What is loaded lies in fresh memory.
 """
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrover_hooks.checkpoint.copying import Copier, Move
+from dlrover_hooks.checkpoint import arrays
+from dlrover_hooks.checkpoint.copying import Copier, Move, place_of
 from dlrover_hooks.checkpoint.header import Whole
 from dlrover_hooks.checkpoint.image import TensorSpec
 from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, need_all
@@ -43,11 +44,6 @@ DTYPES: dict[str, torch.dtype] = {
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Types of tensors that are nothing more than their bytes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NUMPY_NAMES = {
-    np.dtype(str(dtype).removeprefix("torch.")): name
-    for name, dtype in DTYPES.items()
-    if not name.startswith(("BF", "F8"))
-}
 
 
 def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
@@ -62,7 +58,7 @@ def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
 
 def _spec(name: str, tensor: Any) -> TensorSpec:
     if isinstance(tensor, np.ndarray):
-        return TensorSpec(name, _NUMPY_NAMES[tensor.dtype], tensor.shape, tensor.nbytes)
+        return arrays.spec(name, tensor)
     if hasattr(tensor, "device_mesh"):
         return _shard(name, tensor)
     dtype = _NAMES.get(tensor.dtype)
@@ -189,8 +185,3 @@ def address(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.ctypes.data)
     return value.data_ptr() if value.is_cpu else 0
-
-
-def place_of(view: memoryview) -> int:
-    """Where the bytes of `view` begin."""
-    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0

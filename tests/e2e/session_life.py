@@ -91,7 +91,7 @@ class Life:
 
         def stepped() -> Any:
             self.step()
-            until(lambda: self.view().newest_complete == self.generation, "a save in memory") if paced else pause()
+            until(self.heard, "a save in memory") if paced else pause()
             return true()
 
         return until(stepped, what)
@@ -112,9 +112,14 @@ class Life:
     def view(self) -> JobView:
         return self.session._caller.call(ShowJob(self.session.config.job))
 
+    def heard(self) -> bool:
+        """The newest step is memory-complete, and the engine has heard of it: an older slot is free again."""
+        engine = self.session._engine
+        return self.view().newest_complete == self.generation == (engine and engine._newest_complete)
+
     def whole(self) -> None:
         """Wait until the newest step is memory-complete over all ranks, as the master says."""
-        until(lambda: self.view().newest_complete == self.generation, f"{self.generation} in memory")
+        until(self.heard, f"{self.generation} in memory")
 
     def durable(self) -> None:
         """Wait until the newest step is committed."""
