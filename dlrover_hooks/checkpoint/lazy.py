@@ -178,7 +178,9 @@ class LazyWriter(Writer):
     def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
         """See `Writer`."""
         frozen = self._frozen()
-        found = ((name, snapshot.part(one)) for name, one in tensors.items() if frozen and isinstance(one, torch.Tensor))
+        found = (
+            (name, snapshot.part(one)) for name, one in tensors.items() if frozen and isinstance(one, torch.Tensor)
+        )
         return frozenset(name for name, one in found if (one.data_ptr(), one.nbytes) in frozen)
 
     def _frozen(self) -> dict[tuple[int, int], int]:
