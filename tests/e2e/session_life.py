@@ -59,9 +59,14 @@ class Position:
 class Life:
     """Joins and restores when made; `step` trains one step and saves it."""
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, size: int = 1000, **given: Any) -> None:
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, size: int = 1000, node: str = "", domain: str = "", **given: Any
+    ) -> None:
+        """`node`: the rank is alone on it; without, all ranks share one."""
         given = {"save_every": 1, **given}
-        place = config.place({"DLROVER_HOOKS_NODE": "node", "LOCAL_RANK": str(rank)}, rank=rank, world_size=world_size)
+        env = {"DLROVER_HOOKS_NODE": node or "node", "DLROVER_HOOKS_DOMAIN": domain}
+        env["LOCAL_RANK"] = "0" if node else str(rank)
+        place = config.place(env, rank=rank, world_size=world_size)
         self.session = Session(config.load({}, **given), place)
         self.data, self.at, self.w = Position(), 0, np.zeros(size, np.float64)
         try:
