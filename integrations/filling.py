@@ -110,6 +110,16 @@ def refuse(problems: Sequence[str], hint: str) -> None:
         raise UsageError(f"the checkpoint does not fit: {listed(problems)}", hint=hint)
 
 
+def refuse_sharded(tensors: Mapping[str, Any]) -> None:
+    """For adapters that restore whole tensors. Raises UsageError if some are DTensors."""
+    found = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    if found:
+        raise UsageError(
+            f"sharded state is not kept under this framework: {listed(found)}",
+            hint="use AsyncCheckpointer in a loop of your own, or DistributedDataParallel",
+        )
+
+
 def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:
     """`state[key]`, which `adapter` keeps there. Raises UsageError if another adapter has saved this state."""
     if key not in state:

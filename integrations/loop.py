@@ -24,7 +24,7 @@ from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import leader
-from dlrover_hooks.integrations.filling import own_state
+from dlrover_hooks.integrations.filling import own_state, refuse_sharded
 from dlrover_hooks.integrations.torch import Stateful, keep_buckets
 from dlrover_hooks.integrations.whole import exact_optimizer_states
 from dlrover_hooks.session import Restored, Session
@@ -288,7 +288,7 @@ class Loop:
                     f"the checkpoint has {len(saved)} of kind {kind!r}, here are {len(self._parts.get(kind, []))}",
                     hint="prepare everything before the loop, always in the same order, or start anew (resume='never')",
                 )
-        tree.flatten(self.state())  # what cannot be saved is named before anything is trained
+        refuse_sharded(tree.flatten(self.state()).tensors)  # what cannot be kept is named before anything is trained
 
     def _before_forward(self, model: nn.Module) -> None:
         """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""

@@ -16,7 +16,8 @@ from dlrover_hooks.checkpoint import image, snapshot
 from dlrover_hooks.checkpoint.durable import _own
 from dlrover_hooks.checkpoint.header import Inside, holds_shards, parse
 from dlrover_hooks.checkpoint.recipe import Recipe
-from dlrover_hooks.errors import UnsupportedState
+from dlrover_hooks.errors import UnsupportedState, UsageError
+from dlrover_hooks.integrations.filling import refuse_sharded
 from dlrover_hooks.protocol import Generation
 
 
@@ -82,6 +83,14 @@ def test_replicated_tensors_are_as_plain_ones() -> None:
         _, data = saved(DTensor.from_local(torch.ones(2), two, [Replicate()], run_check=False))
     assert not holds_shards(memoryview(data))
     assert not _own(parse(data))("state.w")
+
+
+def test_adapters_that_restore_whole_tensors_refuse_parts() -> None:
+    with mesh(1, 2) as two:
+        part = DTensor.from_local(torch.ones(2), two, [Shard(0)], run_check=False)
+    refuse_sharded({"state.b": torch.ones(1)})
+    with pytest.raises(UsageError, match=r"not kept under this framework: state\.w"):
+        refuse_sharded({"state.b": torch.ones(1), "state.w": part})
 
 
 def test_partial_sums_are_refused() -> None:
