@@ -16,7 +16,7 @@ from dlrover_hooks.checkpoint import device, snapshot
 from dlrover_hooks.checkpoint.aside import Aside
 from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
-from dlrover_hooks.checkpoint.gate import Gate, Unchanged
+from dlrover_hooks.checkpoint.gate import Gate, Samples, Unchanged
 from dlrover_hooks.checkpoint.mode import LAZY, Mode
 from dlrover_hooks.checkpoint.recipe import pick
 from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
@@ -53,6 +53,10 @@ class LazyWriter(Writer):
         self.mode, self.aside = mode, Aside()
         self._dropped, self._parameters, self._kept = dropped, parameters, Frozen()
         self._gate = Gate(self._before_step)
+        self._found: Any = None
+        """What `_stable` was found for: it seldom changes from save to save."""
+        self._stable: list[int] = []
+        self._samples = Samples([], self.copier)
         self._side, self._events = device.SideStream(), list[torch.cuda.Event]()
 
     def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
@@ -91,7 +95,7 @@ class LazyWriter(Writer):
 
     def close(self) -> None:
         """See `Writer`."""
-        self.wait()
+        self.aside.close()
         self._gate.close()
         self._side.unpin()
 
@@ -116,9 +120,13 @@ class LazyWriter(Writer):
 
     def _later(self, shot: Shot, places: Sequence[int]) -> list[int]:
         """Of `places`, those that only the next step changes. With a device in play, only what lies on it."""
-        stable, on_device = self._gate.extents(), shot.found.on_device
-        among = [place for place in places if place in on_device] if on_device else places
-        return [place for place in among if shot.extent(place) in stable]
+        found = (shot.recipe.number, self._gate.form, shot.found.addresses, list(places))
+        if found != self._found:
+            stable, on_device = self._gate.extents(), shot.found.on_device
+            among = [place for place in places if place in on_device] if on_device else places
+            self._found, self._stable = found, [place for place in among if shot.extent(place) in stable]
+            self._samples = Samples([shot.recipe.places[place][1] for place in self._stable], self.copier)
+        return self._stable
 
     def _begin(
         self,
@@ -129,7 +137,7 @@ class LazyWriter(Writer):
         unchanged: tuple[Range, ...],
     ) -> Rest:
         if not shot.found.on_device:
-            guard = Unchanged(pick(shot.found.held, later), self.copier, shot.generation.step)
+            guard = Unchanged(pick(shot.found.held, later), self._samples, shot.generation.step)
             return Rest([], later, guard, unchanged)
         self._events = self._copy(shot, target, later)
         return Rest(events + self._events, [], None, unchanged)
