@@ -111,20 +111,25 @@ class Unchanged:
     which fused kernels and raw pointers change without a word. `seed`: other bytes at each save.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], samples: Samples, seed: int) -> None:
-        self._tensors, self._samples, self._places = tensors, samples, samples.places(seed)
-        self._addresses, self._versions = self._marks()
-        self._before = samples.take(self._addresses, self._places)
+    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], samples: Samples, seed: int) -> None:
+        self._tensors, self._addresses, self._versions = tensors, addresses, _versions(tensors)
+        self._samples, self._places = samples, samples.places(seed)
+        self._before = samples.take(addresses, self._places)
 
     def changed(self, copies: Sequence[int]) -> int | None:
         """Index of a tensor whose copy, at that address, may not be what it was; None if all are."""
-        addresses, versions = self._marks()
-        if (addresses, versions) != (self._addresses, self._versions):
-            before = zip(self._addresses, self._versions, strict=True)
-            return next(index for index, mark in enumerate(before) if mark != (addresses[index], versions[index]))
+        for before, now in (
+            (self._addresses, snapshot.addresses(self._tensors)),
+            (self._versions, _versions(self._tensors)),
+        ):
+            if before != now:
+                return next(index for index, (one, other) in enumerate(zip(before, now, strict=True)) if one != other)
         different = np.flatnonzero(self._samples.take(copies, self._places) != self._before)
         return self._samples.tensor(int(different[0])) if len(different) else None
 
-    def _marks(self) -> tuple[list[int], list[int]]:
-        versions = [] if any(map(torch.Tensor.is_inference, self._tensors)) else list(map(_version, self._tensors))
-        return snapshot.addresses(self._tensors), versions or [0] * len(self._tensors)
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # tensors of inference mode have none
+        return [0] * len(tensors)

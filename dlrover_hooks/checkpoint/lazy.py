@@ -54,26 +54,30 @@ class LazyWriter(Writer):
         self._dropped, self._parameters, self._kept = dropped, parameters, Frozen()
         self._gate = Gate(self._before_step)
         self._found: Any = None
-        """What `_stable` was found for: it seldom changes from save to save."""
-        self._stable: list[int] = []
+        """What `_split` was found for: it seldom changes from save to save."""
+        self._split: tuple[Sequence[int], Sequence[int]] = ([], [])
         self._samples = Samples([], self.copier)
         self._side, self._events = device.SideStream(), list[torch.cuda.Event]()
 
-    def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
+    def chooses_lazy(self) -> bool:
         """See `Writer`."""
-        target.view[: len(shot.header)] = shot.header
-        lazy = behind and self.mode.next() == LAZY
+        return self.mode.next() == LAZY
+
+    def write(self, shot: Shot, target: Target, *, lazy: bool) -> None:
+        """See `Writer`."""
         skipped, unchanged = self._skip(shot, target)
         count = range(len(shot.recipe.places))
         places = [place for place in count if place not in skipped] if skipped else count
-        later = self._later(shot, places) if lazy else []
-        events = self._copy(shot, target, sorted(set(places).difference(later)) if later else places)
+        later, now = self._later(shot, places) if lazy else ([], places)
+        events = self._copy(shot, target, now)
         if later:
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, later, events, unchanged)
             self.aside.begin(lambda: self._finish(shot, target, rest))
         else:
+            target.head(shot)
             device.finish(events)
+            _ask(shot)
             target.publish(unchanged)
 
     def took(self, seconds: float) -> None:
@@ -108,6 +112,8 @@ class LazyWriter(Writer):
     def _copy(self, shot: Shot, target: Target, places: Sequence[int]) -> list[torch.cuda.Event]:
         """Copy `places`; those on devices are only begun."""
         on_device = shot.found.on_device
+        if not places:
+            return []
         if not on_device:
             self.fill(shot, target, places)
             return []
@@ -118,15 +124,16 @@ class LazyWriter(Writer):
 
     # ---- behind the step
 
-    def _later(self, shot: Shot, places: Sequence[int]) -> list[int]:
-        """Of `places`, those that only the next step changes. With a device in play, only what lies on it."""
+    def _later(self, shot: Shot, places: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Of `places`, those that only the next step changes, and the rest. With a device, only what lies on it."""
         found = (shot.recipe.number, self._gate.form, shot.found.addresses, list(places))
         if found != self._found:
             stable, on_device = self._gate.extents(), shot.found.on_device
             among = [place for place in places if place in on_device] if on_device else places
-            self._found, self._stable = found, [place for place in among if shot.extent(place) in stable]
-            self._samples = Samples([shot.recipe.places[place][1] for place in self._stable], self.copier)
-        return self._stable
+            later = [place for place in among if shot.extent(place) in stable]
+            self._found, self._split = found, (later, sorted(set(places).difference(later)))
+            self._samples = Samples([shot.recipe.places[place][1] for place in later], self.copier)
+        return self._split
 
     def _begin(
         self,
@@ -136,8 +143,9 @@ class LazyWriter(Writer):
         events: list[torch.cuda.Event],
         unchanged: tuple[Range, ...],
     ) -> Rest:
-        if not shot.found.on_device:
-            guard = Unchanged(pick(shot.found.held, later), self._samples, shot.generation.step)
+        addresses, held, on_device = shot.found
+        if not on_device:
+            guard = Unchanged(pick(held, later), pick(addresses, later), self._samples, shot.generation.step)
             return Rest([], later, guard, unchanged)
         self._events = self._copy(shot, target, later)
         return Rest(events + self._events, [], None, unchanged)
@@ -145,6 +153,8 @@ class LazyWriter(Writer):
     def _finish(self, shot: Shot, target: Target, rest: Rest) -> None:
         """On the copying thread: the rest of the copy, the proof that nothing changed meanwhile, the publication."""
         try:
+            _ask(shot)
+            target.head(shot)
             device.finish(rest.events)
             if rest.guard is not None:
                 self.fill(shot, target, rest.places, Copier(1, native=self.copier.native))
@@ -198,3 +208,8 @@ class LazyWriter(Writer):
         for extent in self._gate.extents() if frozen else ():
             frozen.pop(extent, None)
         return frozen
+
+
+def _ask(shot: Shot) -> None:
+    if shot.holds is not None and not shot.holds():
+        raise CheckpointError(f"{shot.generation} was not saved: a tensor has another form", hint="the next one is")

@@ -16,8 +16,10 @@ class Shot(NamedTuple):
 
     generation: Generation
     recipe: Recipe
-    header: bytes
+    header: tuple[bytes, ...]
     found: Sources
+    holds: Callable[[], bool] | None = None
+    """Still to be asked before a copy counts: are the tensors what the recipe takes them for?"""
 
     def extent(self, place: int) -> tuple[int, int]:
         """Address and bytes of what goes to a place."""
@@ -33,6 +35,13 @@ class Target(NamedTuple):
     view: memoryview
     publish: Callable[[tuple[Range, ...]], None]
 
+    def head(self, shot: Shot) -> None:
+        """Write the header."""
+        at = 0
+        for part in shot.header:
+            self.view[at : at + len(part)] = part
+            at += len(part)
+
 
 class Writer:
     """Fills slots at once. Training thread."""
@@ -40,14 +49,18 @@ class Writer:
     def __init__(self) -> None:
         self.copier = Copier()
 
-    def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
-        """Fill `target` with `shot` and publish it. `behind`: a step follows, so it might be done behind it.
+    def chooses_lazy(self) -> bool:
+        """A step follows the next save: is it to be made behind it?"""
+        return False
+
+    def write(self, shot: Shot, target: Target, *, lazy: bool) -> None:
+        """Fill `target` with `shot` and publish it, behind the step if `lazy`.
 
         Raises:
             HooksError, OSError: from `publish`.
         """
-        del behind
-        target.view[: len(shot.header)] = shot.header
+        del lazy
+        target.head(shot)
         self.fill(shot, target, range(len(shot.recipe.places)))
         target.publish(())
 

@@ -198,6 +198,20 @@ def test_weights_that_are_swapped_are_saved_as_they_were(kept: Kept, held_back: 
     assert same(run.loaded(kept), saved)
 
 
+def test_a_tensor_of_another_form_at_the_same_address_is_noticed(kept: Kept) -> None:
+    """Names and addresses are all that a lazy save looks at before it returns; the rest is asked before it counts."""
+    run = Run(kept.trainer(mode="lazy"))
+    for number in (1, 2):
+        run.save(number)
+        run.loaded(kept)
+    run.first.weight.data = run.first.weight.data.view(32, 2048)
+    run.save(3)
+    run.engine.wait_copied()
+    assert "another form" in str(run.engine.error)
+    saved = run.save(4)
+    assert same(run.loaded(kept), saved)
+
+
 def test_wait_copied_lets_weights_be_changed(kept: Kept) -> None:
     run = Run(kept.trainer(mode="lazy"))
     saved = run.save(1)
