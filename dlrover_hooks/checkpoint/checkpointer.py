@@ -28,7 +28,7 @@ from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
 from dlrover_hooks.checkpoint.room import Room
-from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
+from dlrover_hooks.checkpoint.saving import Changed, Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Retention, Source
@@ -204,31 +204,35 @@ class Checkpointer:
         self._writer.wait()
         began = time.perf_counter()
         lazy = behind and self._writer.chooses_lazy()
-        shot = self._shot(step, tree, on_unsupported, lazy=lazy)
+        shot = self._shot(step, tree, on_unsupported)
         self.error = None
         if self.damaged is not None:
             self.damaged = None
             self._writer.damaged()
-        try:
-            arena = self._room.take(shot.recipe.layout.total_bytes)
-            slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
-            if slot is None:
-                raise CheckpointError("no slot is free: newest, newest complete and being persisted")
-            arena.begin(slot)
-            self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
-        except (HooksError, OSError) as error:
-            return self._skip(error)
-        return Saved(shot.generation, time.perf_counter() - began)
+        while True:
+            try:
+                self._write(shot, lazy=lazy)
+                return Saved(shot.generation, time.perf_counter() - began)
+            except Changed:
+                shot = self._shot(step, tree, on_unsupported)  # looks at everything, now that something has changed
+            except (HooksError, OSError) as error:
+                return self._skip(error)
 
-    def _shot(
-        self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None = None, *, lazy: bool = False
-    ) -> Shot:
+    def _write(self, shot: Shot, *, lazy: bool) -> None:
+        arena = self._room.take(shot.recipe.layout.total_bytes)
+        slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
+        if slot is None:
+            raise CheckpointError("no slot is free: newest, newest complete and being persisted")
+        arena.begin(slot)
+        self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
+
+    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None = None) -> Shot:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
         tensors: dict[str, Any] = functools.reduce(operator.or_, (flat.tensors for flat in flats.values()), {})
         generation = Generation(self._attempt, step, self._run)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
         recipe = self._recipe
-        found = recipe.settled(tensors) if recipe is not None and lazy else None
+        found = recipe.settled(tensors) if recipe is not None else None
         if found is None and (recipe is None or not recipe.fits(tensors)):
             recipe = Recipe(tensors, self._writer.seldom(tensors))
         assert recipe is not None

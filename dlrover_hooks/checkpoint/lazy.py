@@ -14,7 +14,7 @@ import torch
 
 from dlrover_hooks.checkpoint import device, snapshot
 from dlrover_hooks.checkpoint.aside import Aside
-from dlrover_hooks.checkpoint.copying import Copier, place_of
+from dlrover_hooks.checkpoint.copying import place_of
 from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
 from dlrover_hooks.checkpoint.gate import Gate, Samples, Unchanged
 from dlrover_hooks.checkpoint.mode import LAZY, Mode
@@ -69,15 +69,13 @@ class LazyWriter(Writer):
         count = range(len(shot.recipe.places))
         places = [place for place in count if place not in skipped] if skipped else count
         later, now = self._later(shot, places) if lazy else ([], places)
-        events = self._copy(shot, target, now)
         if later:
+            events = self._copy(shot._replace(header=(), holds=None), target, now)  # `_finish` does that
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, later, events, unchanged)
             self.aside.begin(lambda: self._finish(shot, target, rest))
         else:
-            target.head(shot)
-            device.finish(events)
-            _ask(shot)
+            device.finish(self._copy(shot, target, places))
             target.publish(unchanged)
 
     def took(self, seconds: float) -> None:
@@ -112,12 +110,9 @@ class LazyWriter(Writer):
     def _copy(self, shot: Shot, target: Target, places: Sequence[int]) -> list[torch.cuda.Event]:
         """Copy `places`; those on devices are only begun."""
         on_device = shot.found.on_device
-        if not places:
-            return []
+        self.fill(shot, target, [place for place in places if place not in on_device] if on_device else places)
         if not on_device:
-            self.fill(shot, target, places)
             return []
-        self.fill(shot, target, [place for place in places if place not in on_device])
         self._side.pin(target.view)
         rows = [(on_device[place], shot.recipe.view(target.view, place)) for place in places if place in on_device]
         return self._side.copy(rows)
@@ -153,11 +148,9 @@ class LazyWriter(Writer):
     def _finish(self, shot: Shot, target: Target, rest: Rest) -> None:
         """On the copying thread: the rest of the copy, the proof that nothing changed meanwhile, the publication."""
         try:
-            _ask(shot)
-            target.head(shot)
             device.finish(rest.events)
+            self.fill(shot, target, rest.places, alone=True)
             if rest.guard is not None:
-                self.fill(shot, target, rest.places, Copier(1, native=self.copier.native))
                 self._check(shot, target, rest.places, rest.guard)
             target.publish(rest.unchanged)
         except (HooksError, OSError) as error:
@@ -208,8 +201,3 @@ class LazyWriter(Writer):
         for extent in self._gate.extents() if frozen else ():
             frozen.pop(extent, None)
         return frozen
-
-
-def _ask(shot: Shot) -> None:
-    if shot.holds is not None and not shot.holds():
-        raise CheckpointError(f"{shot.generation} was not saved: a tensor has another form", hint="the next one is")

@@ -48,6 +48,7 @@ class Recipe:
         values = list(tensors.values())
         alike = len(self._filled) == len(values) and self._library.PLAIN.issuperset(map(type, values))
         self._plain = alike and not any(value.is_complex() for value in values)
+        self._sizes = [spec.nbytes for spec in self._specs]
         self._settled: list[int] = []
         """Addresses of the tensors that were looked at last."""
         self._single = [index for index, value in enumerate(values) if self._plain and value.numel() == 1]
@@ -102,7 +103,7 @@ class Recipe:
         return self._names[self._filled[place]]
 
     def settled(self, tensors: Mapping[str, Any]) -> Sources | None:
-        """Where `tensors` lie, if they have the names and addresses of before: a look at no more than that.
+        """Where `tensors` lie, if they have the names, addresses and sizes of before: a look at no more than that.
 
         They may be read there, but `holds` has to say that they still are what they were before a copy counts.
         """
@@ -110,7 +111,8 @@ class Recipe:
         if not self._plain or list(tensors) != self._names or not self._library.PLAIN.issuperset(map(type, values)):
             return None
         addresses = self._library.addresses(values)
-        return Sources(addresses, values, {}) if addresses == self._settled else None
+        same = addresses == self._settled and self._library.sizes(values) == self._sizes
+        return Sources(addresses, values, {}) if same else None
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:
         """Are `tensors`, which are settled, what they were in every respect? Any thread."""

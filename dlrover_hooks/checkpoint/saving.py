@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Range
 from dlrover_hooks.checkpoint.recipe import Recipe, Sources, pick
+from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
+
+
+class Changed(CheckpointError):
+    """A tensor is no longer what the recipe takes it for: it has to be laid out anew."""
 
 
 class Shot(NamedTuple):
@@ -60,14 +65,24 @@ class Writer:
             HooksError, OSError: from `publish`.
         """
         del lazy
-        target.head(shot)
         self.fill(shot, target, range(len(shot.recipe.places)))
         target.publish(())
 
-    def fill(self, shot: Shot, target: Target, places: Sequence[int], copier: Copier | None = None) -> None:
-        """Copy what goes to `places` (sorted)."""
+    def fill(self, shot: Shot, target: Target, places: Sequence[int], *, alone: bool = False) -> None:
+        """Copy what goes to `places` (sorted). `alone`: by this thread only, after `prove`; else `prove` meanwhile."""
         sources = pick(shot.found.addresses, places)
-        (copier or self.copier).fill(shot.recipe.pieces(places), place_of(target.view), sources)
+        where = shot.recipe.pieces(places), place_of(target.view), sources
+        if alone:
+            self.prove(shot, target)
+            Copier(1, native=self.copier.native).fill(*where)
+        else:
+            self.copier.fill(*where, lambda: self.prove(shot, target))
+
+    def prove(self, shot: Shot, target: Target) -> None:
+        """Write the header and ask whether the tensors are what it says. Raises Changed."""
+        target.head(shot)
+        if shot.holds is not None and not shot.holds():
+            raise Changed(f"{shot.generation} was not saved: a tensor has another form", hint="the next one is saved")
 
     def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
         """Names of those that will not be copied at every save."""
