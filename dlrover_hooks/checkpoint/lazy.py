@@ -70,7 +70,8 @@ class LazyWriter(Writer):
         places = [place for place in count if place not in skipped] if skipped else count
         later, now = self._later(shot, places) if lazy else ([], places)
         if later:
-            events = self._copy(shot._replace(header=(), holds=None), target, now)  # `_finish` does that
+            early = shot._replace(header=(), holds=None)  # `_finish` sees to both
+            events = self._copy(early, target, now) if now else []
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, later, events, unchanged)
             self.aside.begin(lambda: self._finish(shot, target, rest))
