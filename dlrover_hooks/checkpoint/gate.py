@@ -83,15 +83,15 @@ class Samples:
     """Takes a few bytes of each of many tensors, at random places. `sizes`: theirs, in bytes; made once."""
 
     def __init__(self, sizes: Sequence[int], copier: Copier) -> None:
-        self._copier = copier
+        self._copier, self._chance = copier, np.random.default_rng()
         total = np.asarray(sizes, np.int64)
         lengths = np.minimum(total, SAMPLE_BYTES)
         self._room = total - lengths + 1
         self._pieces = Pieces(np.cumsum(lengths) - lengths, lengths)
 
-    def places(self, seed: int) -> np.ndarray[Any, Any]:
-        """Where in each tensor a sample is taken; other places for another seed."""
-        return (np.random.default_rng(seed).random(len(self._room)) * self._room).astype(np.uint64)
+    def places(self) -> np.ndarray[Any, Any]:
+        """Where in each tensor a sample is taken; other places each time."""
+        return (self._chance.random(len(self._room)) * self._room).astype(np.uint64)
 
     def take(self, addresses: Sequence[int], places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The bytes there, one after the other."""
@@ -108,12 +108,12 @@ class Unchanged:
     """Finds out whether tensors were changed while they were being copied.
 
     By their version, which in-place operations raise, their address, which `.data = ` moves, and a few bytes of each,
-    which fused kernels and raw pointers change without a word. `seed`: other bytes at each save.
+    which fused kernels and raw pointers change without a word.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], samples: Samples, seed: int) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], samples: Samples) -> None:
         self._tensors, self._addresses, self._versions = tensors, addresses, _versions(tensors)
-        self._samples, self._places = samples, samples.places(seed)
+        self._samples, self._places = samples, samples.places()
         self._before = samples.take(addresses, self._places)
 
     def changed(self, copies: Sequence[int]) -> int | None:

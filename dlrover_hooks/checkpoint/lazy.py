@@ -141,7 +141,7 @@ class LazyWriter(Writer):
     ) -> Rest:
         addresses, held, on_device = shot.found
         if not on_device:
-            guard = Unchanged(pick(held, later), pick(addresses, later), self._samples, shot.generation.step)
+            guard = Unchanged(pick(held, later), pick(addresses, later), self._samples)
             return Rest([], later, guard, unchanged)
         self._events = self._copy(shot, target, later)
         return Rest(events + self._events, [], None, unchanged)

@@ -139,7 +139,7 @@ class _Writer:
                 items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
                 tag = "$set" if isinstance(value, set) else "$frozenset"
                 return {tag: [self.encode(item, f"{path}.{i}") for i, item in enumerate(items)]}
-            if set(map(type, value)) == {int} and -_PLAIN_INT <= min(value) and max(value) <= _PLAIN_INT:
+            if set(map(type, value)) == {int} and min(value) >= -_PLAIN_INT and max(value) <= _PLAIN_INT:
                 items = list(value)  # the parameters of a group are many
             else:
                 items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
