@@ -46,6 +46,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     master: str | None = None
     token: str | None = None
     on_error: str = "raise"
+    replicas: int = 0
+    """1: each node's keeper also holds the images of another node, in another failure domain if there is one."""
+    replica_mb_per_s: int = 0
     disable: bool = False
     fresh: bool = False
 
@@ -57,6 +60,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     local_rank: int = 0
     node: str = ""
+    domain: str = ""
+    """The node's failure domain: a rack, a zone."""
     incarnation: str = ""
     """Set by `dlrover-hooks run`, which has already joined for this seat; empty: this process joins for itself."""
 
@@ -204,6 +209,8 @@ _WANTED = {
     "master": 'an address such as "http://127.0.0.1:8780"',
     "token": "a text (str)",
     "on_error": '"raise" or "warn"',
+    "replicas": "0 or 1",
+    "replica_mb_per_s": "a whole number of millions of bytes per second, 0 for no limit",
     "disable": "True or False",
     "fresh": "True or False",
 }
@@ -239,13 +246,19 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
 def _check(config: Config) -> None:
     if (config.keep if isinstance(config.keep, int) else config.keep.last) < 1:
         raise UsageError(f"keep={config.keep} would leave no checkpoint", hint="keep the last 1 or more")
+    if config.replicas not in (0, 1) or config.replica_mb_per_s < 0:
+        raise UsageError(
+            f"replicas={config.replicas}, replica_mb_per_s={config.replica_mb_per_s} cannot be done",
+            hint="replicas=1 keeps one replica of each node on another one; replica_mb_per_s=0 sets no limit",
+        )
     if config.on_error not in ("raise", "warn"):
         raise UsageError(f"on_error={config.on_error!r} is unknown", hint='use "raise" or "warn"')
     if config.snapshot not in ("auto", "eager", "lazy"):
         raise UsageError(f"snapshot={config.snapshot!r} is unknown", hint='use "auto", "eager" or "lazy"')
     if config.global_batch_size is not None and config.global_batch_size < 1:
         raise UsageError(f"global_batch_size={config.global_batch_size} must be at least 1")
-    if config.resume not in ("auto", "never", "require", "weights") and "/" not in config.resume:
+    folder = "/" in config.resume or config.resume.startswith("weights:")
+    if config.resume not in ("auto", "never", "require", "weights") and not folder:
         raise UsageError(
             f"resume={config.resume!r} is unknown",
             hint='use "auto", "never", "require", "weights", a URL, or "weights:URL"',
@@ -268,6 +281,7 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
         world_size=int(env.get("WORLD_SIZE", 1)) if world_size is None else world_size,
         local_rank=int(env.get("LOCAL_RANK", 0)),
         node=env.get(PREFIX + "NODE") or socket.gethostname(),
+        domain=env.get(PREFIX + "DOMAIN", ""),
         incarnation=env.get(PREFIX + "INCARNATION", ""),
     )
 

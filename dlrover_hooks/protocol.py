@@ -38,12 +38,40 @@ class Source(enum.Enum):
     """Where a restore is read from."""
 
     MEMORY = "memory"
+    """Each rank finds its image on its own node."""
+    PEER = "peer"
+    """In memory, too, but some node fetches images from another one."""
     STORAGE = "storage"
+
+
+class Secret(Message, frozen=True):
+    """What keepers of one run prove to each other that they know. It never shows in a log."""
+
+    key: str = ""
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+
+class KeeperAddress(Message, frozen=True):
+    """Where other nodes reach the keeper of `node`, over TCP."""
+
+    node: str
+    host: str
+    port: int
+
+
+class Replication(Message, frozen=True):
+    """How a node's keeper takes part: it sends its images `to` that node's keeper (None: there is no other node)."""
+
+    secret: Secret
+    to: KeeperAddress | None = None
 
 
 class Held(Message, frozen=True):
     """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena.
 
+    `home`: the node whose worker's image this is a replica of; `seat` is that worker's there.
     `sharded`: it holds parts of tensors; another world size needs the images of all ranks.
     """
 
@@ -53,6 +81,7 @@ class Held(Message, frozen=True):
     seat: int
     slot: int
     sharded: bool = False
+    home: str = ""
 
 
 class Cadence(Message, frozen=True):
@@ -96,6 +125,8 @@ class Restore(Message, frozen=True):
     """Folder of the checkpoint tree for STORAGE."""
     weights: bool = False
     """Only the model's weights are taken: a new run begins with them."""
+    answers: tuple[int, ...] | None = None
+    """Saved ranks whose `leases` the receiver's node answers for; None: those of all images that it holds."""
 
 
 class Phase(enum.Enum):
@@ -226,6 +257,12 @@ class Attach(Message, frozen=True):
     """The node's slot inventory; sent by local rank 0 only."""
     stored: tuple[Manifest, ...] = ()
     """Whole generations found in storage; sent by global rank 0 only. `files` may be left empty."""
+    keeper: KeeperAddress | None = None
+    """The node's keeper takes part in replication; sent, like the next two, by local rank 0 only."""
+    domain: str = ""
+    """The failure domain of the node (rack, zone): a replica lies in another one if there is any."""
+    secret: Secret = Secret()
+    """Proposed; the first one is the run's."""
 
 
 class Attached(Message, frozen=True):
@@ -259,6 +296,8 @@ class Plan(Message, frozen=True):
     """`resume="require"` found nothing: the reason to show."""
     fallbacks: tuple[str, ...] = ()
     """Generations given up on the way to this plan, with the reason each."""
+    replication: Replication | None = None
+    """For local rank 0 of a node that takes part."""
 
 
 class Loaded(Message, frozen=True):
@@ -271,6 +310,22 @@ class Loaded(Message, frozen=True):
     reason: str = ""
     cuts: dict[str, dict[str, str]] = {}
     """By ledger and partition: ranges (encoded) that the loaded images say are in the model."""
+
+
+class Locate(Message, frozen=True):
+    """Which keepers of this round hold `rank`'s image of `generation`, as their nodes said when they attached?"""
+
+    job: str
+    incarnation: str
+    generation: Generation
+    rank: int
+
+
+class Located(Message, frozen=True):
+    """`at`: the rank's own node first. `secret` opens their doors."""
+
+    secret: Secret = Secret()
+    at: tuple[KeeperAddress, ...] = ()
 
 
 class Vitals(Message, frozen=True):
@@ -565,6 +620,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         method="POST", path="/v1/plan", request=AwaitPlan, reply=Plan, waits=True, summary="Wait for what to restore."
     ),
+    Route(method="POST", path="/v1/locate", request=Locate, reply=Located, summary="Ask who holds an image."),
     Route(method="POST", path="/v1/loaded", request=Loaded, reply=Done, event=True, summary="Report the restore."),
     Route(method="POST", path="/v1/heartbeat", request=Heartbeat, reply=Beat, summary="Refresh the lease."),
     Route(method="POST", path="/v1/watch", request=Watch, reply=Notice, waits=True, summary="The liveness connection."),

@@ -114,6 +114,7 @@ class Session:
         plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
         while plan.phase is not p.Phase.TRAINING:
             plan = self._next_plan(plan, deadline)
+            stock.follow(plan, self._engine)
             if plan.refused is not None:
                 raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
@@ -254,6 +255,7 @@ class Session:
             storage_options=self.config.storage_options,
             keep=self.config.keep,
             linger_s=600.0 if self.config.named else 0.0,
+            locate=lambda *image: self._caller.call(p.Locate(self.config.job, self._incarnation, *image)),
             notify=lambda notice: self._courier.notice(notice),
             start_keeper=not launched,
             mode=self.config.snapshot,

@@ -16,6 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from dlrover_hooks.integrations.filling import own_state
+from dlrover_hooks.session import Restored
+
 log = logging.getLogger("dlrover_hooks")
 
 
@@ -59,6 +62,16 @@ def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[st
             connector._loaded_checkpoint = cast(Any, dict(checkpoint))
 
     cast(Any, connector).resume_start = resume_start
+
+
+def saved(restored: Restored) -> dict[str, Any]:
+    """The `Trainer`'s own checkpoint in what was restored."""
+    return own_state(restored.state, "lightning", "ElasticCallback")
+
+
+def limits(trainer: Trainer) -> list[int | None]:
+    """What ends a fit."""
+    return [trainer.max_epochs, trainer.max_steps]
 
 
 def begin_with(trainer: Trainer, weights: dict[str, Any]) -> None:

@@ -110,6 +110,26 @@ def refuse(problems: Sequence[str], hint: str) -> None:
         raise UsageError(f"the checkpoint does not fit: {listed(problems)}", hint=hint)
 
 
+def refuse_sharded(tensors: Mapping[str, Any]) -> None:
+    """For adapters that restore whole tensors. Raises UsageError if some are DTensors."""
+    found = [name for name, tensor in tensors.items() if is_sharded(tensor)]
+    if found:
+        raise UsageError(
+            f"sharded state is not kept under this framework: {listed(found)}",
+            hint="use AsyncCheckpointer in a loop of your own, or DistributedDataParallel",
+        )
+
+
+def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:
+    """`state[key]`, which `adapter` keeps there. Raises UsageError if another adapter has saved this state."""
+    if key not in state:
+        raise UsageError(
+            f"the checkpoint was not saved by {adapter}: it holds {listed(sorted(state))}",
+            hint="resume with the adapter that saved it, or export it: dlrover-hooks ckpt export",
+        )
+    return state[key]
+
+
 def listed(names: Sequence[str]) -> str:
     """The first few of `names`, and how many there are."""
     more = f"; {len(names)} in all" if len(names) > SHOWN else ""

@@ -54,7 +54,7 @@ class ElasticCallback(Callback):
         persist_every: durable copy: optimizer steps or a duration.
         keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
         snapshot: `"eager"` copies at once, `"lazy"` behind the next forward and backward, `"auto"` measures and picks.
-        resume: `"auto"`, `"never"`, `"require"` or the URL of another checkpoint tree.
+        resume: `"auto"`, `"never"`, `"require"`, another tree's URL; `"weights"`, `"weights:URL"`.
         job: the job's name; by default the launcher's.
         global_batch_size: samples per optimizer step; None keeps what the first start had.
         master: URL of the master; by default the launcher's, else none.
@@ -138,11 +138,10 @@ class ElasticCallback(Callback):
             raise
         self.session.frozen_among(pl_module.parameters)
         if self._restored is not None and self._restored.weights_only:
-            private.begin_with(trainer, self._restored.state["lightning"]["state_dict"])
-            self._restored = None
+            self._restored = private.begin_with(trainer, private.saved(self._restored)["state_dict"])
         elif self._restored is not None:
-            names.keep_versions(trainer, self._restored.state["lightning"], self.state_key, self.session.run)
-            private.resume_from(trainer, self._restored.state["lightning"], self._wins_over)
+            names.keep_versions(trainer, private.saved(self._restored), self.state_key, self.session.run)
+            private.resume_from(trainer, private.saved(self._restored), self._wins_over)
         self._versions = names.versions(trainer)
         names.write_over_earlier(trainer, self.session.run)
         if self._sampler:
@@ -233,10 +232,10 @@ class ElasticCallback(Callback):
             self._prepare(trainer.strategy.model)
         if self._restored is not None:
             names.forget_missing(trainer)
-            lightning = self._restored.state["lightning"]
+            lightning = private.saved(self._restored)
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
             self._fix_steps = private.batches_that_stepped(lightning)
-            if self._restored.state["stopped"] == _limits(trainer):
+            if self._restored.state["stopped"] == private.limits(trainer):
                 private.stop(trainer)
         private.load_pending_loader_states(trainer)
         self._combine(trainer)
@@ -333,7 +332,7 @@ class ElasticCallback(Callback):
         return {
             "lightning": checkpoint,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
-            "stopped": _limits(trainer) if trainer.should_stop else None,
+            "stopped": private.limits(trainer) if trainer.should_stop else None,
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -376,10 +375,6 @@ class ElasticCallback(Callback):
 
 def _has_schedule(trainer: Trainer) -> bool:
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
-
-
-def _limits(trainer: Trainer) -> list[int | None]:
-    return [trainer.max_epochs, trainer.max_steps]
 
 
 def _marked(loader: Any, over: bool) -> dict[str, Any] | None:

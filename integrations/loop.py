@@ -24,6 +24,7 @@ from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import leader
+from dlrover_hooks.integrations.filling import own_state, refuse_sharded
 from dlrover_hooks.integrations.torch import Stateful, keep_buckets
 from dlrover_hooks.integrations.whole import exact_optimizer_states
 from dlrover_hooks.session import Restored, Session
@@ -138,8 +139,9 @@ class Loop:
             self.close(p.Departure.FAILED)
             raise
         self._saved: dict[str, Any] = self.restored.state if self.restored is not None else {}
+        parts = own_state(self._saved, "parts", "Accelerate or Fabric") if self.restored is not None else {}
         if self.restored is not None and self.restored.weights_only:
-            self._saved = {"parts": {"model": self._saved["parts"]["model"]}}
+            self._saved = {"parts": {"model": parts["model"]}}
         self.step: int = self._saved.get("step", 0)
         self.first_world: int = self._saved.get("first_world", place.world_size)
         """The world size of the job's first start: what schedules were made for."""
@@ -286,7 +288,7 @@ class Loop:
                     f"the checkpoint has {len(saved)} of kind {kind!r}, here are {len(self._parts.get(kind, []))}",
                     hint="prepare everything before the loop, always in the same order, or start anew (resume='never')",
                 )
-        tree.flatten(self.state())  # what cannot be saved is named before anything is trained
+        refuse_sharded(tree.flatten(self.state()).tensors)  # what cannot be kept is named before anything is trained
 
     def _before_forward(self, model: nn.Module) -> None:
         """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""

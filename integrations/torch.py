@@ -28,7 +28,7 @@ from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, leader
-from dlrover_hooks.integrations.filling import Filling, is_sharded
+from dlrover_hooks.integrations.filling import Filling, is_sharded, refuse
 from dlrover_hooks.integrations.whole import WholeState, bare
 from dlrover_hooks.session import Restored, Session
 
@@ -185,7 +185,11 @@ class AsyncCheckpointer:
     def _fit(self, opening: Opening) -> Filling:
         if opening.weights_only:
             return Filling(opening, self._whole.targets(opening.state, weights_only=True))
-        return Filling(opening, self._whole.targets(opening.state) | self._shards_of_extra(opening))
+        targets = self._whole.targets(opening.state)
+        if len(opening.state["extra"]) != len(self._extra):
+            counts = f"`extra` had {len(opening.state['extra'])} parts, here it has {len(self._extra)}"
+            refuse([counts], "give the same parts in the same order, or start anew (resume='never')")
+        return Filling(opening, targets | self._shards_of_extra(opening))
 
     def _shards_of_extra(self, opening: Opening) -> dict[str, torch.Tensor]:
         """The tensors in `extra` that are sharded here or were when they were saved."""

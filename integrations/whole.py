@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks.checkpoint.images import Stored
 from dlrover_hooks.checkpoint.snapshot import dtype_of
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.filling import is_sharded, refuse
+from dlrover_hooks.integrations.filling import is_sharded, own_state, refuse
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _OTHER_MODEL = "give the model and the optimizer the same parameters as before, or start anew (resume='never')"
@@ -67,7 +67,7 @@ class WholeState:
         Raises:
             UsageError: keys, or parameters of the optimizer, are not those that were saved.
         """
-        found = self._model_targets(saved["model"])
+        found = self._model_targets(own_state(saved, "model", "AsyncCheckpointer"))
         return found if weights_only else found | self._optimizer_targets(saved["optimizer"])
 
     # ---- the model

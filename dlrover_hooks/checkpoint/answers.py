@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
 from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
+from dlrover_hooks.checkpoint.replication import Replication
 from dlrover_hooks.checkpoint.rooms import Rooms
 from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import KeeperAway
 
-_WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye)
+_WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye, wire.Replicate, wire.Fetch)
 _log = logging.getLogger(__name__)
 
 
@@ -37,11 +39,12 @@ class Answers:
         rooms: Rooms,
         openings: Crew,
         will: Will,
+        replication: Replication,
     ) -> None:
         self.saving: wire.Hello | None = None
         self._loop, self._holdings, self._lifetime = loop, holdings, lifetime
         self._hashes, self._shards, self._will = hashes, shards, will
-        self._rooms, self._openings = rooms, openings
+        self._rooms, self._openings, self._replication = rooms, openings, replication
 
     def take(self, peer: Peer, message: Any) -> None:
         """Do what `message` asks. Raises KeeperAway where `peer` may not ask that."""
@@ -66,6 +69,9 @@ class Answers:
         self._lifetime.came(message.seat)
         if message.save_to is not None:
             self.saving = message
+        if message.replicate is not None:
+            with contextlib.suppress(KeeperAway):  # said when it is asked for; saves go on without
+                self._replication.follow(message.replicate)
         self._welcome(peer, message)
 
     def _inventory(self, peer: Peer, message: wire.Inventory) -> None:
@@ -138,6 +144,23 @@ class Answers:
         )
         self._loop.send(peer, reply, segment.arena.fd)
 
+    # ---- other nodes
+
+    def _replicate(self, peer: Peer, message: wire.Replicate) -> None:
+        try:
+            port = self._replication.follow(message)
+        except KeeperAway as error:
+            self._loop.send(peer, wire.Refused(ref=message.ref, reason=error.message, hint=error.hint))
+        else:
+            self._loop.send(peer, wire.Replicating(ref=message.ref, port=port))
+
+    def _fetch(self, peer: Peer, message: wire.Fetch) -> None:
+        def done(error: Exception | None) -> None:
+            ref = message.ref
+            self._loop.send(peer, wire.Refused(ref=ref, reason=str(error)) if error else wire.Done(ref=ref))
+
+        self._replication.fetch(message, done)
+
     # ---- generations
 
     def _published(self, peer: Peer, message: wire.Published) -> None:
@@ -174,6 +197,8 @@ class Answers:
         wire.Complete: _complete,
         wire.Persist: _persist,
         wire.Open: _open,
+        wire.Replicate: _replicate,
+        wire.Fetch: _fetch,
         wire.Drop: _drop,
         wire.Goodbye: _goodbye,
     }

@@ -107,8 +107,8 @@ class Arena:
         self.fd = fd  # from here on it is ours to close
 
     @classmethod
-    def create(cls, seat: int, slot_bytes: int) -> Arena:
-        """A new sealed segment of 3 slots of at least `slot_bytes`, all its pages resident. Takes 137 ms per GB.
+    def create(cls, seat: int, slot_bytes: int, slots: int = SLOTS) -> Arena:
+        """A new sealed segment of slots of at least `slot_bytes`, all its pages resident. Takes 137 ms per GB.
 
         This process does not map them now: two that fill page tables at once take three times as long, and reading
         faults them in cheaply (20 ms per GB).
@@ -120,8 +120,8 @@ class Arena:
         folder = shared_folder()
         fd = _memfd(f"dlrover-hooks-seat-{seat}") if folder is None else _nameless(folder)
         try:
-            os.ftruncate(fd, PAGE + SLOTS * size)
-            os.posix_fallocate(fd, 0, PAGE + SLOTS * size)
+            os.ftruncate(fd, PAGE + slots * size)
+            os.posix_fallocate(fd, 0, PAGE + slots * size)
             if folder is None:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             arena = cls(fd)
@@ -129,7 +129,7 @@ class Arena:
             os.close(fd)
             raise
         number = int.from_bytes(os.urandom(6), "little") | 1
-        for index, word in enumerate((_MAGIC, SLOTS, size, number)):
+        for index, word in enumerate((_MAGIC, slots, size, number)):
             arena._store(index, word)
         arena.slot_bytes, arena.number = size, number
         return arena
@@ -173,7 +173,7 @@ class Arena:
 
     def slots(self) -> tuple[Slot, ...]:
         """The slot table now."""
-        return tuple(self.slot(index) for index in range(SLOTS))
+        return tuple(self.slot(index) for index in range(self._words[1]))
 
     def seq(self, index: int) -> int:
         """The sequence word of a slot: one load."""

@@ -1,4 +1,4 @@
-"""Numpy arrays into a slot and out of it; `library` picks this module or `snapshot`, which knows torch too. No torch."""
+"""Numpy arrays into a slot and out of it; `library` picks this module or `snapshot`, which knows torch. No torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spread(tensor: Any) -> None:
     """See `snapshot.spread`."""
 
 
-def lie_plainly(values: Sequence[Any]) -> bool:
+def lie_plainly(values: Sequence[Any], single: Iterable[int]) -> bool:
     """See `snapshot.lie_plainly`."""
     return not values
 

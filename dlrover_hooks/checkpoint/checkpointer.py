@@ -7,7 +7,9 @@ has consumed of leased datasets, without tensors).
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import sys
 import time
 import uuid
@@ -22,13 +24,14 @@ from dlrover_hooks.checkpoint.image import PARTS, Inside
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.mode import EAGER, Mode
+from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
 from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
-from dlrover_hooks.protocol import Generation, Held, Message, Restore, Retention, Source
+from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Retention, Source
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         keep: int | Retention = 2,
         linger_s: float = 600.0,
+        locate: Locate = lambda *_: Located(),
         notify: Callable[[wire.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
         deadline_s: float = 30.0,
@@ -75,6 +79,7 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
+        self.neighbours = Neighbours(self._line, node, locate)
         self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
         self._recipe: Recipe | None = None
         self._memo: Memo = {}
@@ -146,9 +151,9 @@ class Checkpointer:
             KeeperAway: the memory is gone with its keeper.
         """
         where = (self.seat, self._rank, self._world_size)
-        restorer = Restorer(self._line, self._writer.copier, *where, self.save_to, self.storage_options)
-        found = self._opened = restorer.load(restore, fitting)
-        if restore.source is Source.MEMORY:
+        means = (self._line, self._writer.copier, *where, self.save_to, self.storage_options, self.neighbours.fetch)
+        found = self._opened = Restorer(*means).load(restore, fitting)
+        if restore.source is not Source.STORAGE:
             self._newest_complete = restore.generation
         return found
 
@@ -216,7 +221,7 @@ class Checkpointer:
 
     def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None) -> Shot:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
-        tensors = {name: tensor for flat in flats.values() for name, tensor in flat.tensors.items()}
+        tensors: dict[str, Any] = functools.reduce(operator.or_, (flat.tensors for flat in flats.values()), {})
         generation = Generation(self._attempt, step, self._run)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
         if self._recipe is None or not self._recipe.fits(tensors):
@@ -322,6 +327,7 @@ class Checkpointer:
             save_to=self.save_to,
             storage_options=self.storage_options,
             keep=self._keep,
+            replicate=self.neighbours.order,
         )
 
     def _noticed(self, notice: wire.Notice) -> None:
@@ -331,6 +337,9 @@ class Checkpointer:
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
+            return
+        if isinstance(notice, wire.Unreplicated):
+            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
             return
         if isinstance(notice, wire.Space):
             hint = f" HINT: {notice.hint}" if notice.hint else ""

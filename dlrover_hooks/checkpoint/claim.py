@@ -41,7 +41,8 @@ class Claim:
 
     _mine: ClassVar[dict[str, Claim]] = {}
     """Claims of this process by URL: a second POSIX lock on the same file would fall with the first."""
-    _guard: ClassVar[threading.Lock] = threading.Lock()
+    _locks: ClassVar[dict[str, threading.Lock]] = {}
+    """By URL: where one store hangs, the claims on others go on."""
 
     def __init__(self, place: Place, who: Owner) -> None:
         self.place, self.who = place, who
@@ -60,7 +61,7 @@ class Claim:
             StorageFailed: the folder cannot be written.
         """
         place = Place(url, options)
-        with cls._guard:
+        with cls._locks.setdefault(place.url, threading.Lock()):
             mine = cls._mine.get(place.url)
             if mine is not None and mine._pid == os.getpid():
                 if mine.who.job != job:
@@ -74,7 +75,7 @@ class Claim:
 
     def release(self) -> None:
         """Give the URL up (the last of several takes does it). Idempotent."""
-        with self._guard:
+        with self._locks[self.place.url]:
             self._count -= 1
             if self._count != 0 or self._pid != os.getpid():
                 return
@@ -117,13 +118,18 @@ class Claim:
         if held is not None and held.expires > time.time() and held.owner != self.who.owner:
             raise _busy(self.place, held)
         self.place.make()
-        self._refresh()
+        if held is not None:
+            self._refresh()
+        elif not self.place.put_new(LEASE, self._fresh()):
+            raise _busy(self.place, read_owner(self.place))
         self._thread = threading.Thread(target=self._keep_fresh, name="dlrover-hooks-claim", daemon=True)
         self._thread.start()
 
     def _refresh(self) -> None:
-        fresh = Owner(job=self.who.job, owner=self.who.owner, expires=time.time() + _LEASE_S)
-        self.place.put(LEASE, msgspec.json.encode(fresh))
+        self.place.put(LEASE, self._fresh())
+
+    def _fresh(self) -> bytes:
+        return msgspec.json.encode(Owner(job=self.who.job, owner=self.who.owner, expires=time.time() + _LEASE_S))
 
     def _keep_fresh(self) -> None:
         while not self._stop.wait(_REFRESH_S):

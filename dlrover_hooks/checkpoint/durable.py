@@ -103,7 +103,8 @@ def verify(found: Found) -> Proof:
 
 def _damage(found: Found, view: memoryview) -> str:
     slot, chunks = found.proof
-    where = f"slot {slot.index} of seat {found.segment.seat}, {slot.generation}, rank {slot.rank}"
+    seat = f"seat {found.segment.seat}" + (f" of node {found.segment.home}" if found.segment.home else "")
+    where = f"slot {slot.index} of {seat}, {slot.generation}, rank {slot.rank}"
     if found.segment.arena.seq(slot.index) != slot.seq:
         return f"{where}: it was overwritten"
     chunk = damaged(view, chunks)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from dlrover_hooks.checkpoint import snapshot
 from dlrover_hooks.checkpoint.copying import Copier, Pieces
 
 Extent = tuple[int, int]
@@ -67,7 +68,7 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     states = (value for state in optimizer.state.values() for value in state.values())
     for value in (*parameters, *states):
         if isinstance(value, torch.Tensor):
-            yield getattr(value, "_local_tensor", value)  # a DTensor's shard
+            yield snapshot.part(value)
 
 
 class Unchanged:

@@ -37,6 +37,8 @@ class Segment:
     """By slot, the hashes of the chunks that nobody has written since they were hashed."""
     unchanged: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
     """By slot, its sequence word and the chunks that were not copied again then."""
+    home: str = ""
+    """The node whose worker's images lie here as replicas; `seat` is that worker's there."""
 
     def valid(self) -> list[Proof]:
         """Proofs whose slot was not touched since."""
@@ -112,6 +114,11 @@ class Segment:
                 if not self.retired:
                     self.arena.free(slot.index)
 
+    def discard(self, proof: Proof) -> None:
+        """What was proved is damaged by now."""
+        if self.proofs.get(proof.slot.index) is proof:
+            del self.proofs[proof.slot.index]
+
     def holds(self, generation: Generation | None) -> bool:
         return any(proof.slot.generation == generation for proof in self.valid())
 
@@ -130,12 +137,95 @@ def prove(arena: Arena, index: int, seq: int) -> Proof | None:
     return Proof(slot, chunks) if arena.seq(index) == slot.seq else None
 
 
+class Berth(NamedTuple):
+    """A replica's slot that is to be filled, and the digests of what lies in it and in the slot beside it."""
+
+    segment: Segment
+    slot: int
+    inside: tuple[str, ...] = ()
+    beside: Proof | None = None
+
+
+class Replicas:
+    """Images of other nodes' workers: two slots for each seat there, so that the newest whole one always stays."""
+
+    def __init__(self) -> None:
+        self._seats: dict[tuple[str, int], list[Segment]] = {}
+        """By the image's home and its seat there (seat 0 of another node is not ours); the largest segment last."""
+        self._filling: set[tuple[str, int]] = set()
+
+    def segments(self) -> list[Segment]:
+        return [segment for segments in self._seats.values() for segment in segments]
+
+    def fits(self, home: str, seat: int, nbytes: int) -> bool:
+        """There is a segment for images of `nbytes`."""
+        segments = self._seats.get((home, seat))
+        return segments is not None and segments[-1].arena.slot_bytes >= nbytes
+
+    def has(self, home: str, seat: int, rank: int, generation: Generation, chunks: tuple[str, ...]) -> bool:
+        """This very image is here already."""
+        wanted = generation, rank, chunks
+        proofs = [proof for segment in self._seats.get((home, seat), ()) for proof in segment.valid()]
+        return any((proof.slot.generation, proof.slot.rank, proof.chunks) == wanted for proof in proofs)
+
+    def add(self, segment: Segment) -> None:
+        """Make room for images that outgrew the segment before, which stays until the new one holds something."""
+        self._seats.setdefault((segment.home, segment.seat), []).append(segment)
+
+    def begin(self, home: str, seat: int) -> Berth | None:
+        """The slot for the next image, torn from here on until `end`; None: another one is under way."""
+        key = home, seat
+        if key in self._filling:
+            return None
+        segment = self._seats[key][-1]
+        whole = {proof.slot.index: proof for proof in segment.valid()}
+        newest = max(whole.values(), key=lambda proof: age(proof.slot.generation), default=None)
+        index = 1 if newest is not None and newest.slot.index == 0 else 0
+        inside = whole[index].chunks if index in whole else ()
+        segment.proofs.pop(index, None)
+        segment.arena.begin(index)
+        self._filling.add(key)
+        return Berth(segment, index, inside, newest)
+
+    def end(self, berth: Berth, proof: Proof | None) -> None:
+        """The berth was filled, or not (None): then its slot is free."""
+        segment = berth.segment
+        key = segment.home, segment.seat
+        self._filling.discard(key)
+        if proof is None:
+            segment.arena.free(berth.slot)
+        elif segment.accept(proof):
+            segment.supersede(berth.slot)
+            self._seats[key] = [segment]
+
+    def outlive(self, before: Generation | None, now: Generation) -> None:
+        """`now` is memory-complete, after `before`. What is older than both is let go.
+
+        With the second generation of an attempt nobody holds those of older ones whole any more: what their nodes have
+        sent here is of no use, if they send here no longer.
+        """
+        if before is None or (before.run, before.attempt) != (now.run, now.attempt) or before == now:
+            return
+        for key, segments in list(self._seats.items()):
+            newest = max((age(proof.slot.generation) for one in segments for proof in one.valid()), default=(-1, -1))
+            if newest[0] < now.attempt and key not in self._filling:
+                del self._seats[key]
+
+    def forget(self, run: str) -> None:
+        """Other runs than `run` are of no use."""
+        for segment in self.segments():
+            if (segment.home, segment.seat) not in self._filling:
+                segment.forget(run)
+        self._seats = {key: found for key, found in self._seats.items() if key in self._filling or found[-1].proofs}
+
+
 class Holdings:
     """Segments by seat, the current one last; older ones live only as long as they are needed."""
 
     def __init__(self) -> None:
         self.seats: dict[int, list[Segment]] = {}
         self.complete: Generation | None = None
+        self.replicas = Replicas()
         self.damage: list[str] = []
         """What was found damaged, for the next trainer to say."""
 
@@ -156,28 +246,37 @@ class Holdings:
         self.seats[segment.seat] = [best, segment] if best is not None else [segment]
 
     def _worth(self, segment: Segment) -> tuple[bool, tuple[int, int]]:
-        ages = [_age(proof.slot.generation) for proof in segment.valid()]
+        ages = [age(proof.slot.generation) for proof in segment.valid()]
         return segment.holds(self.complete), max(ages, default=(-1, -1))
 
     def completed(self, generation: Generation) -> None:
         """`generation` is memory-complete; older segments of seats that hold it in the current one are let go."""
+        self.replicas.outlive(self.complete, generation)
         self.complete = generation
         for seat, segments in self.seats.items():
             if segments[-1].holds(generation):
                 self.seats[seat] = segments[-1:]
 
     def held(self) -> tuple[Held, ...]:
-        """Every hashed slot of this node."""
+        """Every hashed slot of this node, replicas of other nodes' among them."""
         return tuple(
-            Held(slot.generation, slot.rank, slot.world_size, segment.seat, slot.index, sharded=segment.sharded(slot))
-            for segment in self._segments()
+            Held(
+                slot.generation,
+                slot.rank,
+                slot.world_size,
+                segment.seat,
+                slot.index,
+                sharded=segment.sharded(slot),
+                home=segment.home,
+            )
+            for segment in (*self._segments(), *self.replicas.segments())
             for slot, _ in segment.valid()
             if slot.generation is not None
         )
 
     def find(self, generation: Generation, rank: int) -> Found | None:
-        """The hashed slot that holds `rank`'s image of `generation`."""
-        for segment in reversed(self._segments()):
+        """The hashed slot that holds `rank`'s image of `generation`: this node's own, or a replica."""
+        for segment in (*reversed(self._segments()), *self.replicas.segments()):
             for proof in segment.valid():
                 if (proof.slot.generation, proof.slot.rank) == (generation, rank):
                     return Found(segment, proof)
@@ -203,6 +302,7 @@ class Holdings:
         """Free the slots of other runs than `run`, but not of the seats `sparing`. The newest segments stay."""
         if self.complete is not None and self.complete.run != run:
             self.complete = None
+        self.replicas.forget(run)
         for seat, segments in self.seats.items():
             if seat not in sparing:
                 for segment in segments:
@@ -222,12 +322,13 @@ class Holdings:
             whole = [key for key in whole if key[0].run == self.complete.run]
         if not whole:
             return None
-        best = max(whole, key=lambda key: _age(key[0]))
+        best = max(whole, key=lambda key: age(key[0]))
         return best[0], [worlds[best][rank] for rank in range(best[1])]
 
     def _segments(self) -> list[Segment]:
         return [segment for segments in self.seats.values() for segment in segments]
 
 
-def _age(generation: Generation | None) -> tuple[int, int]:
+def age(generation: Generation | None) -> tuple[int, int]:
+    """Sorts generations of one run; None is older than all."""
     return (generation.attempt, generation.step) if generation is not None else (-1, -1)

@@ -105,7 +105,7 @@ def header_bytes(layout: Layout, inside: Inside) -> bytes:
         Outgrown: `inside` does not fit.
     """
     ours = msgspec.json.encode(msgspec.json.encode(inside).decode())
-    return _padded(b"".join((layout.before, ours, layout.after)), layout.header_bytes)
+    return _padded((layout.before, ours, layout.after), layout.header_bytes)
 
 
 def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
@@ -126,7 +126,7 @@ def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
     text = f'{{"__metadata__":{json.dumps(info)}{"," if table else ""}{table}}}'.encode()
     size = _round_up(8 + len(text))
     pieces = tuple((header.tensors[name].start, header.tensors[name].stop) for _, name in kept)
-    return Subset(_padded(text, size), pieces, size + offset)
+    return Subset(_padded((text,), size), pieces, size + offset)
 
 
 def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
@@ -134,10 +134,11 @@ def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
     return json.dumps(table, separators=(",", ":"))[1:-1]
 
 
-def _padded(text: bytes, size: int) -> bytes:
-    if (spare := size - 8 - len(text)) < 0:
+def _padded(texts: Iterable[bytes], size: int) -> bytes:
+    texts = tuple(texts)
+    if (spare := size - 8 - sum(map(len, texts))) < 0:
         raise Outgrown(-spare)
-    return struct.pack("<Q", size - 8) + text.ljust(len(text) + spare)
+    return b"".join((struct.pack("<Q", size - 8), *texts, b" " * spare))
 
 
 def _round_up(size: int) -> int:

@@ -98,6 +98,8 @@ class Images:
         if rank not in self._open:
             image = self._open[rank] = self._opener(rank)
             inside = image.header.inside()
+            if inside.format != 1:
+                raise Corrupt(f"{self.generation}: format {inside.format} is that of a newer dlrover-hooks")
             if (inside.generation, inside.rank, inside.world_size) != (self.generation, rank, self.world_size):
                 raise Corrupt(
                     f"{self.generation}: the image of rank {rank} of {self.world_size} says that it is of "

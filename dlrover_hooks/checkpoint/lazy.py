@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlrover_hooks.checkpoint import device
+from dlrover_hooks.checkpoint import device, snapshot
 from dlrover_hooks.checkpoint.aside import Aside
 from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
@@ -178,12 +178,15 @@ class LazyWriter(Writer):
     def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
         """See `Writer`."""
         frozen = self._frozen()
-        found = ((name, one) for name, one in tensors.items() if frozen and isinstance(one, torch.Tensor))
+        found = (
+            (name, snapshot.part(one)) for name, one in tensors.items() if frozen and isinstance(one, torch.Tensor)
+        )
         return frozenset(name for name, one in found if (one.data_ptr(), one.nbytes) in frozen)
 
     def _frozen(self) -> dict[tuple[int, int], int]:
         """Version by address and bytes, of parameters without a gradient that no optimizer has."""
-        frozen = {(one.data_ptr(), one.nbytes): one._version for one in self._parameters() if not one.requires_grad}
+        parts = (snapshot.part(one) for one in self._parameters() if not one.requires_grad)
+        frozen = {(one.data_ptr(), one.nbytes): one._version for one in parts}
         for extent in self._gate.extents() if frozen else ():
             frozen.pop(extent, None)
         return frozen

@@ -48,6 +48,7 @@ class Recipe:
         values = list(tensors.values())
         alike = len(self._filled) == len(values) and self._library.PLAIN.issuperset(map(type, values))
         self._plain = alike and not any(value.is_complex() for value in values)
+        self._single = [index for index, value in enumerate(values) if self._plain and value.numel() == 1]
 
     def _lay_out(self, reserve: int) -> None:
         self.layout, self.number = plan(self._specs, reserve, self._apart), next(_numbers)
@@ -101,7 +102,7 @@ class Recipe:
     def sources(self, tensors: Mapping[str, Any]) -> Sources:
         """Where `tensors`, which fit, lie now; what does not lie as it reads is copied."""
         values = list(tensors.values())
-        if self._plain and self._library.lie_plainly(values):
+        if self._plain and self._library.lie_plainly(values, self._single):
             return Sources(self._library.addresses(values), values, {})
         found = Sources([], [], {})
         for place, index in enumerate(self._filled):

@@ -21,7 +21,7 @@ from dlrover_hooks.checkpoint.retention import reading
 from dlrover_hooks.checkpoint.stored import StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import Corrupt, StorageFailed
-from dlrover_hooks.protocol import Restore, Source
+from dlrover_hooks.protocol import Generation, Restore, Source
 
 
 class Fit(Protocol):
@@ -93,10 +93,11 @@ class Restorer:
         world_size: int,
         save_to: str | None,
         options: dict[str, Any],
+        fetch: Callable[[Generation, int], None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._line, self._copier, self._seat = line, copier, seat
-        self._save_to, self._options = save_to, options
+        self._save_to, self._options, self._fetch = save_to, options, fetch
 
     def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """See `Checkpointer.load`."""
@@ -110,7 +111,7 @@ class Restorer:
         return reading(Place(restore.url, self._options), restore.generation)
 
     def _load(self, restore: Restore, fitting: Fitting | None) -> Restored:
-        memory = restore.source is Source.MEMORY
+        memory = restore.source is not Source.STORAGE
         opener = self._opener(restore) if memory else self._files(restore)
         images = Images(restore.generation, restore.world_size, opener)
         try:
@@ -160,11 +161,18 @@ class Restorer:
         here = sorted({one.rank for one in held if one.generation == restore.generation})
         wanted = self.rank % restore.world_size
         first = wanted if wanted in here or not here else here[wanted % len(here)]
-        return first, here if self._seat == 0 else []  # seat 0 answers for all that its node holds
+        mine = here if restore.answers is None else list(restore.answers)
+        return first, mine if self._seat == 0 else []  # seat 0 answers for all that its node holds
 
     def _opener(self, restore: Restore) -> Callable[[int], Image]:
+        def ask(rank: int) -> tuple[Any, int]:
+            return self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+
         def open_slot(rank: int) -> Image:
-            reply, fd = self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+            reply, fd = ask(rank)
+            if isinstance(reply, wire.Refused) and restore.source is Source.PEER:  # not here, or damaged
+                self._fetch(restore.generation, rank)
+                reply, fd = ask(rank)
             if isinstance(reply, wire.Refused):
                 raise Corrupt(reply.reason, hint=reply.hint)
             arena = Arena.attach(fd, writable=False)

@@ -96,7 +96,10 @@ class Rooms:
     # ---- the disk
 
     def look_at_disk(self, hello: wire.Hello | None, image_bytes: int) -> None:
-        """Warn once if `keep` + 1 generations of `image_bytes` will not fit at a local `save_to`."""
+        """Warn once if `keep` + 1 generations of `image_bytes` will not fit at a local `save_to`.
+
+        What other rules of `Retention` keep grows with time, and is left to the later looks.
+        """
         if hello is None or hello.save_to is None or self._disk_said:
             return
         keep = hello.keep if isinstance(hello.keep, int) else hello.keep.last

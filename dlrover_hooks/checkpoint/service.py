@@ -15,10 +15,11 @@ from dlrover_hooks.checkpoint import address, wire
 from dlrover_hooks.checkpoint.answers import Answers
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
-from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
+from dlrover_hooks.checkpoint.holdings import Found, Holdings, Proof, Segment
 from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
+from dlrover_hooks.checkpoint.replication import Replication
 from dlrover_hooks.checkpoint.rooms import Rooms
 from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.will import Will
@@ -39,6 +40,7 @@ class Keeper:
         self._hashes = Hashes(self._loop.post, self._hashed)
         self._shards = Shards(self._loop.post, self._loop.tell)
         self._will = Will(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
+        self._replication = Replication(self.holdings, self._loop.post, self._loop.tell)
         self._answers = Answers(
             self._loop,
             self.holdings,
@@ -48,6 +50,7 @@ class Keeper:
             Rooms(self._loop, self.holdings, self._lifetime, self._shards, rooms),
             openings,
             self._will,
+            self._replication,
         )
         self._will_begun = self._over = False
         if life_fd is not None:
@@ -58,6 +61,7 @@ class Keeper:
         while not self._over:
             self._loop.turn(self._lifetime.timeout_s(time.monotonic()))
             self._advance(time.monotonic())
+        self._replication.close()
 
     def stop(self) -> None:
         """End as soon as the loop gets to it. Any thread, or a signal handler."""
@@ -143,6 +147,7 @@ class Keeper:
         try:
             if segment.accept(proof):
                 notice = wire.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
+                self._replication.proved(Found(segment, proof))
                 self._loop.tell(segment.seat, notice)
         except Corrupt as damage:
             _log.error("%s", damage)

@@ -76,21 +76,24 @@ def _shard(name: str, tensor: Any) -> TensorSpec:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedState(f"{name} is a DTensor of partial sums", hint="redistribute it to Shard or Replicate")
     plain = _spec(name, tensor._local_tensor)
-    offsets, sharded, copy = _place(tensor.shape, tensor.device_mesh, tensor.placements)
+    where = tensor.device_mesh.get_coordinate()  # the same mesh may be met at another rank in a later round
+    offsets, sharded, copy = _place(tensor.shape, tensor.device_mesh, tensor.placements, where and tuple(where))
     dtype = plain.whole.dtype if plain.whole is not None else plain.dtype
     offsets += (0,) * (len(plain.shape) - len(offsets))
     return plain._replace(offsets=offsets, whole=Whole(tuple(tensor.shape), dtype, sharded, copy))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _place(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> tuple[tuple[int, ...], bool, bool]:
+def _place(
+    shape: torch.Size, mesh: Any, placements: tuple[Any, ...], where: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], bool, bool]:
     """Where this rank's part begins; is it only a part; does another rank have the same one, too, and writes it?"""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     sharded = any(placement.is_shard() for placement in placements)
-    where = mesh.get_coordinate() or (0,) * len(placements)
-    copy = any(at > 0 and not placement.is_shard() for at, placement in zip(where, placements, strict=True))
+    coordinate = where or (0,) * len(placements)
+    copy = any(at > 0 and not placement.is_shard() for at, placement in zip(coordinate, placements, strict=True))
     return tuple(offsets), sharded, sharded and copy
 
 
@@ -166,10 +169,13 @@ def plain(value: Any) -> Any:
     return value if value.is_contiguous() else value.detach().contiguous()
 
 
-def lie_plainly(values: Sequence[torch.Tensor]) -> bool:
-    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C."""
+def lie_plainly(values: Sequence[torch.Tensor], single: Iterable[int]) -> bool:
+    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C.
+
+    `single`: which have one element. Only of those a view that is to be negated can be contiguous.
+    """
     here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
-    return here and not any(map(torch.Tensor.is_neg, values))
+    return here and not any(values[index].is_neg() for index in single)
 
 
 def addresses(values: Iterable[torch.Tensor]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,11 +12,12 @@ import msgspec
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.neighbours import host_towards
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.restoring import Restored as Opened
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, NoCheckpoint
-from dlrover_hooks.protocol import Attach, Generation, Manifest, Plan, Restore, Source
+from dlrover_hooks.protocol import Attach, Generation, Manifest, Plan, Restore, Secret, Source
 
 _T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
@@ -47,7 +49,8 @@ def restored(choice: Restore, found: Opened) -> Restored:
 
 def elsewhere(config: Config) -> str | None:
     """The checkpoint tree that the user named to start from, whatever job it belongs to."""
-    return config.resume.removeprefix("weights:") if "/" in config.resume and not config.fresh else None
+    url = config.resume.removeprefix("weights:")
+    return url if ("/" in url or url != config.resume) and not config.fresh else None
 
 
 def anew(config: Config) -> bool:
@@ -81,7 +84,7 @@ def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer 
 
     Raises: as `stored` and `Checkpointer.held`.
     """
-    return Attach(
+    offer = Attach(
         job=config.job,
         incarnation=incarnation,
         node=place.node,
@@ -95,6 +98,30 @@ def attach(config: Config, place: Place, incarnation: str, engine: Checkpointer 
         held=engine.held() if engine is not None and place.local_rank == 0 else (),
         stored=stored(config) if engine is not None and place.rank == 0 else (),
     )
+    return _announced(offer, config, place, engine)
+
+
+def _announced(offer: Attach, config: Config, place: Place, engine: Checkpointer | None) -> Attach:
+    """`offer` with the way to this node's keeper, if it is to take part in replication and local rank 0 asks."""
+    if not config.replicas or config.master is None or engine is None or place.local_rank != 0:
+        return offer
+    try:
+        keeper = engine.neighbours.listen(host_towards(config.master), config.replica_mb_per_s)
+    except KeeperAway as away:
+        _log.warning("job %s: node %s is without replicas: %s", config.job, place.node, away)
+        return offer
+    secret = Secret(secrets.token_hex(32))
+    return msgspec.structs.replace(offer, keeper=keeper, domain=place.domain, secret=secret)
+
+
+def follow(plan: Plan, engine: Checkpointer | None) -> None:
+    """Tell the keeper whom to admit and where to send; what fails is said again with the next seat that is taken."""
+    if plan.replication is None or engine is None:
+        return
+    try:
+        engine.neighbours.follow(plan.replication)
+    except KeeperAway as away:
+        _log.warning("job %s: no replicas for now: %s", engine.job, away)
 
 
 def _claimable(config: Config, save_to: str) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
+from dlrover_hooks.checkpoint.catalog import folder, shard_name
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
 from dlrover_hooks.checkpoint.header import header_end, parse
 from dlrover_hooks.checkpoint.place import Place, failures
-from dlrover_hooks.checkpoint.storage import folder, shard_name
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Manifest, ShardFile
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.protocol import Generation, Held, Retention, ShardFile
+from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Retention, Secret, ShardFile
 
 MAX_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
@@ -39,6 +39,31 @@ class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 # ---- from the trainer
 
 
+class Replicate(Wire, frozen=True):
+    """Listen on `host`:`port` (0: any) for other nodes' keepers, as `node`, and send this node's images `to` that one.
+
+    Without a secret nobody is admitted and nothing is sent yet. Answer: Replicating, or Refused.
+    """
+
+    node: str
+    host: str
+    port: int = 0
+    secret: Secret = Secret()
+    to: KeeperAddress | None = None
+    mb_per_s: int = 0
+    """At most so many millions of bytes per second; 0: no limit."""
+
+
+class Fetch(Wire, frozen=True):
+    """Have `rank`'s image of `generation` here, from the first of `at` that gives it. Answer: Done, or Refused."""
+
+    node: str
+    generation: Generation
+    rank: int
+    at: tuple[KeeperAddress, ...]
+    secret: Secret
+
+
 class Hello(Wire, frozen=True):
     """From here on this process saves for `seat`, in attempt `attempt` of `run`. Answer: Welcome, or Refused.
 
@@ -54,6 +79,8 @@ class Hello(Wire, frozen=True):
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
     keep: int | Retention = 2
+    replicate: Replicate | None = None
+    """What the keeper was told before; a new one has to hear it again."""
 
 
 class Inventory(Wire, frozen=True):
@@ -152,6 +179,12 @@ class Opened(Wire, frozen=True):
     at: Whereabouts | None = None
 
 
+class Replicating(Wire, frozen=True):
+    """Other keepers reach this one at `port`."""
+
+    port: int
+
+
 class Refused(Wire, frozen=True):
     reason: str
     hint: str = ""
@@ -201,6 +234,12 @@ class PersistFailed(Wire, frozen=True):
     gone: bool = False
 
 
+class Unreplicated(Wire, frozen=True):
+    """Why an image of this seat is in this node's memory alone. Said once for each kind of reason."""
+
+    reason: str
+
+
 class Space(Wire, frozen=True):
     """Whether there is room, in a line for a person; `tight`: it is worth a warning, and `hint` says what to do."""
 
@@ -216,9 +255,10 @@ class Replaced(Wire, frozen=True):
 
 
 SaveNotice = Hashed | Persisted | PersistFailed
-Notice = SaveNotice | Damaged | Space | Storing | Replaced
-Reply = Welcome | Allocated | Opened | Refused | Done
+Notice = SaveNotice | Damaged | Space | Storing | Replaced | Unreplicated
+Reply = Welcome | Allocated | Opened | Replicating | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
+Request |= Replicate | Fetch
 CARRY_FD = (Allocated, Opened, Adopt)
 _any = msgspec.json.Decoder(Request | Reply | Notice)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import checkpoints, restore, shards
+from dlrover_hooks.master.core import checkpoints, replicas, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
 from dlrover_hooks.master.core.job import Effects, Job, enter, seat
-from dlrover_hooks.master.core.restore import Refusal
+from dlrover_hooks.master.core.restore import Neighbour, Refusal
 from dlrover_hooks.master.core.rounds import Member, Round
 from dlrover_hooks.protocol import Attach, Attached, Done, Loaded, Phase, Restore, Source
 
@@ -46,6 +46,9 @@ def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first
         job.settings = settings
     if event.held or member.local_rank == 0:
         job.offers.held[member.node] = event.held
+    if event.keeper is not None:
+        job.offers.neighbours[member.node] = Neighbour(keeper=event.keeper, domain=event.domain)
+        job.secret = job.secret if job.secret.key else event.secret
     if member.rank == 0:
         job.offers.stored = event.stored
         url = restore.folder(settings.resume) if restore.is_url(settings.resume) else settings.save_to
@@ -60,12 +63,15 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     whole = chosen if chosen is not None and not chosen.weights else None
     required = (virgin and job.settings.resume == "require") or restore.takes_weights(job.settings.resume)
     job.plan.restore = chosen
+    job.plan.replicas_to = replicas.ring({name: one.domain for name, one in job.offers.neighbours.items()})
+    job.plan.holders = replicas.holders(job.offers, chosen)
+    job.plan.answers = replicas.answers(job.plan.holders)
     job.plan.refused = _refusal(job) if chosen is None and required else None
     job.restored_from = chosen.source if chosen else None
     job.attempt = max(job.attempt, whole.generation.attempt if whole else 0, _heard(job, fresh=fresh)) + 1
     current.attempt = job.attempt
     step = whole.generation.step if whole else 0
-    complete = whole.generation if whole is not None and whole.source is Source.MEMORY else None
+    complete = whole.generation if whole is not None and whole.source is not Source.STORAGE else None
     checkpoints.begin(job.saves, job.settings, step, complete, now)
     shards.begin(job, effects)
     waits = chosen is not None or job.plan.refused is not None

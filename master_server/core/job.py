@@ -15,7 +15,7 @@ from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect
 from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers, Refusal
 from dlrover_hooks.master.core.rounds import Member, Round, Rounds
-from dlrover_hooks.protocol import Phase, Restore, Source
+from dlrover_hooks.protocol import Phase, Restore, Secret, Source
 
 Effects = list[Effect]
 
@@ -35,6 +35,12 @@ class Choice(msgspec.Struct):
     restore: Restore | None = None
     refused: str | None = None
     fallbacks: tuple[str, ...] = ()
+    replicas_to: dict[str, str] = {}
+    """By node, the one that keeps its replicas."""
+    holders: tuple[tuple[str, ...], ...] = ()
+    """By saved rank, the nodes that hold its image of what is restored from memory, its own one first."""
+    answers: dict[str, tuple[int, ...]] = {}
+    """By node, what `Restore.answers` says there; empty where no image is held twice."""
 
 
 class Job(msgspec.Struct):
@@ -50,6 +56,7 @@ class Job(msgspec.Struct):
     offers: Offers = msgspec.field(default_factory=Offers)
     plan: Choice = msgspec.field(default_factory=Choice)
     refusals: list[Refusal] = []
+    secret: Secret = Secret()
     ledgers: Ledgers = msgspec.field(default_factory=Ledgers)
     restored_from: Source | None = None
     finished: bool = False

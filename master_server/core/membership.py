@@ -13,7 +13,7 @@ from dlrover_hooks.master.core.job import Choice, Effects, Job, arm, finishing, 
 from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers
 from dlrover_hooks.master.core.rounds import Rounds
-from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave, Phase
+from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave, Phase, Secret
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
@@ -56,7 +56,7 @@ def _reset(job: Job, event: Join) -> None:
     job.plan = Choice(number=job.plan.number)
     job.run, job.fresh, job.attempt = event.proposed_run, event.fresh, 0
     job.settings, job.saves, job.offers, job.ledgers = Settings(), Saves(), Offers(), Ledgers()
-    job.refusals, job.replies, job.restored_from = [], {}, None
+    job.refusals, job.replies, job.restored_from, job.secret = [], {}, None, Secret()
     job.finished, job.finished_step, job.finish_written = False, None, False
 
 

@@ -1,8 +1,9 @@
 """Which generation a round loads, and from where. Pure choice over what nodes hold and storage keeps.
 
-Memory counts only if it is whole: all ranks of the generation are held somewhere in the round, and every new rank finds
-its image on its own node (of a sharded state at another world size: all images). Newest wins; at equal age memory is
-nearer than storage.
+Memory counts only if it is whole: all ranks of the generation are held somewhere in the round. Every new rank must find
+its image on its own node (of a sharded state at another world size: all images; MEMORY), or all nodes must be able to
+fetch from each other (PEER). Newest wins; at equal age the node's own memory is nearer than another's, and that nearer
+than storage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from dlrover_hooks.master.core.checkpoints import Kept
-from dlrover_hooks.protocol import Generation, Held, Manifest, Restore, Source
+from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Manifest, Restore, Source
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -23,17 +24,26 @@ class Refusal(msgspec.Struct, frozen=True):
     source: Source
 
 
+class Neighbour(msgspec.Struct, frozen=True):
+    """A node whose keeper takes part in replication."""
+
+    keeper: KeeperAddress
+    domain: str = ""
+
+
 class Offers(msgspec.Struct):
     """What the members of a round brought: slots by node, whole generations from storage with the folder's URL."""
 
     held: dict[str, tuple[Held, ...]] = {}
     stored: tuple[Manifest, ...] = ()
     stored_url: str | None = None
+    neighbours: dict[str, Neighbour] = {}
+    """By node."""
 
 
 def is_url(resume: str) -> bool:
     """`resume` names a folder to start from, not one of the words."""
-    return "/" in resume
+    return "/" in resume or resume.startswith("weights:")
 
 
 def folder(resume: str) -> str:
@@ -57,13 +67,20 @@ def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Resto
                 where[slot.generation, slot.world_size][node].add(slot.rank)
                 if slot.sharded and slot.world_size != world_size:
                     all_of.add((slot.generation, slot.world_size))
-    return [
-        Restore(generation=generation, world_size=saved, source=Source.MEMORY)
-        for (generation, saved), nodes in where.items()
-        if set().union(*nodes.values()) >= set(range(saved))
-        and all(_served(nodes.get(node, set()), ranks, saved == world_size) for node, ranks in ranks_by_node.items())
-        and ((generation, saved) not in all_of or all(len(nodes[node]) == saved for node in ranks_by_node))
-    ]
+    linked = offers.neighbours.keys() >= ranks_by_node.keys()
+    found: list[Restore] = []
+    for (generation, saved), nodes in where.items():
+        if set().union(*nodes.values()) >= set(range(saved)):
+            choice = Restore(generation=generation, world_size=saved, source=Source.MEMORY)
+            same = saved == world_size
+            near = all(_served(nodes.get(node, set()), ranks, same) for node, ranks in ranks_by_node.items())
+            if (generation, saved) in all_of:
+                near = near and all(len(nodes[node]) == saved for node in ranks_by_node)
+            twice = sum(map(len, nodes.values())) > saved
+            found += [choice] * near
+            if linked and (twice or not near):  # though all are near, one may turn out to be damaged
+                found.append(msgspec.structs.replace(choice, source=Source.PEER))
+    return found
 
 
 def _served(images: set[int], ranks: list[int], same_world: bool) -> bool:
@@ -91,7 +108,7 @@ def in_storage(offers: Offers, kept: Iterable[Kept], *, only_offered: bool) -> l
 
 def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str:
     """The run that a job without a history goes on with: of memory, else of storage, else the proposed one."""
-    memory = [found.generation.run for found in candidates if found.source is Source.MEMORY]
+    memory = [found.generation.run for found in candidates if found.source is not Source.STORAGE]
     if memory:
         slots = Counter(slot.generation.run for held in offers.held.values() for slot in held)
         return max(set(memory), key=lambda run: (slots[run], run))
@@ -103,7 +120,7 @@ def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str
 
 
 def newest(candidates: list[Restore], run: str, refused: list[Refusal]) -> Restore | None:
-    """The newest candidate of `run` that nobody refused; memory first, then the smaller URL."""
+    """The newest candidate of `run` that nobody refused; the nearest source first, then the greater URL."""
     able = [
         found
         for found in candidates
@@ -112,9 +129,12 @@ def newest(candidates: list[Restore], run: str, refused: list[Refusal]) -> Resto
     return max(able, key=_age, default=None)
 
 
-def _age(found: Restore) -> tuple[int, int, bool, str]:
+_NEARNESS = {Source.MEMORY: 2, Source.PEER: 1, Source.STORAGE: 0}
+
+
+def _age(found: Restore) -> tuple[int, int, int, str]:
     generation = found.generation
-    return generation.attempt, generation.step, found.source is Source.MEMORY, found.url or ""
+    return generation.attempt, generation.step, _NEARNESS[found.source], found.url or ""
 
 
 def newest_attempt(offers: Offers, run: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import rounds, shards
+from dlrover_hooks.master.core import replicas, rounds, shards
 from dlrover_hooks.master.core.effects import plan_topic, round_topic, shards_topic, watch_topic
 from dlrover_hooks.master.core.job import Job, knows
 from dlrover_hooks.master.core.jobs import Master, job_named
@@ -22,6 +22,8 @@ from dlrover_hooks.protocol import (
     Leases,
     LedgerView,
     ListJobs,
+    Locate,
+    Located,
     MemberView,
     Message,
     Notice,
@@ -112,7 +114,7 @@ def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
     del nodes
     job = job_named(state, request.job)
     current = job.rounds.round
-    rounds.member_of(job.rounds, job.name, request.incarnation)
+    member = rounds.member_of(job.rounds, job.name, request.incarnation)
     if current is None or current.phase is Phase.ATTACHING or job.plan.number <= request.after:
         return None
     return Plan(
@@ -121,11 +123,19 @@ def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
         phase=current.phase,
         attempt=job.attempt,
         run=job.run,
-        restore=job.plan.restore,
+        restore=replicas.restore_for(job, member.node),
         cadence=job.saves.cadence,
         refused=job.plan.refused,
         fallbacks=job.plan.fallbacks,
+        replication=replicas.replication_of(job, member),
     )
+
+
+def _locate(state: Master, nodes: Nodes, request: Locate) -> Located:
+    del nodes
+    job = job_named(state, request.job)
+    rounds.member_of(job.rounds, job.name, request.incarnation)
+    return replicas.located(job, request.generation, request.rank)
 
 
 def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
@@ -173,6 +183,7 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ShowJob: _job,
     AwaitRound: _round,
     AwaitPlan: _plan,
+    Locate: _locate,
     Heartbeat: _beat,
     Watch: _watch,
     AwaitShards: _shards,

@@ -59,9 +59,14 @@ class Position:
 class Life:
     """Joins and restores when made; `step` trains one step and saves it."""
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, size: int = 1000, **given: Any) -> None:
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, size: int = 1000, node: str = "", domain: str = "", **given: Any
+    ) -> None:
+        """`node`: the rank is alone on it; without, all ranks share one."""
         given = {"save_every": 1, **given}
-        place = config.place({"DLROVER_HOOKS_NODE": "node", "LOCAL_RANK": str(rank)}, rank=rank, world_size=world_size)
+        env = {"DLROVER_HOOKS_NODE": node or "node", "DLROVER_HOOKS_DOMAIN": domain}
+        env["LOCAL_RANK"] = "0" if node else str(rank)
+        place = config.place(env, rank=rank, world_size=world_size)
         self.session = Session(config.load({}, **given), place)
         self.data, self.at, self.w = Position(), 0, np.zeros(size, np.float64)
         try:
@@ -91,7 +96,7 @@ class Life:
 
         def stepped() -> Any:
             self.step()
-            until(lambda: self.view().newest_complete == self.generation, "a save in memory") if paced else pause()
+            until(self.heard, "a save in memory") if paced else pause()
             return true()
 
         return until(stepped, what)
@@ -112,9 +117,14 @@ class Life:
     def view(self) -> JobView:
         return self.session._caller.call(ShowJob(self.session.config.job))
 
+    def heard(self) -> bool:
+        """The newest step is memory-complete, and the engine has heard of it: an older slot is free again."""
+        engine = self.session._engine
+        return self.view().newest_complete == self.generation == (engine and engine._newest_complete)
+
     def whole(self) -> None:
         """Wait until the newest step is memory-complete over all ranks, as the master says."""
-        until(lambda: self.view().newest_complete == self.generation, f"{self.generation} in memory")
+        until(self.heard, f"{self.generation} in memory")
 
     def durable(self) -> None:
         """Wait until the newest step is committed."""

@@ -40,6 +40,7 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     for worker in ("w0", "w1"):
         call(worker, attach(worker))
     assert call("w0", p.AwaitPlan("job", "w0")).phase is p.Phase.TRAINING
+    assert call("w0", p.Locate("job", "w0", p.Generation(0, 1, "run0"), 0)).at == ()
     call("w0", p.Loaded("job", "w0", 1, True))
     call("w0", p.Heartbeat("job", "w0", 2))
     whole = (p.Partition(end=20),)

@@ -21,6 +21,7 @@ from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader, _keep_pace
+from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.*", "ignore:'set_vital' is deprecated")
@@ -177,6 +178,29 @@ def test_registered_objects_scheduler_and_rest_are_restored_in_order(job: str) -
     begun, _, _ = life(5)
     assert begun == (4, lr)
     assert first.n == 4
+
+
+def test_only_the_weights_and_only_of_its_own_kind(job: str) -> None:
+    """Step, optimizer and data begin anew (resume="weights"). Another adapter's checkpoint is refused."""
+    first = Run(job)
+    for batch in first.loader:
+        if first.accelerator.loop.step == 2:
+            break
+        first.backward(batch)
+        first.optimizer.step()
+        first.optimizer.zero_grad()
+    first.accelerator.close(p.Departure.FAILED)
+    kept = first.weights()
+    again = Run(job, resume="weights")
+    assert again.accelerator.loop.step == 0
+    assert again.weights() == kept
+    assert not again.optimizer.state
+    again.accelerator.close(p.Departure.FAILED)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = elastic_loader(DataLoader(range(4)), optimizer=optimizer)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"not saved by AsyncCheckpointer: it holds .*parts"):
+        AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job)
 
 
 def test_what_is_missing_on_resume_is_named(job: str) -> None:

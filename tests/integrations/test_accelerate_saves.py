@@ -196,10 +196,11 @@ def test_what_cannot_be_copied_is_written_within_the_step(
     run.accelerator.close()
 
 
+@pytest.mark.timeout(120)
 def test_ranks_make_one_folder(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     """Each writes its own random state; the folder appears once all have. Stock Accelerate reads it."""
     command = [sys.executable, "-m", "tests.integrations.accelerate_saves_trial", str(tmp_path / "saved"), job]
-    ranks = run(command, 2, live_master, timeout_s=60)
+    ranks = run(command, 2, live_master, timeout_s=110)
     names = sorted(os.listdir(tmp_path / "saved"))
     assert names == ["elastic_data.json", "model.safetensors", "optimizer.bin", "random_states_0.pkl",
                      "random_states_1.pkl"]  # fmt: skip

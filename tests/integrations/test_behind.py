@@ -116,6 +116,16 @@ def test_a_copy_is_what_torch_would_have_saved(tmp_path: Path) -> None:
     assert torch.equal(ours["tied"][0], theirs["tied"][0])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_tensors_of_a_gpu_are_copied_to_the_host() -> None:
+    base = torch.arange(12.0, device="cuda").reshape(3, 4)
+    taken = Copies().take({"base": base, "row": base[1]})
+    base.zero_()
+    assert taken["base"].device.type == "cpu"
+    assert torch.equal(taken["base"], torch.arange(12.0).reshape(3, 4))
+    assert taken["row"].untyped_storage().data_ptr() == taken["base"].untyped_storage().data_ptr()
+
+
 def test_memory_is_used_again_once_a_copy_is_dropped() -> None:
     copies, state = Copies(2), {"a": torch.randn(100_000)}
     first = copies.take(state)

@@ -35,10 +35,11 @@ def whole(url: Path | str) -> list[int]:
     return [manifest.generation.step for manifest in storage.scan(str(url), None, None).manifests]
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, 3])
 def test_stock_dcp_reads_what_sharded_ranks_wrote_behind_the_step(tmp_path: Path, world: int) -> None:
     """FSDP2 over gloo, uneven shards; the parameters are spoilt as soon as `async_save` has returned."""
-    (weights,) = run([*TRIAL, str(tmp_path)], world, timeout_s=60)
+    (weights,) = run([*TRIAL, str(tmp_path)], world, timeout_s=110)
     found = storage.scan(str(tmp_path), None, None)
     assert [manifest.generation.step for manifest in found.manifests] == [3, 2]
     manifest = found.manifests[0]

@@ -78,3 +78,15 @@ def test_4_3_5_1(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     assert one["seen"]["8"] == five["seen"]["8"]
     assert near(one["weights"], calm["weights"])
     read_by_stock_tools(tmp_path, five["seen"]["8"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_layouts_and_weights(job: str, live_master: LiveMaster) -> None:
+    """DDP to HSDP, where files and images hold replicas, to DDP; then a run that begins with those weights alone."""
+    ddp = life(2, live_master, job=job, kind="ddp", upto=2)
+    hsdp = life(4, live_master, job=job, kind="fsdp", mesh=[2, 2], upto=4)
+    assert hsdp["source"] == "memory"
+    assert hsdp["seen"][str(hsdp["first"])] == ddp["seen"][str(hsdp["first"])]
+    again = life(2, live_master, job=job, kind="ddp", upto=6)
+    assert again["seen"][str(again["first"])] == hsdp["seen"][str(again["first"])]

@@ -141,6 +141,24 @@ def test_other_data_on_resume_is_refused_and_nothing_is_lost(
     assert exactly_once(surviving(before, after))
 
 
+def test_only_the_weights(job: str) -> None:
+    """Step, loops, optimizer and data begin anew (resume="weights")."""
+    before = crash(job, 7)
+    saved = {name: value.clone() for name, value in before.state_dict().items()}
+    found: list[bool] = []
+
+    class First(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            found.append(all(torch.equal(value, saved[name]) for name, value in pl_module.state_dict().items()))
+            found.append(not trainer.optimizers[0].state)
+
+    after = Net()
+    fit(after, ElasticCallback(job=job, save_every=1, resume="weights"), callbacks=(First(),))
+    assert found == [True, True]
+    assert after.seen[0][:2] == (0, 0)
+    assert exactly_once(after.seen)
+
+
 def test_require_says_that_nothing_was_found(job: str, tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match=job):
         fit(Net(), ElasticCallback(str(tmp_path), job=job, resume="require"))

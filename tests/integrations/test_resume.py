@@ -17,6 +17,7 @@ from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import NoCheckpoint, UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Departure
+from tests.e2e.master_process import LiveMaster
 from tests.integrations.torch_cases import Crash, Noisy
 
 Build = Callable[[], nn.Module]
@@ -89,6 +90,30 @@ def test_weights_of_another_job(job: str, tmp_path: Path) -> None:
     again = net(seed=1)
     assert resume(job, again, resume=f"weights:{tmp_path}")[0] == 0
     assert equal(again, saved)
+
+
+def test_weights_begin_a_run_that_is_resumed(
+    job: str, tmp_path: Path, live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that dies goes on with the new run, not with the weights again; one that dies too early gets them."""
+    saved = net()
+    made, optimizer, loader = start(f"{job}-first", saved, save_to=str(tmp_path))
+    with made:
+        for x, _ in loader:
+            saved(x).sum().backward()
+            optimizer.step()
+    monkeypatch.setenv("DLROVER_HOOKS_MASTER", live_master.url)
+    monkeypatch.setenv("DLROVER_HOOKS_TOKEN", live_master.token or "")
+    tuned = net(seed=1)
+    run(job, tuned, steps=0, resume=f"weights:{tmp_path}")
+    assert equal(tuned, saved)
+    tuned = net(seed=2)
+    run(job, tuned, steps=3, resume=f"weights:{tmp_path}")
+    again = net(seed=3)
+    step, optimizer = resume(job, again, resume=f"weights:{tmp_path}")
+    assert (step, len(optimizer.state)) == (3, 4)
+    assert equal(again, tuned)
+    assert not equal(again, saved)
 
 
 def test_weights_that_are_not_there(job: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -129,8 +130,10 @@ class World(RuleBasedStateMachine):
         self.send(Lost(job="job", incarnation=node))
 
     @precondition(lambda self: bool(self.members()))
-    @rule(data=st.data(), step=st.integers(0, 12), whole=st.booleans(), everyone=st.booleans())
-    def attach(self, data: st.DataObject, step: int, whole: bool, everyone: bool) -> None:
+    @rule(
+        data=st.data(), step=st.integers(0, 12), whole=st.booleans(), everyone=st.booleans(), replicates=st.booleans()
+    )
+    def attach(self, data: st.DataObject, step: int, whole: bool, everyone: bool, replicates: bool) -> None:
         assert self.job is not None
         assert self.job.rounds.round is not None
         names = self.members() if everyone else [data.draw(st.sampled_from(self.members()))]
@@ -140,11 +143,11 @@ class World(RuleBasedStateMachine):
                 continue
             slots = tuple(held(step, rank, world) for rank in range(world if whole else 1))
             node = name.split(".")[0]
-            self.send(
-                attach(
-                    name, node, save_to="/tree", persist_every=2, save_every=1, held=slots, stored=(stored(step // 2),)
-                )
-            )
+            keeper = p.KeeperAddress(f"node-{node}", "127.0.0.1", 7000) if replicates else None
+            if replicates:
+                slots += (msgspec.structs.replace(held(step, world - 1, world), home="node-z"),)
+            more = {"held": slots, "stored": (stored(step // 2),), "keeper": keeper, "secret": p.Secret(f"of {node}")}
+            self.send(attach(name, node, save_to="/tree", persist_every=2, save_every=1, **more))
 
     @precondition(lambda self: bool(self.members()))
     @rule(ok=st.integers(0, 4), everyone=st.booleans(), data=st.data())

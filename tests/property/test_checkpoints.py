@@ -42,6 +42,17 @@ class Checkpoints(World):
         assert self.votes[newest, p.VoteKind.MEMORY] == set(range(self.worlds[newest.attempt]))
 
     @invariant()
+    def a_peer_is_another_node_that_takes_part(self) -> None:
+        """And whoever restores from memory can be told who holds its image, each answered for by one node."""
+        if self.job is None:
+            return
+        plan, neighbours = self.job.plan, self.job.offers.neighbours
+        assert all(node != to and to in neighbours for node, to in plan.replicas_to.items())
+        assert all(plan.holders)
+        answered = [rank for ranks in plan.answers.values() for rank in ranks]
+        assert not answered or sorted(answered) == list(range(len(plan.holders)))
+
+    @invariant()
     def newest_never_goes_back(self) -> None:
         if self.job is None:
             return

@@ -175,9 +175,10 @@ def test_a_breakpoint_save_of_a_run_that_starts_anew_is_not_committed(
     real, will = durable.persist, durable.last_will
 
     def slow(*args: Any, **more: Any) -> Any:
+        file = real(*args, **more)  # whole: the slot may be freed from here on
         writing.set()
         assert released.wait(WAIT_S)
-        return real(*args, **more)
+        return file
 
     def watched(*args: Any, **more: Any) -> Any:
         try:

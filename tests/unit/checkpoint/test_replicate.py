@@ -1,0 +1,99 @@
+"""DL-91: what keepers of two nodes say to each other: proofs, pacing, what is sent, and deadlines on all of it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dlrover_hooks.checkpoint import replicate as r
+from dlrover_hooks.checkpoint.channel import Channel
+from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.protocol import Secret
+
+SECRET = Secret("a" * 64)
+KNOCK, CHALLENGE = r.Knock("a", "00"), r.Challenge("b", "11")
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, socket.socket]]:
+    """A channel of ours on real TCP, and the other side's socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours = Channel(listener.accept()[0], "the other keeper")
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_a_proof_is_good_for_one_role_one_connection_and_one_secret() -> None:
+    good = r.Proof(r.mac(SECRET, "caller", KNOCK, CHALLENGE))
+    assert r.proves(SECRET, "caller", KNOCK, CHALLENGE, good)
+    assert not r.proves(SECRET, "keeper", KNOCK, CHALLENGE, good)
+    assert not r.proves(SECRET, "caller", r.Knock("c", "00"), CHALLENGE, good)
+    assert not r.proves(SECRET, "caller", KNOCK, r.Challenge("b", "12"), good)
+    assert not r.proves(Secret("b"), "caller", KNOCK, CHALLENGE, good)
+    none = r.Proof(r.mac(Secret(), "caller", KNOCK, CHALLENGE))
+    assert not r.proves(Secret(), "caller", KNOCK, CHALLENGE, none)
+
+
+def test_only_what_is_nowhere_here_is_sent() -> None:
+    assert r.sources(["a", "b", "c", "d"], ["a", "x"], ["y", "b", "c"]) == ["inside", "beside", "beside", "sent"]
+    assert r.sources(["a"], [], []) == ["sent"]
+
+
+def test_pacing_keeps_the_rate_and_saves_nothing_up() -> None:
+    pace = r.Pace(100.0)
+    assert pace.wait_s(50, 10.0) == 0.0
+    assert pace.wait_s(50, 10.0) == 0.5
+    assert pace.wait_s(50, 11.0) == 0.0
+    assert pace.wait_s(50, 60.0) == 0.0
+    assert pace.wait_s(50, 60.0) == 0.5
+    assert r.Pace(0.0).wait_s(1 << 40, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_side_that_hangs_is_dropped(ends: tuple[Channel, socket.socket], drips: bool) -> None:
+    """A byte now and then is no reason to wait longer."""
+    ours, theirs = ends
+    over = threading.Event()
+
+    def drip() -> None:
+        while drips and not over.wait(0.05):
+            theirs.send(b"\x01")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    began = time.monotonic()
+    with pytest.raises(KeeperAway, match="the other keeper hangs"):
+        ours.fill(memoryview(bytearray(1000)), 0.3)
+    assert 0.2 < time.monotonic() - began < 3.0
+    over.set()
+    dripping.join()
+
+
+def test_a_side_that_does_not_read_is_dropped(ends: tuple[Channel, socket.socket]) -> None:
+    ours, _ = ends
+    with pytest.raises(KeeperAway, match="hangs"):
+        ours.send_bytes(memoryview(bytearray(64 << 20)), 0.3)
+
+
+def test_messages_are_bounded_before_they_are_read(ends: tuple[Channel, socket.socket]) -> None:
+    """A stranger may say 1 KiB; a keeper that has proved itself 8 MiB."""
+    ours, theirs = ends
+    theirs.sendall((r.STRANGER_BYTES + 1).to_bytes(4, "little"))
+    with pytest.raises(KeeperAway, match="1025 bytes; 1024 are allowed"):
+        ours.receive(r.Knock)
+
+
+def test_an_unexpected_or_unreadable_message_ends_it(ends: tuple[Channel, socket.socket]) -> None:
+    ours, theirs = ends
+    theirs.sendall(b"\x10\x00\x00\x00" + b'{"type":"Whole"}')
+    with pytest.raises(KeeperAway, match="unexpected Whole"):
+        ours.receive(r.Knock)
+    theirs.sendall(b"\x02\x00\x00\x00{]")
+    with pytest.raises(KeeperAway, match="cannot be read"):
+        ours.receive(r.Knock)

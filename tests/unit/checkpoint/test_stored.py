@@ -1,0 +1,77 @@
+"""DL-90: of a file in storage only the chunks that are needed are read, each verified; nothing is written before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from dlrover_hooks.checkpoint import snapshot, storage
+from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
+from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.images import Images
+from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.checkpoint.restoring import Opening
+from dlrover_hooks.checkpoint.stored import StoredImage
+from dlrover_hooks.errors import Corrupt, UsageError
+from dlrover_hooks.integrations.dcp import opened
+from dlrover_hooks.integrations.filling import Filling
+from dlrover_hooks.protocol import Manifest, ShardFile
+from tests.unit.checkpoint.test_snapshot import GENERATION, put
+
+TENSORS = {f"state.{name}": torch.full((CHUNK_BYTES // 4,), float(number)) for number, name in enumerate("abcd")}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """One generation; chunk 1 of its file (tensors a and b) is damaged."""
+    data = put(TENSORS)
+    file = ShardFile(storage.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
+    home = tmp_path / storage.folder(GENERATION)
+    home.mkdir()
+    (home / "MANIFEST.json").write_bytes(msgspec.json.encode(Manifest("job", GENERATION, 1, (file,), 1.0)))
+    data[CHUNK_BYTES + 100] ^= 1
+    (home / file.name).write_bytes(data)
+    return tmp_path
+
+
+def open_tree(tree: Path) -> Images:
+    images = opened(str(tree))
+    images.everything()
+    return images
+
+
+def test_only_what_is_needed_is_read(tree: Path) -> None:
+    images = open_tree(tree)
+    index = images.index()
+    assert torch.equal(snapshot.load([index["state.d"]])["state.d"], TENSORS["state.d"])
+    with pytest.raises(Corrupt, match=r"shard-00001.*: chunk 1 does not match its hash"):
+        snapshot.load([index["state.a"]])
+    images.close()
+
+
+def test_a_file_of_another_size_is_not_read(tree: Path) -> None:
+    manifest = storage.manifest_of(str(tree), None, GENERATION)
+    (file,) = manifest.files
+    longer = msgspec.structs.replace(file, nbytes=file.nbytes + 8)
+    with pytest.raises(Corrupt, match=rf"expected {longer.nbytes} bytes, found {file.nbytes}"):
+        StoredImage(Place(str(tree)), msgspec.structs.replace(manifest, files=(longer,)), 0)
+
+
+def test_nothing_is_written_before_all_is_verified(tree: Path) -> None:
+    """What does not fit or is damaged is found while the targets are still what they were."""
+    images = open_tree(tree)
+    opening, size = Opening({}, images, Copier(1)), CHUNK_BYTES // 4
+    targets = {name: torch.full((size,), -1.0) for name in TENSORS}
+    with pytest.raises(Corrupt, match="chunk 1"):
+        Filling(opening, targets)
+    with pytest.raises(UsageError, match=r"state\.d was saved as .*float32, here it is .*int32"):
+        Filling(opening, {"state.c": targets["state.c"], "state.d": torch.zeros(size, dtype=torch.int32)})
+    good = {"state.d": targets["state.d"]}
+    filling = Filling(opening, good)
+    assert all(bool((target == -1).all()) for target in targets.values())
+    filling.fill()
+    assert torch.equal(targets["state.d"], TENSORS["state.d"])
+    images.close()
