@@ -185,6 +185,8 @@ class Session:
         saved = self._engine.save(step, self._tree(state), behind=True)
         if saved is not None:
             self._courier.saved(saved.generation, saved.copy_s)
+        else:
+            self._courier.skipped()
 
     def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
         """`parameters()`: those of the models. The frozen ones among them are not copied at every save."""
