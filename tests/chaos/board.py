@@ -44,6 +44,10 @@ class Board:
 
     # ---- by the test
 
+    def store(self, mode: int) -> None:
+        """How storage behaves, see `traps.Store`."""
+        self._words[2] = mode
+
     def arm(self, phase: int) -> None:
         """Whoever comes to that phase says so, and waits. 0: nobody does."""
         self._words[0] = phase
@@ -63,6 +67,10 @@ class Board:
         """Where the run ends; 0: not known yet."""
         return int(self._words[1])
 
+    @property
+    def stored(self) -> int:
+        return int(self._words[2])
+
     # ---- by a rank
 
     def begin(self, rank: int, now: Age, restored: Age) -> None:
@@ -79,6 +87,7 @@ class Board:
     def published(self, rank: int, now: Age, saved: bool) -> None:
         """Its save has returned."""
         row = self._row(rank)
+        row[12 if saved else 13] += np.uint64(1)
         if saved:
             row[4 + now[1] % RING] = pack(now)
         else:
@@ -101,18 +110,24 @@ class Board:
     def newest(self, world: int) -> Age:
         return max(self.reached(rank) for rank in range(world))
 
+    def known(self, world: int) -> Age:
+        """What all ranks have restored, or heard of as complete."""
+        rows = [self._row(rank) for rank in range(world)]
+        return min(max(unpack(row[1]), unpack(row[2])) for row in rows)
+
     def whole(self, world: int) -> Age:
         """The newest that must be whole in memory: restored, heard of as complete, or published by all ranks.
 
-        The last one counts only if no rank left a save out near it: its slot may be used again then.
+        Nothing, if a rank has left a save out near it: another one may then write over what is complete before it has
+        heard so, when the first one has given up what was complete before.
         """
         rows = [self._row(rank).copy() for rank in range(world)]
-        known = min(max(unpack(row[1]), unpack(row[2])) for row in rows)
         common = set.intersection(*({unpack(word) for word in row[4 : 4 + RING]} for row in rows))
-        newest = max(common, default=NOTHING)
+        newest = max(max(common, default=NOTHING), self.known(world))
         skipped = max(unpack(row[3]) for row in rows)
-        return max(known, newest) if skipped < (newest[0], max(newest[1] - 4, 0)) else known
+        return newest if skipped < (newest[0], max(newest[1] - 4, 0)) or skipped == NOTHING else NOTHING
 
-    def skipping(self, world: int) -> Age:
-        """The newest step that some rank did not save."""
-        return max(unpack(self._row(rank)[3]) for rank in range(world))
+    def saves(self, rank: int) -> tuple[int, int]:
+        """Made and skipped in this life."""
+        row = self._row(rank)
+        return int(row[12]), int(row[13])

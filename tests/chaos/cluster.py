@@ -90,7 +90,7 @@ class Cluster:
         self._ear.listen(64)
         self._life, self._life_end = os.pipe()
         self._owned.callback(os.close, self._life)
-        self._orders = self._zygote()
+        self._orders = self._trainers = self._zygote()
         self._reports: dict[int, dict[str, Any]] = {}
         """What a process said of its restore, by its pid."""
         self._agents: dict[str, MasterClient] = {}
@@ -101,10 +101,10 @@ class Cluster:
         """All that was in memory up to here is gone with its keeper."""
         self._round = 0
 
-    def _zygote(self) -> socket.socket:
+    def _zygote(self, *modules: str) -> socket.socket:
         ours, theirs = socket.socketpair()
         fds = theirs.fileno(), self._listener.fileno(), self._life
-        command = [sys.executable, "-m", "tests.chaos.zygote", str(fds[0]), str(self.log)]
+        command = [sys.executable, "-m", "tests.chaos.zygote", str(fds[0]), str(self.log), *modules]
         env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env |= {"XDG_RUNTIME_DIR": str(self.runtime), "PYTHONWARNINGS": "ignore"}
@@ -122,20 +122,20 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.started:
-            process.kill()
-        self.end_keepers()
-        for client in self._agents.values():
-            client.close()
-        self._owned.close()
+        with self._owned:
+            for process in self.started:
+                process.kill()
+            self.end_keepers()
+            for client in self._agents.values():
+                client.close()
 
     # ---- processes
 
-    def _start(self, name: str, **order: Any) -> Process:
-        self._orders.sendall(json.dumps(order).encode() + b"\n")
+    def _start(self, name: str, zygote: socket.socket, **order: Any) -> Process:
+        zygote.sendall(json.dumps(order).encode() + b"\n")
         answer = b""
         while not answer.endswith(b"\n"):
-            answer += self._orders.recv(64)
+            answer += zygote.recv(64)
         process = self.processes[name] = Process(int(answer))
         self.started.append(process)
         return process
@@ -143,11 +143,18 @@ class Cluster:
     def start_master(self) -> None:
         fd, journal = self._listener.fileno(), str(self.folder / "master.db")
         target = "tests.chaos.trainer:master"
-        self._start("master", target=target, keeps=[fd], folder=str(self.runtime), fd=fd, journal=journal)
+        self._start("master", self._orders, target=target, keeps=[fd], folder=str(self.runtime), fd=fd, journal=journal)
 
     def start_keeper(self, node: str) -> None:
         order = {"job": self.job, "node": node, "life_fd": self._life}
-        self._start(node, target="tests.chaos.trainer:keeper", keeps=[self._life], folder=str(self.runtime), **order)
+        self._start(
+            node,
+            self._orders,
+            target="tests.chaos.trainer:keeper",
+            keeps=[self._life],
+            folder=str(self.runtime),
+            **order,
+        )
 
     def end_keepers(self) -> None:
         """As a launcher that ends: they write their last will, and go."""
@@ -181,7 +188,8 @@ class Cluster:
     def _start_trainer(self, node: str, seat: p.Seat) -> None:
         place = {"rank": seat.rank, "world_size": self.world, "local_rank": seat.local_rank, "node": node}
         order = {"place": place | {"incarnation": seat.incarnation}, "settings": self.settings, "nbytes": self.nbytes}
-        self._start(f"rank {seat.rank}", target="tests.chaos.trainer:train", folder=str(self.runtime), **order)
+        target = "tests.chaos.ddp:train" if self._trainers is not self._orders else "tests.chaos.trainer:train"
+        self._start(f"rank {seat.rank}", self._trainers, target=target, folder=str(self.runtime), **order)
 
     def agent(self, node: str) -> MasterClient:
         if node not in self._agents:
@@ -227,10 +235,10 @@ class Cluster:
             notice.let_go()
         return None
 
-    def catch(self, phase: Phase, within_s: float) -> Notice | None:
-        """Wait until a process is in `phase`; the first one is held there, nobody else."""
+    def catch(self, phase: Phase, within_s: float, who: str = "") -> Notice | None:
+        """Wait until a process (called `who`) is in `phase`; the first one is held there, nobody else."""
         self.board.arm(phase)
-        notice = self.hear(lambda facts: facts.get("phase") == phase, within_s)
+        notice = self.hear(lambda facts: facts.get("phase") == phase and facts["who"].startswith(who), within_s)
         self.board.arm(Phase.NONE)
         return notice
 
@@ -277,12 +285,18 @@ class Cluster:
         """Wait until all ranks have published that many steps more, and they are whole in memory."""
         goal = self.board.newest(self.world)
         goal = (goal[0], goal[1] + steps)
-        self.until(lambda: self.board.whole(self.world) >= goal, f"{goal} whole, at {self.board.newest(self.world)}")
+        done = (self.board.whole, self.board.known)
+        self.until(
+            lambda: max(one(self.world) for one in done) >= goal, f"{goal} whole, at {self.board.newest(self.world)}"
+        )
 
 
 @contextlib.contextmanager
-def left_nothing(cluster: Cluster) -> Iterator[None]:
-    """Behind the block, the run is ended in peace; then nothing of it may be left but its checkpoints."""
+def left_nothing(cluster: Cluster, *, damaged: bool = False) -> Iterator[None]:
+    """Behind the block, the run is ended in peace; then nothing of it may be left but its checkpoints.
+
+    `damaged`: what lies in storage was harmed, and stays there to be looked at.
+    """
     yield
     litter = list(Path(str(cluster.settings.get("save_to"))).glob("*.tmp"))
     for path in litter:
@@ -297,7 +311,8 @@ def left_nothing(cluster: Cluster) -> Iterator[None]:
     assert cluster.processes["master"].ended(WAIT_S), "the master does not end"
     assert [process.pid for process in cluster.started if not process.ended()] == []
     assert list((cluster.runtime / "dlrover-hooks").iterdir()) == [], "a keeper's lock or socket"
-    left_in_storage(cluster)
+    if not damaged:
+        left_in_storage(cluster)
 
 
 def left_in_storage(cluster: Cluster) -> None:

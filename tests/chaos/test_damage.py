@@ -101,7 +101,7 @@ def test_damaged_in_storage(how: str, chaos_seed: int, runtime: Path, tmp_path: 
     url = tmp_path / "ck"
     cluster = Cluster(tmp_path, runtime, world=2, nodes=1, nbytes=NBYTES, save_every=1, save_to=str(url),
                       persist_every=3, keep=3)  # fmt: skip
-    with cluster, left_nothing(cluster):
+    with cluster, left_nothing(cluster, damaged=True):
         assert up(cluster) == (0, 0)
         for _ in range(2):
             start = cluster.board.newest(2)

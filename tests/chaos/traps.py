@@ -5,9 +5,12 @@ A trap is real code with one call put in; nothing is replaced. All wait only if 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import select
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 from tests.chaos.board import Board
 
 PATIENCE_S = 20.0
+SLOW_S = 0.3
+"""For each piece, of 4 MiB: longer than many saves take."""
 
 
 class Phase(IntEnum):
@@ -42,6 +47,16 @@ RESTORING = frozenset({Phase.BEFORE_LOAD, Phase.OPENING, Phase.LOADED, Phase.TAK
 STORING = frozenset({Phase.PERSISTING, Phase.PERSISTED, Phase.BEFORE_MANIFEST, Phase.BEFORE_LATEST, Phase.IN_RETENTION})
 
 
+class Store(IntEnum):
+    """How storage behaves."""
+
+    WELL = 0
+    FAILS = 1
+    FULL = 2
+    SLOW = 3
+    HANGS = 4
+
+
 class Traps:
     """Of one process. `folder` holds the board and the test's socket."""
 
@@ -60,6 +75,16 @@ class Traps:
         """This process is in that phase now."""
         if self.board.armed == phase:
             self.say(phase=int(phase))
+
+    def store(self) -> None:
+        """Something is written to storage."""
+        mode, until = self.board.stored, time.monotonic() + PATIENCE_S
+        if mode in (Store.FAILS, Store.FULL):
+            raise OSError(errno.EIO if mode == Store.FAILS else errno.ENOSPC, "so it is today")
+        while self.board.stored == Store.HANGS and time.monotonic() < until:
+            select.select([], [], [], 0.01)
+        if mode == Store.SLOW:
+            select.select([], [], [], SLOW_S)
 
     def before(self, owner: Any, name: str, phase: Phase, only: Callable[..., bool] = lambda *_: True) -> None:
         """A trap ahead of each call of `owner.name`."""
@@ -118,6 +143,7 @@ def in_keeper(traps: Traps) -> None:
     def _trapped(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         for piece in pieces:
             yield piece
+            traps.store()
             traps.at(Phase.PERSISTING)
 
     direct.write = write
@@ -129,7 +155,14 @@ def in_keeper(traps: Traps) -> None:
 
 
 def in_master(traps: Traps) -> None:
-    from dlrover_hooks.checkpoint import retention, storage
+    from dlrover_hooks.checkpoint import place, retention, storage
+
+    def write_small(path: str, data: bytes) -> None:
+        traps.store()
+        really(path, data)
+
+    really = place._write_small
+    place._write_small = write_small
 
     def remove(place: Any, home: str) -> None:
         place.remove(f"{home}/{retention.MANIFEST}")
