@@ -13,7 +13,7 @@ from dlrover_hooks.checkpoint.recipe import Recipe
 
 def image_of(tensors: Mapping[str, Any], inside: Inside, *, threads: int = 1) -> bytearray:
     recipe = Recipe(tensors)
-    header = recipe.header(inside)
+    header = b"".join(recipe.header(inside))
     data = bytearray(recipe.layout.total_bytes)
     data[: len(header)] = header
     found, places = recipe.sources(tensors), range(len(recipe.places))

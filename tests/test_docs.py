@@ -92,8 +92,11 @@ def test_console_commands_exist(place: str, line: str) -> None:
     flags = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
-        targets = [word for word in words[1:] if "=" not in word]
-        assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets if not target.startswith('"')), place
+        targets = [word for word in words[1:] if "=" not in word and not word.startswith('"')]
+        benches = [word.removeprefix("bench-") for word in targets if word.startswith("bench-")]
+        assert all((ROOT / f"tests/benchmarks/bench_{name}.py").exists() for name in benches), place
+        rest = [target for target in targets if not target.startswith("bench-")]
+        assert all(re.search(rf"^{target}:", makefile, re.M) for target in rest), place
     elif words[0] == "dlrover-hooks":
         text = help_of(*CLI, *words[1 : 3 if words[1] == "ckpt" else 2])
         assert {flag for flag in flags if flag not in text} == set(), place

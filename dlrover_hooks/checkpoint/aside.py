@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -13,18 +14,24 @@ WAIT_S = 600.0
 
 
 class Aside:
-    """Owns the thread `dlrover-hooks-copy`, a new one for each job. `begin` on the training thread."""
+    """Owns the thread `dlrover-hooks-copy`, from the first job on. `begin` and `close` on the training thread."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         """How long `wait` held up its callers, since this was set to 0."""
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
         """Run `job`, which stores its own errors, once the one before is over."""
         self.wait()
-        self._thread = threading.Thread(target=job, name="dlrover-hooks-copy", daemon=True)
-        self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dlrover-hooks-copy", daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        self._jobs.put(job)
 
     def wait(self) -> None:
         """Return when nothing is being copied. Any thread but the job's own.
@@ -32,14 +39,28 @@ class Aside:
         Raises:
             CheckpointError: the copy does not end; weights must not change under it.
         """
-        thread = self._thread
-        if thread is None:
+        if self._idle.is_set():
             return
         began = time.perf_counter()
-        thread.join(WAIT_S)
+        done = self._idle.wait(WAIT_S)
         self.waited_s += time.perf_counter() - began
-        if thread.is_alive():
+        if not done:
             raise CheckpointError(
                 f"a copy into memory has not ended within {WAIT_S:g} s", hint="is this machine swapping? Give it memory"
             )
-        self._thread = None
+
+    def close(self) -> None:
+        """Wait, and end the thread. Idempotent."""
+        self.wait()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(WAIT_S)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            finally:
+                del job  # it holds a view of a slot
+                self._idle.set()

@@ -29,7 +29,7 @@ from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
 from dlrover_hooks.checkpoint.room import Room
-from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
+from dlrover_hooks.checkpoint.saving import Changed, Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Retention, Source
@@ -179,7 +179,7 @@ class Checkpointer:
 
     def image_bytes(self, tree: Mapping[str, Any]) -> int:
         """What an image of `tree` takes. Raises UnsupportedState if something in it cannot be saved."""
-        return self._shot(0, tree, None).recipe.layout.total_bytes
+        return self._shot(0, tree).recipe.layout.total_bytes
 
     def prepare(self, nbytes: int) -> None:
         """Have memory for images of `nbytes` made ready in the background, so that the save finds it. Never blocks.
@@ -206,32 +206,44 @@ class Checkpointer:
         """
         self._writer.wait()
         began = time.perf_counter()
+        lazy = behind and self._writer.chooses_lazy()
         shot = self._shot(step, tree, on_unsupported)
         self.error = None
         if self.damaged is not None:
             self.damaged = None
             self._writer.damaged()
-        try:
-            arena = self._room.take(shot.recipe.layout.total_bytes)
-            pinned = tuple(self._persisting)
-            slot = choose_slot(arena.slots(), self._newest_complete, pinned, run=self._run, step=step)
-            if slot is None:
-                raise CheckpointError("no slot is free: newest, newest complete and being persisted")
-            arena.begin(slot)
-            self._writer.write(shot, self._target(arena, slot, shot), behind=behind)
-        except (HooksError, OSError) as error:
-            return self._skip(error)
-        return Saved(shot.generation, time.perf_counter() - began)
+        while True:
+            try:
+                self._write(shot, lazy=lazy)
+                return Saved(shot.generation, time.perf_counter() - began)
+            except Changed:
+                shot = self._shot(step, tree, on_unsupported)  # looks at everything, now that something has changed
+            except (HooksError, OSError) as error:
+                return self._skip(error)
 
-    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None) -> Shot:
+    def _write(self, shot: Shot, *, lazy: bool) -> None:
+        arena = self._room.take(shot.recipe.layout.total_bytes)
+        pinned, step = tuple(self._persisting), shot.generation.step
+        slot = choose_slot(arena.slots(), self._newest_complete, pinned, run=self._run, step=step)
+        if slot is None:
+            raise CheckpointError("no slot is free: newest, newest complete and being persisted")
+        arena.begin(slot)
+        self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
+
+    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None = None) -> Shot:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
         tensors: dict[str, Any] = functools.reduce(operator.or_, (flat.tensors for flat in flats.values()), {})
         generation = Generation(self._attempt, step, self._run)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
-        if self._recipe is None or not self._recipe.fits(tensors):
-            self._recipe = Recipe(tensors, self._writer.seldom(tensors))
-        header = self._recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
-        return Shot(generation, self._recipe, header, self._recipe.sources(tensors))
+        recipe = self._recipe
+        found = recipe.settled(tensors) if recipe is not None else None
+        if found is None and (recipe is None or not recipe.fits(tensors)):
+            recipe = Recipe(tensors, self._writer.seldom(tensors))
+        assert recipe is not None
+        self._recipe = recipe
+        header = recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
+        holds = (lambda: recipe.holds(tensors)) if found is not None else None
+        return Shot(generation, recipe, header, found or recipe.sources(tensors), holds)
 
     def _target(self, arena: Arena, slot: int, shot: Shot) -> Target:
         size, rank, world_size = shot.recipe.layout.total_bytes, self._rank, self._world_size

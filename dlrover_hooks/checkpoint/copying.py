@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,8 +84,17 @@ class Copier:
         targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
         self.fill(Pieces(targets, sizes), 0, sources)
 
-    def fill(self, pieces: Pieces, base: int, sources: Sequence[int] | _Words) -> None:
-        """Fill all `pieces` from `base` on; `sources[i]` is the address of what place i gets."""
+    def fill(
+        self,
+        pieces: Pieces,
+        base: int,
+        sources: Sequence[int] | _Words,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fill all `pieces` from `base` on; `sources[i]` is the address of what place i gets.
+
+        The caller's thread does `meanwhile` first, while others copy already; what that raises leaves here.
+        """
         froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
         run = _run_native if self.native else _run
         shares = pieces.shares(self.threads)
@@ -95,10 +104,13 @@ class Copier:
         ]
         for helper in helpers:
             helper.start()
-        if shares:
-            run(pieces, base, froms, *shares[0])
-        for helper in helpers:
-            helper.join()
+        try:
+            meanwhile()
+            if shares:
+                run(pieces, base, froms, *shares[0])
+        finally:
+            for helper in helpers:
+                helper.join()
 
 
 def _run_native(pieces: Pieces, base: int, froms: _Words, begin: int, end: int) -> None:

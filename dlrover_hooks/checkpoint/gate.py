@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from dlrover_hooks.checkpoint.copying import Copier, Pieces
 
 Extent = tuple[int, int]
 """Address and bytes."""
-SAMPLE_BYTES, SAMPLES = 64, 2
+SAMPLE_BYTES = 64
+_version = attrgetter("_version")
 
 
 class Gate:
@@ -38,6 +40,12 @@ class Gate:
     def close(self) -> None:
         """Idempotent."""
         self._hook.remove()
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Changes with the optimizers, their groups and the number of their states."""
+        return tuple((id(one), len(one.state), *(len(group["params"]) for group in one.param_groups))
+                     for one in self._optimizers)  # fmt: skip
 
     def extents(self) -> set[Extent]:
         """Where everything lies that only a step of an optimizer seen so far changes: its parameters and its state."""
@@ -71,37 +79,57 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             yield snapshot.part(value)
 
 
+class Samples:
+    """Takes a few bytes of each of many tensors, at random places. `sizes`: theirs, in bytes; made once."""
+
+    def __init__(self, sizes: Sequence[int], copier: Copier) -> None:
+        self._copier = copier
+        total = np.asarray(sizes, np.int64)
+        lengths = np.minimum(total, SAMPLE_BYTES)
+        self._room = total - lengths + 1
+        self._pieces = Pieces(np.cumsum(lengths) - lengths, lengths)
+
+    def places(self, seed: int) -> np.ndarray[Any, Any]:
+        """Where in each tensor a sample is taken; other places for another seed."""
+        return (np.random.default_rng(seed).random(len(self._room)) * self._room).astype(np.uint64)
+
+    def take(self, addresses: Sequence[int], places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The bytes there, one after the other."""
+        taken = np.empty(self._pieces.nbytes, np.uint8)
+        self._copier.fill(self._pieces, taken.ctypes.data, np.asarray(addresses, np.uint64) + places)
+        return taken
+
+    def tensor(self, offset: int) -> int:
+        """Index of the tensor that byte `offset` of what was taken belongs to."""
+        return int(self._pieces.of[np.searchsorted(self._pieces.ends, offset, "right")])
+
+
 class Unchanged:
     """Finds out whether tensors were changed while they were being copied.
 
     By their version, which in-place operations raise, their address, which `.data = ` moves, and a few bytes of each,
-    which fused kernels and raw pointers change without a word. `seed`: other places at each save.
+    which fused kernels and raw pointers change without a word. `seed`: other bytes at each save.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier, seed: int) -> None:
-        self._tensors, self._copier = tensors, copier
-        self._before = self._marks()
-        sizes = np.repeat(np.array([tensor.nbytes for tensor in tensors], np.int64), SAMPLES)
-        lengths = np.minimum(sizes, SAMPLE_BYTES)
-        spots = np.random.default_rng(seed).random(len(sizes)) * (sizes - lengths + 1)
-        self._at, self._pieces = spots.astype(np.uint64), Pieces(np.cumsum(lengths) - lengths, lengths)
-        self._samples = self._take(np.array([tensor.data_ptr() for tensor in tensors], np.uint64))
+    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], samples: Samples, seed: int) -> None:
+        self._tensors, self._addresses, self._versions = tensors, addresses, _versions(tensors)
+        self._samples, self._places = samples, samples.places(seed)
+        self._before = samples.take(addresses, self._places)
 
     def changed(self, copies: Sequence[int]) -> int | None:
         """Index of a tensor whose copy, at that address, may not be what it was; None if all are."""
-        moved = [index for index, (a, b) in enumerate(zip(self._before, self._marks(), strict=True)) if a != b]
-        if moved:
-            return moved[0]
-        different = np.flatnonzero(self._take(np.asarray(copies, np.uint64)) != self._samples)
-        if not len(different):
-            return None
-        piece = np.searchsorted(self._pieces.ends, different[0], "right")
-        return int(self._pieces.of[piece]) // SAMPLES
+        for before, now in (
+            (self._addresses, snapshot.addresses(self._tensors)),
+            (self._versions, _versions(self._tensors)),
+        ):
+            if before != now:
+                return next(index for index, (one, other) in enumerate(zip(before, now, strict=True)) if one != other)
+        different = np.flatnonzero(self._samples.take(copies, self._places) != self._before)
+        return self._samples.tensor(int(different[0])) if len(different) else None
 
-    def _marks(self) -> list[Extent]:
-        return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in self._tensors]
 
-    def _take(self, addresses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        taken = np.empty(self._pieces.nbytes, np.uint8)
-        self._copier.fill(self._pieces, taken.ctypes.data, np.repeat(addresses, SAMPLES) + self._at)
-        return taken
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # tensors of inference mode have none
+        return [0] * len(tensors)

@@ -98,14 +98,19 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[
     return Layout(ordered, starts, header, header + (ends[-1] if ends else 0), before, after)
 
 
-def header_bytes(layout: Layout, inside: Inside) -> bytes:
-    """The header, exactly `layout.header_bytes` long: what safetensors, DCP and we look for.
+def header_parts(layout: Layout, inside: Inside) -> tuple[bytes, ...]:
+    """The header, `layout.header_bytes` long in all: what safetensors, DCP and we look for.
 
     Raises:
         Outgrown: `inside` does not fit.
     """
     ours = msgspec.json.encode(msgspec.json.encode(inside).decode())
     return _padded((layout.before, ours, layout.after), layout.header_bytes)
+
+
+def header_bytes(layout: Layout, inside: Inside) -> bytes:
+    """`header_parts`, joined."""
+    return b"".join(header_parts(layout, inside))
 
 
 def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
@@ -126,7 +131,7 @@ def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
     text = f'{{"__metadata__":{json.dumps(info)}{"," if table else ""}{table}}}'.encode()
     size = _round_up(8 + len(text))
     pieces = tuple((header.tensors[name].start, header.tensors[name].stop) for _, name in kept)
-    return Subset(_padded((text,), size), pieces, size + offset)
+    return Subset(b"".join(_padded((text,), size)), pieces, size + offset)
 
 
 def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
@@ -134,11 +139,10 @@ def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
     return json.dumps(table, separators=(",", ":"))[1:-1]
 
 
-def _padded(texts: Iterable[bytes], size: int) -> bytes:
-    texts = tuple(texts)
+def _padded(texts: tuple[bytes, ...], size: int) -> tuple[bytes, ...]:
     if (spare := size - 8 - sum(map(len, texts))) < 0:
         raise Outgrown(-spare)
-    return b"".join((struct.pack("<Q", size - 8), *texts, b" " * spare))
+    return struct.pack("<Q", size - 8), *texts, b" " * spare
 
 
 def _round_up(size: int) -> int:

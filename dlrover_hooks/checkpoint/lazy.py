@@ -14,9 +14,9 @@ import torch
 
 from dlrover_hooks.checkpoint import device, snapshot
 from dlrover_hooks.checkpoint.aside import Aside
-from dlrover_hooks.checkpoint.copying import Copier, place_of
+from dlrover_hooks.checkpoint.copying import place_of
 from dlrover_hooks.checkpoint.frozen import Frozen, Range, inside, ranges
-from dlrover_hooks.checkpoint.gate import Gate, Unchanged
+from dlrover_hooks.checkpoint.gate import Gate, Samples, Unchanged
 from dlrover_hooks.checkpoint.mode import LAZY, Mode
 from dlrover_hooks.checkpoint.recipe import pick
 from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
@@ -53,23 +53,30 @@ class LazyWriter(Writer):
         self.mode, self.aside = mode, Aside()
         self._dropped, self._parameters, self._kept = dropped, parameters, Frozen()
         self._gate = Gate(self._before_step)
+        self._found: Any = None
+        """What `_split` was found for: it seldom changes from save to save."""
+        self._split: tuple[Sequence[int], Sequence[int]] = ([], [])
+        self._samples = Samples([], self.copier)
         self._side, self._events = device.SideStream(), list[torch.cuda.Event]()
 
-    def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
+    def chooses_lazy(self) -> bool:
         """See `Writer`."""
-        target.view[: len(shot.header)] = shot.header
-        lazy = behind and self.mode.next() == LAZY
+        return self.mode.next() == LAZY
+
+    def write(self, shot: Shot, target: Target, *, lazy: bool) -> None:
+        """See `Writer`."""
         skipped, unchanged = self._skip(shot, target)
         count = range(len(shot.recipe.places))
         places = [place for place in count if place not in skipped] if skipped else count
-        later = self._later(shot, places) if lazy else []
-        events = self._copy(shot, target, sorted(set(places).difference(later)) if later else places)
+        later, now = self._later(shot, places) if lazy else ([], places)
         if later:
+            early = shot._replace(header=(), holds=None)  # `_finish` sees to both
+            events = self._copy(early, target, now) if now else []
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, later, events, unchanged)
             self.aside.begin(lambda: self._finish(shot, target, rest))
         else:
-            device.finish(events)
+            device.finish(self._copy(shot, target, places))
             target.publish(unchanged)
 
     def took(self, seconds: float) -> None:
@@ -91,7 +98,7 @@ class LazyWriter(Writer):
 
     def close(self) -> None:
         """See `Writer`."""
-        self.wait()
+        self.aside.close()
         self._gate.close()
         self._side.unpin()
 
@@ -104,21 +111,25 @@ class LazyWriter(Writer):
     def _copy(self, shot: Shot, target: Target, places: Sequence[int]) -> list[torch.cuda.Event]:
         """Copy `places`; those on devices are only begun."""
         on_device = shot.found.on_device
+        self.fill(shot, target, [place for place in places if place not in on_device] if on_device else places)
         if not on_device:
-            self.fill(shot, target, places)
             return []
-        self.fill(shot, target, [place for place in places if place not in on_device])
         self._side.pin(target.view)
         rows = [(on_device[place], shot.recipe.view(target.view, place)) for place in places if place in on_device]
         return self._side.copy(rows)
 
     # ---- behind the step
 
-    def _later(self, shot: Shot, places: Sequence[int]) -> list[int]:
-        """Of `places`, those that only the next step changes. With a device in play, only what lies on it."""
-        stable, on_device = self._gate.extents(), shot.found.on_device
-        among = [place for place in places if place in on_device] if on_device else places
-        return [place for place in among if shot.extent(place) in stable]
+    def _later(self, shot: Shot, places: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Of `places`, those that only the next step changes, and the rest. With a device, only what lies on it."""
+        found = (shot.recipe.number, self._gate.form, shot.found.addresses, list(places))
+        if found != self._found:
+            stable, on_device = self._gate.extents(), shot.found.on_device
+            among = [place for place in places if place in on_device] if on_device else places
+            later = [place for place in among if shot.extent(place) in stable]
+            self._found, self._split = found, (later, sorted(set(places).difference(later)))
+            self._samples = Samples([shot.recipe.places[place][1] for place in later], self.copier)
+        return self._split
 
     def _begin(
         self,
@@ -128,8 +139,9 @@ class LazyWriter(Writer):
         events: list[torch.cuda.Event],
         unchanged: tuple[Range, ...],
     ) -> Rest:
-        if not shot.found.on_device:
-            guard = Unchanged(pick(shot.found.held, later), self.copier, shot.generation.step)
+        addresses, held, on_device = shot.found
+        if not on_device:
+            guard = Unchanged(pick(held, later), pick(addresses, later), self._samples, shot.generation.step)
             return Rest([], later, guard, unchanged)
         self._events = self._copy(shot, target, later)
         return Rest(events + self._events, [], None, unchanged)
@@ -138,8 +150,8 @@ class LazyWriter(Writer):
         """On the copying thread: the rest of the copy, the proof that nothing changed meanwhile, the publication."""
         try:
             device.finish(rest.events)
+            self.fill(shot, target, rest.places, alone=True)
             if rest.guard is not None:
-                self.fill(shot, target, rest.places, Copier(1, native=self.copier.native))
                 self._check(shot, target, rest.places, rest.guard)
             target.publish(rest.unchanged)
         except (HooksError, OSError) as error:

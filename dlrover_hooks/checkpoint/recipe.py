@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dlrover_hooks.checkpoint.arrays import library
 from dlrover_hooks.checkpoint.copying import Pieces
-from dlrover_hooks.checkpoint.image import RESERVE, Inside, Outgrown, header_bytes, plan
+from dlrover_hooks.checkpoint.image import RESERVE, Inside, Outgrown, header_parts, plan
 
 _LOOKS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("shape"), attrgetter("dtype"))
 _numbers = itertools.count(1)
@@ -48,6 +48,9 @@ class Recipe:
         values = list(tensors.values())
         alike = len(self._filled) == len(values) and self._library.PLAIN.issuperset(map(type, values))
         self._plain = alike and not any(value.is_complex() for value in values)
+        self._sizes = [spec.nbytes for spec in self._specs]
+        self._settled: list[int] = []
+        """Addresses of the tensors that were looked at last."""
         self._single = [index for index, value in enumerate(values) if self._plain and value.numel() == 1]
 
     def _lay_out(self, reserve: int) -> None:
@@ -69,13 +72,13 @@ class Recipe:
             looks.append(list(map(self._library.spread, tensors.values())))
         return looks
 
-    def header(self, inside: Inside) -> bytes:
-        """The header of an image; a new layout if `inside` has outgrown the old one."""
+    def header(self, inside: Inside) -> tuple[bytes, ...]:
+        """The header of an image, in parts; a new layout if `inside` has outgrown the old one."""
         try:
-            return header_bytes(self.layout, inside)
+            return header_parts(self.layout, inside)
         except Outgrown as outgrown:
             self._lay_out(RESERVE + self.layout.header_bytes + 2 * outgrown.needed)
-            return header_bytes(self.layout, inside)
+            return header_parts(self.layout, inside)
 
     def pieces(self, places: Sequence[int]) -> Pieces:
         """The pieces of some `places`; made once."""
@@ -99,11 +102,31 @@ class Recipe:
         """Of the tensor that goes there."""
         return self._names[self._filled[place]]
 
+    def settled(self, tensors: Mapping[str, Any]) -> Sources | None:
+        """Where `tensors` lie, if they have the names, addresses and sizes of before: a look at no more than that.
+
+        They may be read there, but `holds` has to say that they still are what they were before a copy counts.
+        """
+        values = list(tensors.values())
+        if not self._plain or list(tensors) != self._names or not self._library.PLAIN.issuperset(map(type, values)):
+            return None
+        addresses = self._library.addresses(values)
+        same = addresses == self._settled and self._library.sizes(values) == self._sizes
+        return Sources(addresses, values, {}) if same else None
+
+    def holds(self, tensors: Mapping[str, Any]) -> bool:
+        """Are `tensors`, which are settled, what they were in every respect? Any thread."""
+        kept = self.fits(tensors) and self._library.lie_plainly(list(tensors.values()), self._single)
+        if not kept:
+            self._settled = []
+        return kept
+
     def sources(self, tensors: Mapping[str, Any]) -> Sources:
         """Where `tensors`, which fit, lie now; what does not lie as it reads is copied."""
         values = list(tensors.values())
         if self._plain and self._library.lie_plainly(values, self._single):
-            return Sources(self._library.addresses(values), values, {})
+            self._settled = self._library.addresses(values)
+            return Sources(self._settled, values, {})
         found = Sources([], [], {})
         for place, index in enumerate(self._filled):
             value = self._library.plain(values[index])

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Range
 from dlrover_hooks.checkpoint.recipe import Recipe, Sources, pick
+from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
+
+
+class Changed(CheckpointError):
+    """A tensor is no longer what the recipe takes it for: it has to be laid out anew."""
 
 
 class Shot(NamedTuple):
@@ -16,8 +21,10 @@ class Shot(NamedTuple):
 
     generation: Generation
     recipe: Recipe
-    header: bytes
+    header: tuple[bytes, ...]
     found: Sources
+    holds: Callable[[], bool] | None = None
+    """Still to be asked before a copy counts: are the tensors what the recipe takes them for?"""
 
     def extent(self, place: int) -> tuple[int, int]:
         """Address and bytes of what goes to a place."""
@@ -33,6 +40,13 @@ class Target(NamedTuple):
     view: memoryview
     publish: Callable[[tuple[Range, ...]], None]
 
+    def head(self, shot: Shot) -> None:
+        """Write the header."""
+        at = 0
+        for part in shot.header:
+            self.view[at : at + len(part)] = part
+            at += len(part)
+
 
 class Writer:
     """Fills slots at once. Training thread."""
@@ -40,21 +54,35 @@ class Writer:
     def __init__(self) -> None:
         self.copier = Copier()
 
-    def write(self, shot: Shot, target: Target, *, behind: bool) -> None:
-        """Fill `target` with `shot` and publish it. `behind`: a step follows, so it might be done behind it.
+    def chooses_lazy(self) -> bool:
+        """A step follows the next save: is it to be made behind it?"""
+        return False
+
+    def write(self, shot: Shot, target: Target, *, lazy: bool) -> None:
+        """Fill `target` with `shot` and publish it, behind the step if `lazy`.
 
         Raises:
             HooksError, OSError: from `publish`.
         """
-        del behind
-        target.view[: len(shot.header)] = shot.header
+        del lazy
         self.fill(shot, target, range(len(shot.recipe.places)))
         target.publish(())
 
-    def fill(self, shot: Shot, target: Target, places: Sequence[int], copier: Copier | None = None) -> None:
-        """Copy what goes to `places` (sorted)."""
+    def fill(self, shot: Shot, target: Target, places: Sequence[int], *, alone: bool = False) -> None:
+        """Copy what goes to `places` (sorted). `alone`: by this thread only, after `prove`; else `prove` meanwhile."""
         sources = pick(shot.found.addresses, places)
-        (copier or self.copier).fill(shot.recipe.pieces(places), place_of(target.view), sources)
+        where = shot.recipe.pieces(places), place_of(target.view), sources
+        if alone:
+            self.prove(shot, target)
+            Copier(1, native=self.copier.native).fill(*where)
+        else:
+            self.copier.fill(*where, lambda: self.prove(shot, target))
+
+    def prove(self, shot: Shot, target: Target) -> None:
+        """Write the header and ask whether the tensors are what it says. Raises Changed."""
+        target.head(shot)
+        if shot.holds is not None and not shot.holds():
+            raise Changed(f"{shot.generation} was not saved: a tensor has another form", hint="the next one is saved")
 
     def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
         """Names of those that will not be copied at every save."""

@@ -183,6 +183,11 @@ def addresses(values: Iterable[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, values))
 
 
+def sizes(values: Iterable[torch.Tensor]) -> list[int]:
+    """Bytes of each."""
+    return list(map(attrgetter("nbytes"), values))
+
+
 def address(value: Any) -> int:
     """Where the bytes of a `plain` array or tensor begin; 0 if they lie on a device."""
     if isinstance(value, np.ndarray):

@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import datetime
 import enum
+import itertools
 import json
 import math
+import operator
 import pathlib
 import sys
 from collections import OrderedDict
@@ -44,10 +46,10 @@ class Flat(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A dict of nothing but torch tensors, as it was written before: its keys, their names, its JSON."""
+    """A dict of nothing but torch tensors, or of such dicts, as it was written before: its names, its JSON."""
 
-    kind: type
-    keys: list[str]
+    form: tuple[Any, ...]
+    """Its type, its keys, and those of the dicts in it."""
     names: list[str]
     json: msgspec.Raw
 
@@ -93,6 +95,11 @@ def unflatten(skeleton: bytes | msgspec.Raw, tensors: Mapping[str, Any]) -> Any:
         raise Corrupt(f"the state's skeleton cannot be read: {type(error).__name__}: {error}") from error
 
 
+class _Leaves(NamedTuple):
+    form: tuple[Any, ...]
+    tensors: list[Any]
+
+
 class _Writer:
     def __init__(self, on_unsupported: OnUnsupported | None, memo: Memo | None) -> None:
         self.tensors: dict[str, Any] = {}
@@ -123,7 +130,8 @@ class _Writer:
         self._inside.add(id(value))
         try:
             if isinstance(value, dict):
-                return self._known(value, path) if self._tensors_alone(value) else self._dict(value, path)
+                leaves = self._leaves(value) if self._memo is not None and value else None
+                return self._known(value, path, leaves) if leaves is not None else self._dict(value, path)
             if isinstance(value, tuple) and type(value) is not tuple and not self._is_torch(value, "Size"):
                 hint = "a named tuple cannot be made without its class: keep tuple(value) or value._asdict()"
                 return self._unsupported(value, path, hint)
@@ -131,7 +139,10 @@ class _Writer:
                 items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
                 tag = "$set" if isinstance(value, set) else "$frozenset"
                 return {tag: [self.encode(item, f"{path}.{i}") for i, item in enumerate(items)]}
-            items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
+            if set(map(type, value)) == {int} and min(value) >= -_PLAIN_INT and max(value) <= _PLAIN_INT:
+                items = list(value)  # the parameters of a group are many
+            else:
+                items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
         finally:
             self._inside.discard(id(value))
@@ -145,25 +156,37 @@ class _Writer:
             }
         return {"$dict": self._pairs(value, path)}
 
-    def _tensors_alone(self, value: dict[Any, Any]) -> bool:
-        return self._memo is not None and bool(value) and self._plain.issuperset(map(type, value.values()))
+    def _leaves(self, value: dict[Any, Any]) -> _Leaves | None:
+        """The tensors of a dict that holds nothing else, or nothing but such dicts (an optimizer's state)."""
+        kinds = set(map(type, value.values()))
+        if self._plain.issuperset(kinds):
+            return _Leaves((type(value), list(value)), list(value.values()))
+        if kinds != {dict}:
+            return None
+        tensors = list(itertools.chain.from_iterable(map(dict.values, value.values())))
+        if not self._plain.issuperset(map(type, tensors)):
+            return None
+        return _Leaves((type(value), list(value), list(map(list, value.values()))), tensors)
 
-    def _known(self, value: dict[Any, Any], path: str) -> Any:
-        """`_dict`, remembered: of the same kind and keys as the last time at this path, it is written the same."""
+    def _known(self, value: dict[Any, Any], path: str, leaves: _Leaves) -> Any:
+        """`_dict`, remembered: of the same form as the last time at this path, it is written the same."""
         assert self._memo is not None
         known = self._memo.get(path)
-        same = known is not None and known.kind is type(value) and known.keys == list(value)
-        if known is None or not same or not self.tensors.keys().isdisjoint(known.names):
-            return self._remember(value, path, self._memo)
-        self.tensors.update(zip(known.names, value.values(), strict=True))
+        if known is None or known.form != leaves.form or not self.tensors.keys().isdisjoint(known.names):
+            return self._remember(value, path, leaves, self._memo)
+        self.tensors.update(zip(known.names, leaves.tensors, strict=True))
         self._unseen += known.names
         return known.json
 
-    def _remember(self, value: dict[Any, Any], path: str, memo: Memo) -> Any:
-        before, names = len(self.tensors), [f"{path}.{key}" for key in value]
+    def _remember(self, value: dict[Any, Any], path: str, leaves: _Leaves, memo: Memo) -> Any:
+        before = len(self.tensors)
         encoded = self._dict(value, path)
-        if list(self.tensors)[before:] == names and all(type(key) is str for key in value):
-            memo[path] = Known(type(value), list(value), names, msgspec.Raw(_json(encoded)))
+        names = list(self.tensors)[before:]
+        own = len(names) == len(leaves.tensors) and all(
+            map(operator.is_, list(self.tensors.values())[before:], leaves.tensors)
+        )
+        if own and not any("~" in name for name in names) and {*map(type, value)} in ({str}, {int}):
+            memo[path] = Known(leaves.form, names, msgspec.Raw(_json(encoded)))
         return encoded
 
     def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:

@@ -71,6 +71,7 @@ def eager(pairs: int) -> Figures:
     }
     seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
     with engine() as ours:
+        ours.prepare(state)
         ours.save(state)
         for _ in range(pairs):
             for name, copier in ways.items():
@@ -90,6 +91,7 @@ def small(pairs: int) -> Figures:
     memcpy = Memcpy(nbytes(state))
     seconds: dict[str, list[float]] = {"memcpy": [], "C": [], "plain": []}
     with engine() as ours:
+        ours.prepare(state)
         ours.save(state)
         for _ in range(3 * pairs):
             for name, native in (("C", True), ("plain", False)):
@@ -111,12 +113,7 @@ def first(pairs: int) -> Figures:
     ready: list[float] = []
     for _ in range(pairs):
         with engine() as ours:
-            checkpointer = ours.checkpointer
-            checkpointer.prepare(checkpointer.image_bytes({"state": state}))
-            began = time.perf_counter()
-            while not checkpointer.ready:
-                os.sched_yield()
-            ready.append(time.perf_counter() - began)
+            ready.append(ours.prepare(state))
             seconds["first"].append(timed(lambda: ours.save(state)))
             seconds["memcpy"].append(timed(memcpy))
             ours.hashed()
@@ -130,6 +127,7 @@ def restore(pairs: int) -> Figures:
     memcpy = Memcpy(nbytes(state))
     seconds: dict[str, list[float]] = {"memcpy": [], "copy": [], "all": []}
     with engine() as ours:
+        ours.prepare(state)
         ours.save(state)
         generation = ours.hashed()
         checkpointer = ours.checkpointer
@@ -149,6 +147,7 @@ def keeper(pairs: int) -> Figures:
     """CPU seconds of the keeper for each GB that it hashes and writes to a local disk."""
     state = Gpt().state()
     with tempfile.TemporaryDirectory(dir=REPOSITORY / "build") as folder, engine(save_to=folder) as ours:
+        ours.prepare(state)
         ours.save(state)
         ours.hashed()
         process, rounds = ours.keeper(), min(pairs, 8)
@@ -177,6 +176,7 @@ def others(pairs: int) -> Figures:
             "our_lightning_io": peers.FlashIO(state, folder),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ("ours", *them)}
+        ours.prepare(state)
         ours.save(state)
         for turn in range(pairs + 1):
             ours.hashed()

@@ -79,10 +79,11 @@ class FlashIO:
         self._io.save_checkpoint(self._state, self._path)
 
     def settle(self) -> None:
-        self._io.remove_checkpoint(self._path)  # keeps its place behind the save
-        self._io.teardown()
+        self._io.load_checkpoint(self._path, weights_only=True)  # waits for what is under way
+        self._path.unlink()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._io.teardown()
 
 
 class FlashDcp:

@@ -25,6 +25,7 @@ def lazy(pairs: int) -> dict[str, float]:
     rows: dict[str, list[tuple[float, float, float]]] = {"plain": [], "eager": [], "lazy": []}
     with engine("lazy") as late, engine("eager") as soon:
         for ours in (late, soon):
+            ours.prepare(gpt.state())
             ours.save(gpt.state(), behind=True)
             gpt.step()
         for _ in range(pairs):
@@ -68,6 +69,7 @@ def _copy_cpu(gpt: Gpt, pairs: int) -> float:
     taken = []
     state = gpt.state()
     with engine("eager") as ours:
+        ours.prepare(state)
         ours.save(state)
         ours.use(Copier(1))
         for _ in range(pairs):
@@ -91,6 +93,7 @@ def _auto(pairs: int) -> dict[str, float]:
     gpt, times = Gpt(width=232, layers=8), list[tuple[float, float]]()
     with engine("auto") as choosing, engine("eager") as soon:
         for ours in (choosing, soon):
+            ours.prepare(gpt.state())
             ours.save(gpt.state(), behind=True)
             gpt.step()
         for turn in range(WARM_UP + 2 * MOST_PAIRS + 4 * pairs):

@@ -118,11 +118,11 @@ def in_trainer(traps: Traps) -> None:
 
     real = Writer.fill
 
-    def fill(self: Any, shot: Any, target: Any, places: Any, copier: Any = None) -> None:
+    def fill(self: Any, shot: Any, target: Any, places: Any, **more: Any) -> None:
         half = len(places) // 2
-        real(self, shot, target, places[:half], copier)
+        real(self, shot, target, places[:half], **more)
         traps.at(Phase.COPYING)
-        real(self, shot, target, places[half:], copier)
+        real(self, shot, target, places[half:], **more)
 
     Writer.fill = fill
     traps.before(Arena, "publish", Phase.COPIED)

@@ -103,10 +103,10 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copies behind the step wait for this event (or the end of the test)."""
     go, fill = threading.Event(), LazyWriter.fill
 
-    def slow(self: LazyWriter, shot: Any, target: Any, places: Any, copier: Any = None) -> None:
-        if copier is not None:
+    def slow(self: LazyWriter, shot: Any, target: Any, places: Any, *, alone: bool = False) -> None:
+        if alone:
             assert go.wait(WAIT_S)
-        fill(self, shot, target, places, copier)
+        fill(self, shot, target, places, alone=alone)
 
     monkeypatch.setattr(LazyWriter, "fill", slow)
     yield go
@@ -198,6 +198,29 @@ def test_weights_that_are_swapped_are_saved_as_they_were(kept: Kept, held_back: 
     assert same(run.loaded(kept), saved)
 
 
+def test_a_tensor_of_another_form_at_the_same_address_is_noticed(kept: Kept) -> None:
+    """Names and addresses are all that a lazy save looks at before it returns; the rest is asked before it counts."""
+    run = Run(kept.trainer(mode="lazy"))
+    for number in (1, 2):
+        run.save(number)
+        run.loaded(kept)
+    run.first.weight.data = run.first.weight.data.view(32, 2048)
+    assert run.save(3) is not None
+    run.engine.wait_copied()
+    assert "another form" in str(run.engine.error)
+    saved = run.save(4)
+    assert same(run.loaded(kept), saved)
+
+
+def test_an_eager_save_of_another_form_is_laid_out_anew(kept: Kept) -> None:
+    run = Run(kept.trainer(mode="eager"))
+    for number, shape in enumerate(((64, 1024), (64, 1024), (32, 2048), (32, 2048), (64, 1024)), 1):
+        run.first.weight.data = run.first.weight.data.view(shape)
+        saved = run.save(number)
+        assert same(run.loaded(kept), saved)
+    assert run.engine.skipped == 0
+
+
 def test_wait_copied_lets_weights_be_changed(kept: Kept) -> None:
     run = Run(kept.trainer(mode="lazy"))
     saved = run.save(1)
@@ -228,9 +251,9 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes, fill = 0, LazyWriter.fill
 
-        def counting(writer: LazyWriter, shot: Any, target: Any, places: Any, copier: Any = None) -> None:
+        def counting(writer: LazyWriter, shot: Any, target: Any, places: Any, *, alone: bool = False) -> None:
             self.nbytes += sum(shot.recipe.places[place][1] for place in places)
-            fill(writer, shot, target, places, copier)
+            fill(writer, shot, target, places, alone=alone)
 
         monkeypatch.setattr(LazyWriter, "fill", counting)
 

@@ -40,7 +40,7 @@ def valid() -> bytes:
     recipe = Recipe(flat.tensors)
     inside = Inside(GENERATION, 0, 1, {"state": msgspec.Raw(flat.skeleton)})
     data = bytearray(recipe.layout.total_bytes)
-    data[: recipe.layout.header_bytes] = recipe.header(inside)
+    data[: recipe.layout.header_bytes] = b"".join(recipe.header(inside))
     return bytes(data)
 
 

@@ -36,7 +36,7 @@ def mesh(rank: int, *shape: int) -> Iterator[Any]:
 def saved(tensor: Any, **others: torch.Tensor) -> tuple[image.TensorSpec, bytes]:
     tensors = {"state.w": tensor, **others}
     recipe = Recipe(tensors)
-    header = recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {}))
+    header = b"".join(recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {})))
     return snapshot.specs(tensors)[0], header + bytes(recipe.layout.total_bytes - len(header))
 
 
