@@ -29,6 +29,10 @@ class _Saved(NamedTuple):
     durable: bool
 
 
+class _Skipped(NamedTuple):
+    """A save found no slot: what the next one may overwrite depends on what is complete by now."""
+
+
 class Caller(Protocol):
     """A `MasterClient`, or the core in this process (`Alone`)."""
 
@@ -53,7 +57,7 @@ class Courier:
         self.step_s = 0.0
         self._caller, self._job, self._engine = caller, job, engine
         self._incarnation, self._rank, self._world_size = place_
-        self._notices: queue.SimpleQueue[Keepers | _Saved | None] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | None] = queue.SimpleQueue()
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
         self._durable = Durable()
@@ -81,6 +85,10 @@ class Courier:
         self._copy_s[generation] = copy_s
         self._notices.put(_Saved(generation, durable))
 
+    def skipped(self) -> None:
+        """Called by the training thread after a save that was not made: ask the master now, not with the next beat."""
+        self._notices.put(_Skipped())
+
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -91,7 +99,10 @@ class Courier:
                 if notice is None:
                     self._deliver()
                     return
-                self._take(notice)
+                if isinstance(notice, _Skipped):
+                    next_beat = 0.0
+                else:
+                    self._take(notice)
             except queue.Empty:
                 pass
             self._deliver()
@@ -103,7 +114,7 @@ class Courier:
         if isinstance(notice, _Saved):
             self._durable.saved(notice.generation)
             if notice.durable:
-                self._plan_persist(notice.generation)
+                self._plan_persist(notice.generation, last=True)
             self._persist_if_due()
         elif isinstance(notice, Hashed):
             copy_s = self._copy_s.pop(notice.generation, 0.0)
@@ -128,10 +139,13 @@ class Courier:
             )
             self.error = self.error or self.broken[generation]
 
-    def _plan_persist(self, generation: p.Generation) -> None:
-        if self._engine is not None and generation not in self._to_persist:
-            self._engine.hold(generation)
+    def _plan_persist(self, generation: p.Generation, *, last: bool = False) -> None:
+        if self._engine is None or generation in self._to_persist:
+            return
+        if self._engine.hold(generation, last=last):
             self._to_persist.append(generation)
+        else:
+            self._failed(generation, "an older one is still being written", gone=True)
 
     def _vote(self, generation: p.Generation, kind: p.VoteKind, *, file: p.ShardFile | None = None, reason: str = "",
               copy_s: float = 0.0) -> p.Vote:  # fmt: skip

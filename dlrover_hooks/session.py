@@ -185,6 +185,8 @@ class Session:
         saved = self._engine.save(step, self._tree(state), behind=True)
         if saved is not None:
             self._courier.saved(saved.generation, saved.copy_s)
+        else:
+            self._courier.skipped()
 
     def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
         """`parameters()`: those of the models. The frozen ones among them are not copied at every save."""
@@ -311,7 +313,11 @@ class Session:
         else:
             self._restored = stock.restored(choice, found)
             ok, reason = True, ""
-        self._caller.call(p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts), timeout_s=60.0)
+        said = p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts)
+        try:
+            self._caller.call(said, timeout_s=60.0)
+        except Stale as stale:  # another rank could not load it and was quicker to say so; the next plan tells
+            log.info("job %s rank %d: %s", self.config.job, self.place.rank, stale.message)
 
     def _begin(self, plan: p.Plan) -> None:
         self.run, self.attempt = plan.run, plan.attempt

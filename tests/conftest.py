@@ -11,6 +11,13 @@ from tests.e2e.master_process import LiveMaster
 from tests.ranks import named_job
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    chaos = parser.getgroup("chaos", "rounds of tests/chaos")
+    chaos.addoption("--chaos-rounds", type=int, default=200, metavar="N", help="with torch-free trainers (200)")
+    chaos.addoption("--chaos-real-rounds", type=int, default=10, metavar="N", help="with real ones (10)")
+    chaos.addoption("--chaos-seed", type=int, metavar="S", help="of the first batch; the seed is printed")
+
+
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> Iterator[str]:
     """See `named_job`."""

@@ -29,6 +29,11 @@ from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Message
 
 SLOTS = 3
+STUCK_STEPS = 8
+"""While a slot is being persisted, a rank may have to leave a save out that another one makes. Then no generation gets
+complete any more, and what each published last would block it until the store is done. So at steps divisible by this,
+the same ones on all ranks, it gives way. The newest complete one stays on all ranks: no newer one can have become it.
+"""
 _MAGIC = int.from_bytes(b"DLRHOOK1", "little")
 _LINE = 8  # words
 _POPULATE_READ = 22
@@ -60,16 +65,28 @@ def choose_slot(
     persisting: Collection[Generation],
     *,
     run: str | None = None,
+    step: int = 1,
 ) -> int | None:
-    """The slot that the next save may overwrite; None: there is none now, so skip this save.
+    """The slot that the save of `step` may overwrite; None: there is none now, so skip this save.
 
-    Never the newest published one, never the newest memory-complete one, never one being persisted. Torn and free slots
-    come first, then the oldest. Slots of another run than `run` count as older than all of this run.
+    Never the newest memory-complete one, never one being persisted, never the newest published one, unless saves are
+    stuck (see `STUCK_STEPS`). Torn and free slots come first, then the oldest. Slots of another run than `run` count as
+    older than all of this run.
     """
     published = [slot for slot in slots if slot.generation is not None and not slot.torn]
     newest = max(published, key=lambda slot: _age(slot, run), default=None)
     usable = [slot for slot in slots if not _kept(slot, newest, newest_complete, persisting)]
+    if not usable and newest is not None and _stuck(newest, newest_complete, persisting, step):
+        return newest.index
     return min(usable, key=lambda slot: _age(slot, run)).index if usable else None
+
+
+def _stuck(newest: Slot, newest_complete: Generation | None, persisting: Collection[Generation], step: int) -> bool:
+    """What was published last is old, and still not complete: other ranks have left it out."""
+    generation = newest.generation
+    if generation is None or generation == newest_complete or generation in persisting:
+        return False
+    return step % STUCK_STEPS == 0 and step - generation.step >= STUCK_STEPS
 
 
 def _kept(

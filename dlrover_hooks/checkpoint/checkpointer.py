@@ -13,6 +13,7 @@ import operator
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -85,6 +86,8 @@ class Checkpointer:
         self._memo: Memo = {}
         self._newest_complete: Generation | None = None
         self._persisting: set[Generation] = set()
+        self._ended = deque[Generation](maxlen=16)
+        """What is persisted, or never will be: the notice may be here before the answer that says it is under way."""
         self.parameters: Callable[[], Iterable[Any]] = tuple
         """Of the models (torch). The frozen ones among them are not copied at every save."""
         self._writer = self._make_writer(mode)
@@ -220,7 +223,8 @@ class Checkpointer:
 
     def _write(self, shot: Shot, *, lazy: bool) -> None:
         arena = self._room.take(shot.recipe.layout.total_bytes)
-        slot = choose_slot(arena.slots(), self._newest_complete, tuple(self._persisting), run=self._run)
+        pinned, step = tuple(self._persisting), shot.generation.step
+        slot = choose_slot(arena.slots(), self._newest_complete, pinned, run=self._run, step=step)
         if slot is None:
             raise CheckpointError("no slot is free: newest, newest complete and being persisted")
         arena.begin(slot)
@@ -266,7 +270,7 @@ class Checkpointer:
 
     def _allocated(self, reply: wire.Allocated) -> None:
         """What the keeper says beside new memory. Any thread."""
-        self._persisting |= set(reply.persisting)
+        self._persisting |= set(reply.persisting).difference(self._ended)
         if reply.complete is not None and self._newest_complete is None:
             self._newest_complete = reply.complete
 
@@ -283,11 +287,17 @@ class Checkpointer:
         self._newest_complete = generation
         self._line.tell(wire.Complete(generation=generation))
 
-    def hold(self, generation: Generation) -> None:
-        """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice."""
+    def hold(self, generation: Generation, *, last: bool = False) -> bool:
+        """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice.
+
+        False: an older one still is, and with two slots taken saves would stop. The `last` one is followed by none.
+        """
+        if self._persisting - {generation} and not last:
+            return False
         self._persisting.add(generation)
         if self._line.broken:
             self._keeper_gone()
+        return True
 
     def release(self, generation: Generation) -> None:
         """It is not going to be persisted after all. Any thread."""
@@ -366,6 +376,7 @@ class Checkpointer:
         if isinstance(notice, wire.Storing):
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
+            self._ended.append(notice.generation)
             self._persisting.discard(notice.generation)
         if (notice.generation.run, notice.generation.attempt) == (self._run, self._attempt):
             self._notify(notice)

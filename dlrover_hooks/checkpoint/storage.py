@@ -197,6 +197,9 @@ def _current_run(place: Place, found: list[Manifest], job: str | None, bad: list
     data = place.read(LATEST)
     latest = decode(data, Latest)
     if latest is not None and job in (None, latest.job):
+        home = place.path(latest.folder)
+        if latest.generation not in (manifest.generation for manifest in found) and home not in str(bad):
+            bad.append(f"{home}: {LATEST} names {latest.generation}, which is not there")
         return latest.generation.run
     if data is not None and latest is None:
         bad.append(f"{place.path(LATEST)}: cannot be read, the run saved last is taken")

@@ -56,6 +56,22 @@ def test_nothing_free_is_none() -> None:
     assert choose_slot(slots, Generation(0, 0, RUN), {Generation(0, 1, RUN)}) is None
 
 
+def test_what_never_got_complete_gives_way_at_steps_all_ranks_agree_on() -> None:
+    """Or two ranks that have left out different steps would never again have one in common (DL-90)."""
+    slots = [Slot(i, 2, Generation(0, held, RUN), 1, 0, 2) for i, held in enumerate((4, 5, 8))]
+
+    def chosen(step: int, complete: int, *persisting: int) -> int | None:
+        pinned = {Generation(0, one, RUN) for one in persisting}
+        return choose_slot(slots, Generation(0, complete, RUN), pinned, run=RUN, step=step)
+
+    assert chosen(16, 5, 4) == 2
+    assert chosen(15, 5, 4) is None, "not a step to give way at"
+    assert chosen(16, 5, 4, 8) is None, "it is being persisted"
+    assert chosen(16, 8, 4) == 1, "it is complete"
+    slots[2] = Slot(2, 2, Generation(0, 9, RUN), 1, 0, 2)
+    assert chosen(16, 5, 4) is None, "it may still get complete"
+
+
 @pytest.fixture(params=["memfd", "file"])
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """Both kinds of memory keep the same contract; tests/e2e/test_fallback.py has the second one for real."""

@@ -243,6 +243,16 @@ def test_damaged_latest_is_named_and_the_last_run_taken(url: str) -> None:
     assert "latest.json" in scan.damaged[0]
 
 
+def test_a_manifest_that_became_another_runs_is_named(url: str) -> None:
+    """One bit of the run's name: it is whole by itself, but `latest` knows that it was of this run."""
+    save(url, generation(1))
+    manifest = save(url, generation(2))
+    other = msgspec.structs.replace(manifest, generation=generation(2, run=RUN[:-1] + chr(ord(RUN[-1]) ^ 1)))
+    storage.Place(url).put("step-0000000002-0000/MANIFEST.json", msgspec.json.encode(other))
+    assert steps(url) == [1]
+    assert "step-0000000002-0000" in storage.scan(url, None, "job").damaged[0]
+
+
 def test_truncated_file_is_passed_over(url: str) -> None:
     save(url, generation(1))
     manifest = save(url, generation(2))
