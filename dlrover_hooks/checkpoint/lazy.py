@@ -122,7 +122,8 @@ class LazyWriter(Writer):
 
     def _later(self, shot: Shot, places: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Of `places`, those that only the next step changes, and the rest. With a device, only what lies on it."""
-        found = (shot.recipe.number, self._gate.form, shot.found.addresses, list(places))
+        left = len(places) < len(shot.recipe.places)
+        found = (shot.recipe.number, self._gate.form, shot.found.addresses, list(places) if left else None)
         if found != self._found:
             stable, on_device = self._gate.extents(), shot.found.on_device
             among = [place for place in places if place in on_device] if on_device else places

@@ -1,8 +1,8 @@
 """What a checkpoint costs beside memcpy and beside other savers, in one run: `make bench-checkpoint` (DL-90, DL-91).
 
-Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike; `eager_*` and `first_save_*`
-compare minima. Writes build/bench/checkpoint.json. BENCH_ARGS: `--pairs N` (at least 15), `--only GROUP`,
-`--with-dlrover` (needs `pip install dlrover[torch]` in .venv).
+Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike; `eager_*`, `first_save_*` and
+`lazy_exposed_ms` are or compare minima. Writes build/bench/checkpoint.json. BENCH_ARGS: `--pairs N` (at least 15),
+`--only GROUP`.
 """
 
 from __future__ import annotations
@@ -195,9 +195,6 @@ def others(pairs: int) -> Figures:
     } | {f"{title}_ms": 1e3 * statistics.median(times) for title, times in seconds.items()}
 
 
-_WITH_DLROVER = "--with-dlrover"
-
-
 def groups(pairs: int) -> Iterator[tuple[str, Callable[[], Figures]]]:
     for measure in (eager, small, first, restore, keeper, others):
         yield measure.__name__, lambda measure=measure: measure(pairs)
@@ -218,7 +215,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", help="one group of figures, such as lazy")
-    parser.add_argument(_WITH_DLROVER, action="store_true", help="DLRover's shared memory handler beside the others")
     given = parser.parse_args()
     torch.set_num_threads(1)
     console, found = Console(), Figures()
