@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -88,11 +89,11 @@ def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path
 @pytest.mark.parametrize(("place", "line"), commands())
 def test_console_commands_exist(place: str, line: str) -> None:
     """Our own commands and their flags, and make's targets; other programs are not ours to check."""
-    words = line.split()
+    words = shlex.split(line)
     flags = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
-        targets = [word for word in words[1:] if "=" not in word and not word.startswith('"')]
+        targets = [word for word in words[1:] if "=" not in word]
         benches = [word.removeprefix("bench-") for word in targets if word.startswith("bench-")]
         assert all((ROOT / f"tests/benchmarks/bench_{name}.py").exists() for name in benches), place
         rest = [target for target in targets if not target.startswith("bench-")]

@@ -25,6 +25,8 @@ Move = tuple[int, int, int]
 
 PIECE_BYTES = 4 << 20
 _ALONE_BYTES = 1 << 20
+_TURNS = 8
+"""Shares for each thread: one that has something else to do first, or a slower core, takes fewer."""
 _libc = ctypes.CDLL(None)
 _memcpy = _libc.memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -80,7 +82,7 @@ class Copier:
         self.native = _copy is not None if native is None else native
 
     def copy(self, moves: Iterable[Move]) -> None:
-        """Do all `moves`, the bytes shared out evenly among the threads."""
+        """Do all `moves`, shared out among the threads."""
         targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
         self.fill(Pieces(targets, sizes), 0, sources)
 
@@ -97,17 +99,20 @@ class Copier:
         """
         froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
         run = _run_native if self.native else _run
-        shares = pieces.shares(self.threads)
-        helpers = [
-            threading.Thread(target=run, args=(pieces, base, froms, *share), name="dlrover-hooks-copy")
-            for share in shares[1:]
-        ]
+        shares = pieces.shares(1 if self.threads == 1 else self.threads * _TURNS)
+        left = iter(shares)
+
+        def work() -> None:
+            for begin, end in left:  # each share goes to one thread: a list's iterator moves under the GIL
+                run(pieces, base, froms, begin, end)
+
+        count = min(self.threads, len(shares))
+        helpers = [threading.Thread(target=work, name="dlrover-hooks-copy") for _ in range(count - 1)]
         for helper in helpers:
             helper.start()
         try:
             meanwhile()
-            if shares:
-                run(pieces, base, froms, *shares[0])
+            work()
         finally:
             for helper in helpers:
                 helper.join()
