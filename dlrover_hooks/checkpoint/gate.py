@@ -80,10 +80,11 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 class Samples:
-    """Takes a few bytes of each of many tensors, at random places. `sizes`: theirs, in bytes; made once."""
+    """Takes a few bytes of each of many tensors, or of their copies, at random places. `sizes` in bytes; made once."""
 
-    def __init__(self, sizes: Sequence[int], copier: Copier) -> None:
-        self._copier, self._chance = copier, np.random.default_rng()
+    def __init__(self, addresses: Sequence[int], sizes: Sequence[int], copier: Copier) -> None:
+        self.addresses, self._copier, self._chance = addresses, copier, np.random.default_rng()
+        self._words = np.asarray(addresses, np.uint64)
         total = np.asarray(sizes, np.int64)
         lengths = np.minimum(total, SAMPLE_BYTES)
         self._room = total - lengths + 1
@@ -93,10 +94,11 @@ class Samples:
         """Where in each tensor a sample is taken; other places each time."""
         return (self._chance.random(len(self._room)) * self._room).astype(np.uint64)
 
-    def take(self, addresses: Sequence[int], places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The bytes there, one after the other."""
+    def take(self, places: np.ndarray[Any, Any], copies: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
+        """The bytes there, one after the other; those of the `copies` at these addresses, if they are given."""
+        words = self._words if copies is None else np.asarray(copies, np.uint64)
         taken = np.empty(self._pieces.nbytes, np.uint8)
-        self._copier.fill(self._pieces, taken.ctypes.data, np.asarray(addresses, np.uint64) + places)
+        self._copier.fill(self._pieces, taken.ctypes.data, words + places)
         return taken
 
     def tensor(self, offset: int) -> int:
@@ -111,20 +113,20 @@ class Unchanged:
     which fused kernels and raw pointers change without a word.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], samples: Samples) -> None:
-        self._tensors, self._addresses, self._versions = tensors, addresses, _versions(tensors)
+    def __init__(self, tensors: Sequence[torch.Tensor], samples: Samples) -> None:
+        self._tensors, self._versions = tensors, _versions(tensors)
         self._samples, self._places = samples, samples.places()
-        self._before = samples.take(addresses, self._places)
+        self._before = samples.take(self._places)
 
     def changed(self, copies: Sequence[int]) -> int | None:
         """Index of a tensor whose copy, at that address, may not be what it was; None if all are."""
         for before, now in (
-            (self._addresses, snapshot.addresses(self._tensors)),
+            (self._samples.addresses, snapshot.addresses(self._tensors)),
             (self._versions, _versions(self._tensors)),
         ):
             if before != now:
                 return next(index for index, (one, other) in enumerate(zip(before, now, strict=True)) if one != other)
-        different = np.flatnonzero(self._samples.take(copies, self._places) != self._before)
+        different = np.flatnonzero(self._samples.take(self._places, copies) != self._before)
         return self._samples.tensor(int(different[0])) if len(different) else None
 
 

@@ -56,7 +56,7 @@ class LazyWriter(Writer):
         self._found: Any = None
         """What `_split` was found for: it seldom changes from save to save."""
         self._split: tuple[Sequence[int], Sequence[int]] = ([], [])
-        self._samples = Samples([], self.copier)
+        self._samples = Samples([], [], self.copier)
         self._side, self._events = device.SideStream(), list[torch.cuda.Event]()
 
     def chooses_lazy(self) -> bool:
@@ -129,7 +129,8 @@ class LazyWriter(Writer):
             among = [place for place in places if place in on_device] if on_device else places
             later = [place for place in among if shot.extent(place) in stable]
             self._found, self._split = found, (later, sorted(set(places).difference(later)))
-            self._samples = Samples([shot.recipe.places[place][1] for place in later], self.copier)
+            sizes = [nbytes for _, nbytes in pick(shot.recipe.places, later)]
+            self._samples = Samples(pick(shot.found.addresses, later), sizes, self.copier)
         return self._split
 
     def _begin(
@@ -140,9 +141,9 @@ class LazyWriter(Writer):
         events: list[torch.cuda.Event],
         unchanged: tuple[Range, ...],
     ) -> Rest:
-        addresses, held, on_device = shot.found
+        held, on_device = shot.found.held, shot.found.on_device
         if not on_device:
-            guard = Unchanged(pick(held, later), pick(addresses, later), self._samples)
+            guard = Unchanged(pick(held, later), self._samples)
             return Rest([], later, guard, unchanged)
         self._events = self._copy(shot, target, later)
         return Rest(events + self._events, [], None, unchanged)

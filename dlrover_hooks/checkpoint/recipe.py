@@ -112,7 +112,7 @@ class Recipe:
             return None
         addresses = self._library.addresses(values)
         same = addresses == self._settled and self._library.sizes(values) == self._sizes
-        return Sources(addresses, values, {}) if same else None
+        return Sources(self._settled, values, {}) if same else None
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:
         """Are `tensors`, which are settled, what they were in every respect? Any thread."""
