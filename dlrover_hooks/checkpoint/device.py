@@ -26,13 +26,13 @@ class SideStream:
         """Register the memory of `segment` with CUDA, once. Without it (refused) copies are synchronous."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
         if address not in self._pinned:
-            torch.cuda.cudart().cudaHostRegister(address, len(segment), 0)  # pyright: ignore
+            torch.cuda.cudart().cudaHostRegister(address, len(segment), 0)  # pyright: ignore[reportOptionalMemberAccess]
             self._pinned.add(address)
 
     def unpin(self) -> None:
         """Before the memory is unmapped."""
         for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)  # pyright: ignore
+            torch.cuda.cudart().cudaHostUnregister(address)  # pyright: ignore[reportOptionalMemberAccess]
         self._pinned.clear()
 
     def copy(self, rows: Iterable[Row]) -> list[torch.cuda.Event]:
@@ -46,7 +46,7 @@ class SideStream:
                 flat = torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype)
                 flat.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
             tensor.record_stream(self._stream(tensor.device))  # its memory is not given away before
-        return [self._stream(device).record_event(torch.cuda.Event()) for device in used]  # pyright: ignore
+        return [self._stream(device).record_event(torch.cuda.Event()) for device in used]  # pyright: ignore[reportReturnType]
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
