@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.kept import Kept, runtime_folder
 from tests.e2e.launched import ALIVE, MEMBER, Launched
 
 
@@ -26,3 +27,18 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         if launched.process.poll() is None:
             launched.process.kill()
             launched.process.communicate()
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of the test's own, where its keepers' sockets lie."""
+    with runtime_folder(monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def kept(runtime: Path) -> Iterator[Kept]:
+    """Starts keepers and trainers; none is left at the end."""
+    made = Kept()
+    yield made
+    made.close()

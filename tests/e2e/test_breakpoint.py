@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,9 @@ import pytest
 
 from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.protocol import Generation, Restore, Source
-from tests.e2e.kept import RUN, Kept, runtime_folder, segment, state, until
+from tests.e2e.kept import RUN, Kept, segment, state, until
 
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with runtime_folder(monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def committed(url: Path) -> list[Generation]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,12 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.address import reach
 from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.protocol import Restore, Source
-from tests.e2e.kept import WAIT_S, Kept, memfds, runtime_folder, state
+from tests.e2e.kept import WAIT_S, Kept, memfds, state
 
 REFUSING = str(Path(__file__).with_name("refusing.py"))
 
 
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with runtime_folder(monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @pytest.mark.parametrize("calls", ["memfd_create", "sendmsg", "memfd_create,sendmsg"])

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,20 +22,9 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, Held, Manifest, Restore, Source
-from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, runtime_folder, segment, state, until
+from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, segment, state, until
 
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with runtime_folder(monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def train_for_ever(attempt: int, size: int) -> NoReturn:

@@ -6,7 +6,6 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.lazy import LazyWriter
 from dlrover_hooks.protocol import Restore, Source
-from tests.e2e.kept import WAIT_S, Kept, runtime_folder, segment, until
+from tests.e2e.kept import WAIT_S, Kept, segment, until
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
@@ -28,18 +27,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with runtime_folder(monkeypatch) as path:
-        yield path
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
-    made.keeper()
-    yield made
-    made.close()
+def kept(kept: Kept) -> Kept:
+    kept.keeper()
+    return kept
 
 
 class Run:

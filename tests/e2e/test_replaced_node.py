@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -20,41 +17,18 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.protocol import Held
-from tests.e2e import session_life
+from tests.e2e.life_process import LifeProcess
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.session_life import until
 
-SCRIPT = Path(session_life.__file__)
 
-
-class Worker:
-    """A `session_life` process on a node of its own, led line by line."""
+class Worker(LifeProcess):
+    """On a node of its own."""
 
     def __init__(self, house: House, node: str, rank: int, **given: Any) -> None:
         self.node, self.house = node, house
         given = {"job": house.job, "master": house.master.url, "token": house.master.token, "replicas": 1} | given
-        given |= {"node": node, "rank": rank, "world_size": given.get("world_size", 2)}
-        env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(given)], env=env, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        return json.loads(line)
-
-    def tell(self, verb: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(verb + "\n")
-        self.process.stdin.flush()
-        return self.hear()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        super().__init__(**given | {"node": node, "rank": rank, "world_size": given.get("world_size", 2)})
 
     def lose(self) -> None:
         """The whole node: SIGKILL of the worker and of the keeper."""

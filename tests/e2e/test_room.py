@@ -6,27 +6,14 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.room import PREPARE_WAIT_S
-from tests.e2e.kept import Kept, ended, memfds, runtime_folder, state, until
+from tests.e2e.kept import Kept, ended, memfds, state, until
 
-
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with runtime_folder(monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def test_a_save_into_prepared_memory_takes_no_page_fault(kept: Kept) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import uuid
@@ -31,37 +29,9 @@ from dlrover_hooks.errors import MasterAway, NoCheckpoint, SaveToBusy, Stale, St
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Departure, Exited, Source
 from dlrover_hooks.session import Session
+from tests.e2e.life_process import LifeProcess
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.session_life import WAIT_S, Life, Position, until
-
-SCRIPT = Path(__file__).with_name("session_life.py")
-
-
-class Worker:
-    """A `Life` in a process of its own."""
-
-    def __init__(self, **given: Any) -> None:
-        env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(given)], env=env, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        return json.loads(line)
-
-    def tell(self, verb: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(verb + "\n")
-        self.process.stdin.flush()
-        return self.hear()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class House:
@@ -76,8 +46,8 @@ class House:
         self._stack.callback(life.leave)
         return life
 
-    def worker(self, **given: Any) -> Worker:
-        made = Worker(**{"job": self.job, "master": self.master.url, "token": self.master.token} | given)
+    def worker(self, **given: Any) -> LifeProcess:
+        made = LifeProcess(**{"job": self.job, "master": self.master.url, "token": self.master.token} | given)
         self._stack.callback(made.kill)
         return made
 
@@ -320,11 +290,11 @@ def test_a_keeper_killed_while_it_writes_a_file(house: House, small_disk: Path, 
         life.step_until(lambda: life.view().newest_committed, "a durable generation", paced=False)
 
 
-def lives(house: House, world_size: int) -> list[Worker]:
+def lives(house: House, world_size: int) -> list[LifeProcess]:
     return [house.worker(rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
-def everyone(workers: list[Worker], verb: str) -> list[dict[str, Any]]:
+def everyone(workers: list[LifeProcess], verb: str) -> list[dict[str, Any]]:
     return [worker.tell(verb) for worker in workers]
 
 

@@ -11,22 +11,12 @@ import pytest
 
 from dlrover_hooks.checkpoint import space, wire
 from dlrover_hooks.errors import KeeperAway
-from tests.e2e.kept import Kept, runtime_folder, state, until
+from tests.e2e.kept import Kept, state, until
 
 LIMIT = 96 << 20
 
 
-@pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with runtime_folder(monkeypatch) as folder:
-        yield folder
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    made = Kept()
-    yield made
-    made.close()
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @pytest.fixture
