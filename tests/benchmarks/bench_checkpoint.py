@@ -8,7 +8,6 @@ Every ratio is the median of interleaved pairs, so that a busy machine hurts bot
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,15 +20,14 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.protocol import Restore, Source
 from tests.benchmarks import peers, steps
+from tests.benchmarks.report import REPOSITORY, report
 from tests.benchmarks.saver import Gpt, Memcpy, engine, nbytes, small_state, timed
 
-REPOSITORY = Path(__file__).parents[2]
 BARS = {
     "eager_1t_over_memcpy": 1.2,
     "eager_mt_over_memcpy": 0.8,
@@ -202,15 +200,6 @@ def groups(pairs: int) -> Iterator[tuple[str, Callable[[], Figures]]]:
     yield "auto", lambda: steps.auto(pairs)
 
 
-def table(found: Figures) -> Table:
-    rows = Table("figure", "measured", "at most", "", title="Checkpoints: what they cost")
-    for name, value in found.items():
-        bar = BARS.get(name)
-        verdict = "" if bar is None else "[green]met[/]" if value <= bar else "[bold red]missed[/]"
-        rows.add_row(name, f"{value:.3g}", "" if bar is None else f"{bar:g}", verdict)
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15)
@@ -225,8 +214,6 @@ def main() -> int:
             if given.only in (None, title):
                 with console.status(title):
                     found |= measure()
-    console.print(table(found))
-    out = REPOSITORY / "build" / "bench" / "checkpoint.json"
     conditions: dict[str, Any] = {
         "pairs": given.pairs,
         "cores": psutil.cpu_count(),
@@ -234,9 +221,7 @@ def main() -> int:
         "torch": torch.__version__,
         "native": Copier().native,
     }
-    out.write_text(json.dumps({**conditions, **found}, indent=1) + "\n")
-    console.print(out.relative_to(REPOSITORY))
-    return int(any(found[name] > bar for name, bar in BARS.items() if name in found))
+    return report("checkpoint", "Checkpoints: what they cost", conditions, found, BARS)
 
 
 if __name__ == "__main__":

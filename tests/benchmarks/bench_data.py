@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -32,8 +31,8 @@ from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.data.sampler import ElasticSampler
 from dlrover_hooks.data.shards import ShardDataset
 from tests.benchmarks import ledger_load
+from tests.benchmarks.report import REPOSITORY, report
 
-REPOSITORY = Path(__file__).parents[2]
 SAMPLES, BATCH, WORLD = 20_000, 32, 8
 TRIP_S, SHARD, SAMPLE_S, LEASED = 0.002, 512, 50e-6, 100_000
 WALK = 1 << 12
@@ -303,15 +302,6 @@ def _loader_figures(pairs: int) -> dict[str, float]:
     }
 
 
-def table(found: dict[str, float]) -> Table:
-    rows = Table("figure", "measured", "at most", "", title="Data: cost and exactness")
-    for name, value in found.items():
-        bar = BARS.get(name)
-        verdict = "" if bar is None else "[green]met[/]" if value <= bar else "[bold red]missed[/]"
-        rows.add_row(name, f"{value:.3g}", "" if bar is None else f"{bar:g}", verdict)
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15)
@@ -328,12 +318,7 @@ def main() -> int:
         if given.only in (None, title):
             with console.status(title):
                 found |= measure()
-    console.print(table(found))
-    out = REPOSITORY / "build" / "bench" / "data.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"pairs": given.pairs, **found}, indent=1) + "\n")
-    console.print(out.relative_to(REPOSITORY))
-    return int(any(found[name] > bar for name, bar in BARS.items() if name in found))
+    return report("data", "Data: cost and exactness", {"pairs": given.pairs}, found, BARS)
 
 
 if __name__ == "__main__":
