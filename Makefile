@@ -8,10 +8,16 @@ READY := .venv/.ready
 
 DEMO_ARGS ?= --workers $(WORKERS)
 TEST_ARGS ?=
+CORES ?= 2
 BENCH_ARGS ?=
+SEEDS ?= 1:2000
+ROUNDS ?= 4
+
+PYTEST := $(BIN)/python -m pytest --durations=15
+IN_PROCESS := tests/unit tests/property tests/simulation
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format docs clean
+.PHONY: help setup demo test simulate chaos check format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -22,8 +28,21 @@ setup: $(READY)  ## build .venv (every other target does it when needed)
 demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 works too)
 	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
-test: $(READY)  ## run all tests (TEST_ARGS="-k arena" for some)
-	$(BIN)/python -m pytest --durations=15 $(TEST_ARGS)
+# What waits for no other process is shared out, a file to one worker, whose module fixtures it shares; tests/conftest.py
+# puts files with slow tests first. Real processes with deadlines then have the machine to themselves.
+test: $(READY)  ## run all tests, those of one process by CORES workers (TEST_ARGS="-k arena" for some)
+ifeq ($(TEST_ARGS),)
+	$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder $(IN_PROCESS)
+	$(PYTEST) tests $(IN_PROCESS:%=--ignore=%)
+else
+	$(PYTEST) $(TEST_ARGS)
+endif
+
+simulate: $(READY)  ## the master and whole jobs in virtual time, with faults (SEEDS=FIRST:LAST)
+	$(BIN)/python -m tests.simulation $(SEEDS)
+
+chaos: $(READY)  ## real processes, each kind of fault ROUNDS times (SEED=N repeats a run)
+	$(BIN)/python -m pytest tests/chaos/test_run.py -s --chaos-run-rounds $(ROUNDS) $(if $(SEED),--chaos-seed $(SEED))
 
 check: $(READY)  ## ruff, format, pyright, import contracts
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dlrover_hooks.data.loader import elastic_loader as elastic_loader
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
     from dlrover_hooks.data.shards import ShardDataset as ShardDataset
+    from dlrover_hooks.integrations.elastic import elastic_run as elastic_run
     from dlrover_hooks.integrations.torch import AsyncCheckpointer as AsyncCheckpointer
     from dlrover_hooks.protocol import Retention as Retention
     from dlrover_hooks.session import Session as Session
@@ -22,6 +23,7 @@ _PUBLIC = {
     "Session": "dlrover_hooks.session",
     "ShardDataset": "dlrover_hooks.data.shards",
     "elastic_loader": "dlrover_hooks.data.loader",
+    "elastic_run": "dlrover_hooks.integrations.elastic",
 }
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-import msgspec
-
 from dlrover_hooks.errors import HooksError, MasterError
 from dlrover_hooks.master.core import jobs, nodes, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, WriteFinished
@@ -103,10 +101,16 @@ class Alone:
         self._storing: set[Future[None]] = set()
 
     def call(
-        self, request: Message, *, channel: str = "main", timeout_s: float | None = None, key: Key | None = None
+        self,
+        request: Message,
+        *,
+        channel: str = "main",
+        timeout_s: float | None = None,
+        again: bool = True,
+        key: Key | None = None,
     ) -> Any:
         """The reply of the request's route. Raises the errors a master would answer."""
-        del channel
+        del channel, again
         row = Routes.by_request[type(request)]
         if isinstance(request, Attach) and request.save_to is not None:
             self._claim(request)
@@ -260,7 +264,7 @@ class Alone:
                 except HooksError:
                     continue
                 if isinstance(notice, Notice):
-                    ear.request = msgspec.structs.replace(ear.request, after=notice.round)
+                    ear.request = ear.request.told(notice)
                     due.append((ear, notice))
         for ear, notice in due:
             ear.on_notice(notice)

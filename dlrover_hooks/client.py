@@ -13,17 +13,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
 import requests
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, named
 from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
 from dlrover_hooks.watching import Watcher, Wire
 
 _AGAIN = (502, 503, 504)
+
+
+class Caller(Protocol):
+    """A `MasterClient`, or the core in this process (`Alone`)."""
+
+    def call(
+        self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
+    ) -> Message: ...
 
 
 class MasterClient:
@@ -53,7 +62,6 @@ class MasterClient:
             self._headers["Authorization"] = f"Bearer {token}"
         self._seqs: collections.Counter[str] = collections.Counter()
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        self._closed = threading.Event()
         self._renew()
         _CLIENTS.add(self)
 
@@ -63,14 +71,18 @@ class MasterClient:
         self._channels: dict[str, threading.Lock] = {}
         self._local = threading.local()
         self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
+        self._closed = threading.Event()
 
-    def call(self, request: Message, *, channel: str = "main", timeout_s: float | None = None) -> Any:
+    def call(
+        self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
+    ) -> Any:
         """Send `request`, return the reply of its route's type. Any thread; events of one channel go out in order.
 
         Args:
             request: a request type of `ROUTES`.
             channel: events of one channel wait for each other.
             timeout_s: give up after so long instead of after `deadline_s`.
+            again: False gives up where the master cannot be reached, instead of sending it again until then.
 
         Raises:
             MasterAway: no answer in time. The event may or may not have been applied.
@@ -79,11 +91,11 @@ class MasterClient:
         row = Routes.by_request[type(request)]
         until = time.monotonic() + (self.deadline_s if timeout_s is None else timeout_s)
         if not row.event:
-            return self._send(row, request, until, {})
+            return self._send(row, request, until, {}, again=again)
         with self._channel(channel):
             self._seqs[channel] += 1
             key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"
-            return self._send(row, request, until, {"Idempotency-Key": key})
+            return self._send(row, request, until, {"Idempotency-Key": key}, again=again)
 
     def watch(
         self,
@@ -127,27 +139,32 @@ class MasterClient:
                 self._sessions.add(session)
         return session
 
-    def _send(self, row: Route, request: Message, until: float, headers: dict[str, str]) -> Any:
-        pause_s, why = 0.05, "it was not tried"
+    def _send(self, row: Route, request: Message, until: float, headers: dict[str, str], *, again: bool) -> Any:
+        pause_s, why, reached = 0.05, "it was not tried", False
         while (left := until - time.monotonic()) > 0:
             try:
                 response = self._exchange(row, request, left, headers)
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-                why = type(error).__name__
+                why, reached = type(error).__name__, reached or not _unconnected(error)
             else:
+                reached = True
                 if response.status_code < 300:
                     return msgspec.json.decode(response.content, type=row.reply)
                 error = _refusal(response)
                 if response.status_code not in _AGAIN or isinstance(error, JournalFailed):
                     raise error
                 why = f"it answered {response.status_code}"
-            if self._closed.wait(min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))):
+            if not again or self._closed.wait(
+                min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))
+            ):
                 break
             pause_s = min(1.0, 2 * pause_s)
-        raise MasterAway(
+        away = MasterAway(
             f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
             hint="Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address.",
         )
+        away.reached = reached
+        raise away
 
     def _exchange(self, row: Route, request: Message, left: float, headers: dict[str, str]) -> requests.Response:
         path, body = row.path, None
@@ -159,6 +176,12 @@ class MasterClient:
         return self._session().request(
             row.method, self.url + path, data=body, headers=headers, timeout=(max(0.05, min(left, 5.0)), left)
         )
+
+
+def _unconnected(error: requests.RequestException) -> bool:
+    """Nothing can have been sent: there was no connection to send it on."""
+    reason = getattr(error.args[0], "reason", None) if error.args else None
+    return isinstance(reason, (NewConnectionError, ConnectTimeoutError))
 
 
 def _within(request: Message, left: float) -> Message:

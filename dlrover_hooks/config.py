@@ -6,27 +6,32 @@ too, so that identity (job, node, rank) has one source.
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import os
-import re
 import socket
 import stat
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping, MutableMapping
-from datetime import timedelta
+import zlib
+from collections.abc import Mapping, MutableMapping
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import KeeperAway, Stale, UsageError
-from dlrover_hooks.protocol import Retention
+from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UsageError
+from dlrover_hooks.periods import Duration as Duration
+from dlrover_hooks.periods import interval as interval
+from dlrover_hooks.periods import retention as retention
+from dlrover_hooks.protocol import AGAIN, Retention
+from dlrover_hooks.sanity import WANTED, check
+from dlrover_hooks.spelling import keywords as keywords
+from dlrover_hooks.spelling import refuse_unknown, warn_of_unknown
 
 PREFIX = "DLROVER_HOOKS_"
-Duration = timedelta | str | int
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LAST_WORDS = PREFIX + "LAST_WORDS"
+"""Where a worker's last words go: descriptor and inode of a pipe that it inherited, see `runtime.last_words`."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +56,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     replica_mb_per_s: int = 0
     disable: bool = False
     fresh: bool = False
+    preempt_signals: str = "SIGTERM,SIGUSR1"
+    """Names with commas between them, or empty: they say that this worker is to go."""
+    grace_s: float = 25.0
+    """So long after the first of them it is killed."""
+
+    @property
+    def signals(self) -> list[str]:
+        """`preempt_signals`, one by one."""
+        names = self.preempt_signals.upper().replace(" ", "").split(",")
+        return [name for name in names if name not in ("", "NONE")]
+
+    @property
+    def linger_s(self) -> float:
+        """A keeper without a launcher waits so long for a successor of its last trainer: none finds an unnamed job."""
+        return 600.0 if self.named else 0.0
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,79 +84,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The node's failure domain: a rack, a zone."""
     incarnation: str = ""
     """Set by `dlrover-hooks run`, which has already joined for this seat; empty: this process joins for itself."""
-
-
-def interval(value: Duration, *, name: str) -> int | str:
-    """`value` as optimizer steps (int), `"auto"`, or canonical seconds (`"90s"`). Raises `UsageError` with examples."""
-    if isinstance(value, bool) or value is None:
-        raise _bad_interval(name, value)
-    if isinstance(value, timedelta):
-        return _seconds(value.total_seconds(), name, value)
-    if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
-        if int(value) < 1:
-            raise _bad_interval(name, value)
-        return int(value)
-    text = str(value).strip().lower()
-    if text == "auto":
-        return text
-    match = re.fullmatch(r"([0-9.]+)\s*(ms|s|m|h|d)", text)
-    if match is None:
-        raise _bad_interval(name, value)
-    return _seconds(float(match[1]) * _UNITS[match[2]], name, value)
-
-
-def _seconds(seconds: float, name: str, value: object) -> str:
-    if seconds <= 0:
-        raise _bad_interval(name, value)
-    return f"{seconds:g}s"
-
-
-def _bad_interval(name: str, value: object) -> UsageError:
-    return UsageError(
-        f"{name}={value!r} is neither a number of optimizer steps nor a duration",
-        hint=f'use an int >= 1 for steps ({name}=50), "auto", or a duration such as "90s", "10m" or '
-        "timedelta(minutes=10)",
-    )
-
-
-def retention(value: Any, *, name: str = "keep") -> int | Retention:
-    """`value` (`2`, `"last=2,every_steps=1000,every=1h"`, the same as a dict, a `Retention`) in canonical form.
-
-    A plain number where that says it all. Raises `UsageError` with examples.
-    """
-    try:
-        rules = msgspec.convert(_rules(value), Retention, strict=False)
-        every = interval(rules.every, name="every") if rules.every is not None else None
-    except (msgspec.ValidationError, ValueError, UsageError):
-        raise _bad_retention(name, value) from None
-    if rules.every_steps is None and every is None:
-        return rules.last
-    if isinstance(every, int) or every == "auto" or (rules.every_steps is not None and rules.every_steps < 1):
-        raise _bad_retention(name, value)
-    return Retention(rules.last, rules.every_steps, every)
-
-
-def _rules(value: Any) -> dict[str, Any]:
-    """What was given, by rule. Raises ValueError."""
-    if isinstance(value, str) and "=" in value:
-        pairs = [part.split("=", 1) for part in value.split(",")]
-        value = {name.strip(): text.strip() for name, text in pairs}
-    elif isinstance(value, Retention):
-        value = {"last": value.last, "every_steps": value.every_steps, "every": value.every}
-    elif not isinstance(value, Mapping):
-        value = {"last": value}
-    if not set(value) <= {"last", "every_steps", "every"} or any(isinstance(one, bool) for one in value.values()):
-        raise ValueError
-    every = value.get("every")
-    return dict(value) | ({"every": f"{every.total_seconds()}s"} if isinstance(every, timedelta) else {})
-
-
-def _bad_retention(name: str, value: object) -> UsageError:
-    return UsageError(
-        f"{name}={value!r} does not say what to keep",
-        hint="use a whole number for the newest so many (keep=2), or rules of which any may keep a checkpoint: "
-        'keep="last=2,every_steps=1000,every=1h", or Retention(last=2, every_steps=1000, every="1h")',
-    )
+    launcher: str = ""
+    """Incarnation of the launcher that reaps this process; empty: no launcher of ours."""
+    host: str = ""
+    """Where the other nodes reach this one, for the process group's store."""
+    min_workers: int = 0
+    """Of the job, as its launcher says; 0 with no launcher of ours, like the next two."""
+    max_workers: int = 0
+    local_world_size: int = 0
+    master_away_s: float = 120.0
+    """A master that was not heard for so long has gone."""
+    round: int = 0
+    """The round that the seat is of; 0: no seat yet."""
 
 
 def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
@@ -145,41 +104,54 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     Raises:
         UsageError: a keyword that is none, a value of the wrong type or meaning, or another job than the launcher's.
     """
-    _refuse_unknown(given)
+    refuse_unknown(given, _KEYWORDS)
     env = os.environ if environ is None else environ
     if environ is None and _launched(env):
         tell_launcher()
+    warn_of_unknown(env, PREFIX, _VARIABLES)
     values: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    if home := env.get(PREFIX + "REHEARSAL"):
+        given = {name: value for name, value in given.items() if name not in ("job", "master", "token")}
     for field in msgspec.structs.fields(Config):
         if given.get(field.name) is not None:
             values[field.name] = _typed(field.name, given[field.name], field.type)
-        elif (text := env.get(PREFIX + field.name.upper())) not in (None, ""):
+        elif (text := env.get(variable := PREFIX + field.name.upper())) not in (None, ""):
             values[field.name] = _parsed(field.name, text, field.type)
+            said[field.name] = variable
     for name in ("save_every", "persist_every"):
         if name in values:
-            values[name] = interval(values[name], name=name)
+            values[name] = interval(values[name], name=said.get(name, name))
     if "keep" in values:
-        values["keep"] = retention(values["keep"])
+        values["keep"] = retention(values["keep"], name=said.get("keep", "keep"))
+    if home:
+        _keep_apart(values, home)
     job = values.get("job") or _job(env)
     if _launched(env) and job != _job(env):
         raise UsageError(
-            f"job={job!r}, but the launcher runs job {_job(env)!r}: its master knows no other",
+            f"{said.get('job', 'job')}={job!r}, but the launcher runs job {_job(env)!r}: its master knows no other",
             hint=f"give the launcher --job {job}, or leave job= out",
         )
     values |= {"job": job or f"job-{uuid.uuid4().hex[:12]}", "named": job is not None}
     config = Config(**values)
-    _check(config)
+    check(config, said)
     return config
 
 
-def _refuse_unknown(given: Iterable[str]) -> None:
-    known = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
-    for name in sorted(set(given) - set(known)):
-        near = difflib.get_close_matches(name, known, 1)
-        raise UsageError(
-            f"there is no keyword {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}",
-        )
+def _keep_apart(values: dict[str, Any], home: str) -> None:
+    """A rehearsal keeps its checkpoints in `home`: it never touches those of the job that it rehearses."""
+    if values.get("save_to"):
+        values["save_to"] = os.path.join(home, f"saved-{zlib.crc32(os.fsencode(values['save_to'])):08x}")
+    values |= {"storage_options": {}} | ({"resume": "auto"} if values.get("resume") == "require" else {})
+
+
+_KEYWORDS = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
+_LAUNCHERS = (
+    *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
+    *("min_workers", "max_workers", "round", "join", "preload", "master_away_s"),
+)
+_DRILL = ("faults", "trace", "last_step")
+_VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_DRILL, "rehearsal")]
 
 
 def _launched(env: Mapping[str, str]) -> bool:
@@ -196,29 +168,13 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{name}={value!r} cannot be used: {error}", hint=f"give {name} {_WANTED[name]}") from None
-
-
-_WANTED = {
-    "save_to": "a folder (str or Path) or an fsspec URL",
-    "storage_options": "a dict of fsspec options",
-    "snapshot": '"auto", "eager" or "lazy"',
-    "resume": '"auto", "never", "require", a folder or a URL',
-    "job": "a name (str)",
-    "global_batch_size": "a whole number of samples",
-    "master": 'an address such as "http://127.0.0.1:8780"',
-    "token": "a text (str)",
-    "on_error": '"raise" or "warn"',
-    "replicas": "0 or 1",
-    "replica_mb_per_s": "a whole number of millions of bytes per second, 0 for no limit",
-    "disable": "True or False",
-    "fresh": "True or False",
-}
+        raise UsageError(f"{name}={value!r} cannot be used: {error}", hint=f"give {name} {WANTED[name]}") from None
 
 
 def tell_launcher() -> None:
     """Let the exit code of this worker say what only it knows: 78, a setting must be mended, so a restart is in vain;
-    75, the master has declared it dead by mistake, so a restart is right. Tracebacks are printed as ever."""
+    AGAIN, the master has declared it dead by mistake, or it cannot outlive its round, so a restart is right. Tracebacks
+    are printed as ever."""
     if isinstance(sys.excepthook, _LastWords):
         return
     sys.excepthook = _LastWords(sys.excepthook)
@@ -229,40 +185,42 @@ class _LastWords:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _say_last(kind, error, trace)
         self._before(kind, error, trace)
-        if isinstance(error, (UsageError, Stale)):
-            raise SystemExit(78 if isinstance(error, UsageError) else 75)
+        if isinstance(error, (UsageError, Stale, RoundEnded)):
+            raise SystemExit(78 if isinstance(error, UsageError) else AGAIN)
+
+
+def last_words_to(fd: int) -> dict[str, str]:
+    """What tells a worker where its last words go: a descriptor that it has."""
+    return {LAST_WORDS: f"{fd}:{os.fstat(fd).st_ino}"}
+
+
+def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Into the launcher's pipe: only if it is that one, and not another file with its number, in a grandchild."""
+    fd, _, inode = os.environ.get(LAST_WORDS, "").partition(":")
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name}" if trace else ""
+    text = f"{kind.__name__}: {error}".partition("\n")[0][:1000]
+    with contextlib.suppress(OSError, ValueError):
+        found = os.fstat(int(fd))
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
+            os.write(int(fd), msgspec.json.encode({"error": text, "where": where[:1000]}))
 
 
 def _parsed(name: str, text: str, kind: Any) -> Any:
     if name == "keep":
         return retention(text, name=f"{PREFIX}KEEP")
     try:
-        return msgspec.json.decode(text) if name == "storage_options" else msgspec.convert(text, kind, strict=False)
+        if name == "storage_options":
+            return msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.convert(text, kind, strict=False)
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{PREFIX}{name.upper()}={text!r} cannot be read: {error}") from error
-
-
-def _check(config: Config) -> None:
-    if (config.keep if isinstance(config.keep, int) else config.keep.last) < 1:
-        raise UsageError(f"keep={config.keep} would leave no checkpoint", hint="keep the last 1 or more")
-    if config.replicas not in (0, 1) or config.replica_mb_per_s < 0:
-        raise UsageError(
-            f"replicas={config.replicas}, replica_mb_per_s={config.replica_mb_per_s} cannot be done",
-            hint="replicas=1 keeps one replica of each node on another one; replica_mb_per_s=0 sets no limit",
-        )
-    if config.on_error not in ("raise", "warn"):
-        raise UsageError(f"on_error={config.on_error!r} is unknown", hint='use "raise" or "warn"')
-    if config.snapshot not in ("auto", "eager", "lazy"):
-        raise UsageError(f"snapshot={config.snapshot!r} is unknown", hint='use "auto", "eager" or "lazy"')
-    if config.global_batch_size is not None and config.global_batch_size < 1:
-        raise UsageError(f"global_batch_size={config.global_batch_size} must be at least 1")
-    folder = "/" in config.resume or config.resume.startswith("weights:")
-    if config.resume not in ("auto", "never", "require", "weights") and not folder:
-        raise UsageError(
-            f"resume={config.resume!r} is unknown",
-            hint='use "auto", "never", "require", "weights", a URL, or "weights:URL"',
-        )
+        wanted = {"storage_options": 'JSON, such as {"anon": true}', "disable": "1 or 0", "fresh": "1 or 0"}
+        variable = f"{PREFIX}{name.upper()}"
+        hint = f"set {variable} to {wanted.get(name, WANTED.get(name, 'another value'))}, or unset it"
+        raise UsageError(f"{variable}={text!r} cannot be read: {error}", hint=hint) from error
 
 
 def _job(env: Mapping[str, str]) -> str | None:
@@ -283,7 +241,19 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
         node=env.get(PREFIX + "NODE") or socket.gethostname(),
         domain=env.get(PREFIX + "DOMAIN", ""),
         incarnation=env.get(PREFIX + "INCARNATION", ""),
+        launcher=env.get(PREFIX + "LAUNCHER", ""),
+        host=env.get(PREFIX + "HOST", ""),
+        min_workers=int(env.get(PREFIX + "MIN_WORKERS") or 0),
+        max_workers=int(env.get(PREFIX + "MAX_WORKERS") or 0),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE") or 0),
+        master_away_s=float(env.get(PREFIX + "MASTER_AWAY_S") or 120),
+        round=int(env.get(PREFIX + "ROUND") or 0),
     )
+
+
+def seats_itself(environ: Mapping[str, str] | None = None) -> bool:
+    """A launcher started this process and leaves it to the process to ask the master for its seat."""
+    return (os.environ if environ is None else environ).get(PREFIX + "JOIN") == "1"
 
 
 def use_seat(environ: MutableMapping[str, str] | None = None) -> None:
@@ -291,24 +261,64 @@ def use_seat(environ: MutableMapping[str, str] | None = None) -> None:
     (os.environ if environ is None else environ).pop(PREFIX + "INCARNATION", None)
 
 
+def slurm_environment() -> dict[str, str]:
+    """What srun says of this process."""
+    return {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+
+
+def preload_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where the launcher lets its first worker write what it has imported, for those that come later."""
+    return (os.environ if environ is None else environ).get(PREFIX + "PRELOAD") or None
+
+
+def omp_threads() -> int | None:
+    """OMP_NUM_THREADS, of the outermost level; None if it is not set to a number."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(text) if text.isdigit() and int(text) else None
+
+
+def replace_environment(values: Mapping[str, str]) -> None:
+    """This process's environment becomes `values`, as if it had been started with them."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def change_environment(values: Mapping[str, str]) -> None:
+    """Set `values` in this process's environment, for itself and what it starts."""
+    os.environ.update(values)
+
+
 def worker_environment(**values: str) -> dict[str, str]:
     """This process's environment for a child, with `values` set and one thread per worker unless the user chose."""
     return {"OMP_NUM_THREADS": "1"} | dict(os.environ) | values
 
 
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def tell_workers(master: str, token: str | None) -> None:
+    """Children of this process find that master without being configured (torchrun hands its environment down)."""
+    os.environ[PREFIX + "MASTER"] = master
+    if token is not None:
+        os.environ[PREFIX + "TOKEN"] = token
+
+
 def runtime_dir() -> str:
     """A folder of this user alone (mode 0700) for sockets and locks, made if need be.
 
+    What a launcher started looks where the launcher did: XDG_RUNTIME_DIR may be gone by then (its user logged out).
+
     Raises:
-        KeeperAway: somebody else owns that name.
+        KeeperAway: somebody else owns that name, or it cannot be made.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid():
-        path = os.path.join(base, "dlrover-hooks")
-    else:
-        path = os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    found = os.lstat(path)
+    path = os.environ.get(PREFIX + "RUNTIME_DIR") or _own_dir()
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise KeeperAway(f"{path} cannot be made: {error.strerror}", hint="set XDG_RUNTIME_DIR") from error
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise KeeperAway(
             f"{path} is not this user's own folder with mode 0700", hint="remove it, or set XDG_RUNTIME_DIR"
@@ -316,6 +326,37 @@ def runtime_dir() -> str:
     return path
 
 
+def stay_in_runtime_dir() -> None:
+    """From here on this process and its children use the folder of now, whatever becomes of XDG_RUNTIME_DIR."""
+    os.environ[PREFIX + "RUNTIME_DIR"] = runtime_dir()
+
+
+def _own_dir() -> str:
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid():
+        return os.path.join(base, "dlrover-hooks")
+    return os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")
+
+
+def drill(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What this worker is to do in a drill, see `dlrover_hooks.testing.drill`; empty where it is none."""
+    env = os.environ if environ is None else environ
+    return {name: env[PREFIX + name.upper()] for name in _DRILL if env.get(PREFIX + name.upper())}
+
+
 def global_seed() -> int:
     """Lightning's `seed_everything` leaves its seed here; 0 as Lightning itself does."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0)
+
+
+def global_batch_size() -> int | None:
+    """What the environment says of a loop whose loader is made before any adapter hears of it.
+
+    Raises:
+        UsageError: that is no number of samples.
+    """
+    text = os.environ.get(PREFIX + "GLOBAL_BATCH_SIZE")
+    size: int | None = _parsed("global_batch_size", text, int) if text else None
+    if size is not None and size < 1:
+        raise UsageError(f"{PREFIX}GLOBAL_BATCH_SIZE={text!r} must be at least 1")
+    return size

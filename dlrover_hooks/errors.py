@@ -11,10 +11,13 @@
     │   ├── UnknownDataset   404   that job has no ledger of this name; never to be read as "finished"
     │   ├── Stale            409   an older incarnation, round or attempt: it must stop
     │   ├── SaveToBusy       409   another live job owns that checkpoint URL
+    │   ├── GivenUp          410   a launcher has ended the job for all nodes
     │   ├── BadRequest       422   the message breaks a rule (min > max, negative rank ...)
     │   ├── TooLarge         413   the body is over the limit
     │   └── JournalFailed    503   the journal cannot be written; nothing was changed
     ├── MasterAway                 no answer within the deadline
+    ├── JobFinished                trained to its end: nothing is left to join
+    ├── RoundEnded                 a member is lost or newcomers wait: leave the loop and join the next round
     ├── ShardsFailed               samples could not be read; it lists them and why
     ├── CheckpointError
     │   ├── NoCheckpoint           `resume="require"` found nothing whole
@@ -85,6 +88,10 @@ class SaveToBusy(MasterError):
     status = 409
 
 
+class GivenUp(MasterError):
+    status = 410
+
+
 class BadRequest(MasterError):
     status = 422
 
@@ -99,6 +106,16 @@ class JournalFailed(MasterError):
 
 class MasterAway(HooksError):
     status = 503
+    reached = True
+    """False: no connection was made, so the master cannot have heard of it."""
+
+
+class JobFinished(HooksError):
+    pass
+
+
+class RoundEnded(HooksError):
+    pass
 
 
 class ShardsFailed(HooksError):

@@ -19,6 +19,11 @@ PROTOCOL = 1
 """Wire version. The master speaks this one and the one before; `X-Dlrover-Hooks-Protocol` carries it."""
 
 
+AGAIN, REQUEUE, BAD_NODE = 74, 75, 76
+"""Exit codes of workers that mean more than a failure. 74: the master has declared it dead by mistake, start it again
+(only a launcher ever sees that one). 75: it was preempted and has left. 76: this node is bad, replace it."""
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Anything that crosses a room: immutable and typed."""
 
@@ -126,7 +131,7 @@ class Restore(Message, frozen=True):
     weights: bool = False
     """Only the model's weights are taken: a new run begins with them."""
     answers: tuple[int, ...] | None = None
-    """Saved ranks whose `leases` the receiver's node answers for; None: those of all images that it holds."""
+    """Saved ranks whose `leases` the receiver answers for; None: local rank 0 for all images that its node holds."""
 
 
 class Phase(enum.Enum):
@@ -160,6 +165,10 @@ class VoteKind(enum.Enum):
     STORED = "stored"
     FAILED = "failed"
     """This rank cannot make the generation durable; `reason` says why. The master gives the generation up."""
+    REFUSED = "refused"
+    """Likewise, and trying again would not help: storage does not take it."""
+    SKIPPED = "skipped"
+    """This rank did not make that save: it had no slot for it."""
 
 
 # ---- requests and replies -------------------------------------------------------------------------------------------
@@ -180,14 +189,21 @@ class Join(Message, frozen=True):
     """A port on `host` that is free for the process group's store if a seat here gets rank 0."""
     min_workers: int
     max_workers: int
+    """0, by agents that were seated before: both bounds as they are."""
     proposed_run: str
     last_call_s: float = 0.3
     fresh: bool = False
     """Start a new run even if older generations of this job are found."""
     again: bool = False
-    """Go on with a finished job that has a `save_to`: it may be trained for longer."""
+    """The first word of a launch. A finished job that has a `save_to` goes on: it may be trained for longer."""
     sole: bool = False
     """No other agent of this node lives (a launcher has made sure of that): their seats there are given up."""
+    launcher: str = ""
+    """Who reaps the processes of these seats, if it is not `incarnation`: its `Exited` is believed."""
+    shrinks: bool = False
+    """The job goes on with what is left and never grows: a newcomer is refused as long as anybody of it stands."""
+    agents: bool = False
+    """The seats are agents, not workers: nobody attaches, their round trains as soon as it is formed."""
 
 
 class Joined(Message, frozen=True):
@@ -257,12 +273,21 @@ class Attach(Message, frozen=True):
     """The node's slot inventory; sent by local rank 0 only."""
     stored: tuple[Manifest, ...] = ()
     """Whole generations found in storage; sent by global rank 0 only. `files` may be left empty."""
+    damaged: tuple[tuple[int, int], ...] = ()
+    """Attempt and step of those that were committed there and are not whole; like `heard`, global rank 0 sends it."""
+    heard: int = 0
+    """The greatest attempt of all that lies there, whole or not: no folder's name is used twice."""
     keeper: KeeperAddress | None = None
-    """The node's keeper takes part in replication; sent, like the next two, by local rank 0 only."""
+    """The node's keeper takes part in replication; sent, like the next three, by local rank 0 only."""
+    sends: bool = True
+    """It keeps a replica of its images on another node. Else they only lie there to be fetched."""
     domain: str = ""
     """The failure domain of the node (rack, zone): a replica lies in another one if there is any."""
     secret: Secret = Secret()
     """Proposed; the first one is the run's."""
+    recovers: bool = False
+    """When its round breaks this worker keeps its process, and joins the next round for itself. Attach again, with
+    False, if that turns out to be impossible in this round."""
 
 
 class Attached(Message, frozen=True):
@@ -296,6 +321,8 @@ class Plan(Message, frozen=True):
     """`resume="require"` found nothing: the reason to show."""
     fallbacks: tuple[str, ...] = ()
     """Generations given up on the way to this plan, with the reason each."""
+    lost: int = 0
+    """`restore` is None, although there were so many checkpoints: none of them could be loaded."""
     replication: Replication | None = None
     """For local rank 0 of a node that takes part."""
 
@@ -350,32 +377,65 @@ class Beat(Message, frozen=True):
     """The round lost a member: stop at the next step, the agent or launcher re-forms it."""
     newest_complete: Generation | None = None
     cadence: Cadence = Cadence()
+    may_complete: tuple[int, ...] = ()
+    """See `Voted`."""
+    parting: bool = False
+    """Somebody is preempted: answer with `Hold`."""
+    waiting: int = 0
+    """See `Notice`."""
+
+
+class Notice(Message, frozen=True):
+    """What `Watch` tells: the round broke, the job is finished, or (only to who recovers) newcomers wait.
+
+    `waiting`: so many seats could be added to the round that trains now. It grows when a member joins again.
+    """
+
+    round: int
+    broken: bool = False
+    finished: bool = False
+    waiting: int = 0
 
 
 class Watch(Message, frozen=True):
-    """One open connection per worker: its end is the worker's. Answered only when the round breaks or the job ends.
+    """One open connection per worker: its end is the worker's. Answered only when there is something to tell.
 
-    `after`: the round of the last notice, so that one break is told once and the connection stays open.
+    `after`: the round of the last notice of a break, so that it is told once and the connection stays open; `waiting`:
+    the newcomers that were told of last.
     """
 
     job: str
     incarnation: str
     after: int = 0
+    waiting: int = 0
 
-
-class Notice(Message, frozen=True):
-    round: int
-    broken: bool = False
-    finished: bool = False
+    def told(self, notice: Notice) -> Watch:
+        """What to ask next, after `notice`."""
+        if notice.broken or notice.finished:
+            return msgspec.structs.replace(self, after=notice.round, waiting=0)
+        return msgspec.structs.replace(self, waiting=notice.waiting)
 
 
 class Exited(Message, frozen=True):
-    """An agent's waitpid: `worker` is dead, no need to wait for the suspicion to pass. `exit_code` < 0: a signal."""
+    """An agent's waitpid: `worker` is dead, no need to wait for the suspicion to pass.
+
+    `exit_code` < 0: a signal; 0: it was done, whether it said so or not (a script without hooks does not); 75: it was
+    preempted, and that is no failure.
+    """
 
     job: str
     incarnation: str
     worker: str
     exit_code: int
+    newcomer: bool = False
+    """It was started to ask for a seat by itself. If it never had one, its end is a failure of the job all the same."""
+
+
+class Ending(Message, frozen=True):
+    """An agent's verdict for the whole job: it is not to go on. `exit_code`: of every launcher."""
+
+    exit_code: int
+    why: str
 
 
 class Leave(Message, frozen=True):
@@ -383,6 +443,56 @@ class Leave(Message, frozen=True):
     incarnation: str
     reason: Departure
     step: int = 0
+    ending: Ending | None = None
+    """Said by an agent: no round is to form any more. The other agents hear `Notice.finished`, and see `JobView`."""
+
+
+class Preempt(Message, frozen=True):
+    """`node`, or one worker on it, is to go within `within_s`: all members of the round leave at one step.
+
+    Sent by a member or an agent of the round.
+    """
+
+    job: str
+    incarnation: str
+    node: str
+    within_s: float
+    reason: str
+
+
+class Hold(Message, frozen=True):
+    """This member has passed the quiet point of step `passed`, and passes no later one before it knows where to leave.
+
+    Its background thread promises it, so that no rank waits for another that is in a collective.
+    """
+
+    job: str
+    incarnation: str
+    passed: int
+
+
+class Parting(Message, frozen=True):
+    """Where all members of `round` leave: at the quiet point of `step` (None: not all have promised yet).
+
+    `round` 0: nobody is preempted, or the round broke before it was agreed. `nodes`: those that are to go.
+    `left_s`: until the first of them goes; in answers to events only.
+    """
+
+    round: int = 0
+    step: int | None = None
+    reason: str = ""
+    nodes: tuple[str, ...] = ()
+    left_s: float = 0.0
+    again: bool = False
+    """Nothing yet, ask again."""
+
+
+class AwaitParting(Message, frozen=True):
+    """Long-poll until the step is agreed, or will not be, or `timeout_s` passes."""
+
+    job: str
+    incarnation: str
+    timeout_s: float = 20.0
 
 
 class Vote(Message, frozen=True):
@@ -398,12 +508,16 @@ class Vote(Message, frozen=True):
     """Median seconds per optimizer step here, 0 if not known yet."""
     copy_s: float = 0.0
     """Seconds the save held up the step."""
+    passed: int = 0
+    """Of steps before this one, this rank will vote MEMORY for none that it has not voted for by now."""
 
 
 class Voted(Message, frozen=True):
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
     cadence: Cadence = Cadence()
+    may_complete: tuple[int, ...] = ()
+    """Steps that may still become the newest complete one: somebody voted for them, and no rank has passed them by."""
 
 
 class Partition(Message, frozen=True):
@@ -538,6 +652,60 @@ class LedgerView(Message, frozen=True):
     quarantined: tuple[Quarantined, ...] = ()
 
 
+class Change(enum.Enum):
+    """What becomes of a key."""
+
+    SET = "set"
+    ADD = "add"
+    """`value`, a decimal number, is added to the one that is there (none: to 0)."""
+    SWAP = "swap"
+    """Set, if the value is `expected`; with an empty `expected` also if there is none."""
+    APPEND = "append"
+    DELETE = "delete"
+
+
+class KeyChange(Message, frozen=True):
+    how: Change
+    key: str
+    value: bytes = b""
+    expected: bytes = b""
+
+
+class ChangeKeys(Message, frozen=True):
+    """Change keys of the store that lives as long as `round`, all or none. Only its members may."""
+
+    job: str
+    incarnation: str
+    round: int
+    changes: tuple[KeyChange, ...]
+
+
+class AwaitKeys(Message, frozen=True):
+    """Long-poll until all `keys` are there, or `timeout_s` passes. Stale where one can never come: the round broke."""
+
+    job: str
+    incarnation: str
+    round: int
+    keys: tuple[str, ...]
+    timeout_s: float = 20.0
+
+
+class KeyValues(Message, frozen=True):
+    """`values` None: not all keys are there, ask again. After changes: the new values, for DELETE `1` or nothing."""
+
+    values: tuple[bytes, ...] | None = None
+
+
+class ListKeys(Message, frozen=True):
+    job: str
+    incarnation: str
+    round: int
+
+
+class KeyNames(Message, frozen=True):
+    names: tuple[str, ...]
+
+
 class Done(Message, frozen=True):
     """An empty success."""
 
@@ -563,6 +731,20 @@ class MemberView(Message, frozen=True):
     alive: bool
     step: int = 0
     vitals: Vitals | None = None
+    recovers: bool = False
+    """See `Attach`."""
+    gone: str = ""
+    """How it left: a `Departure`, `lost`, or `replaced` (its agent has asked for its seat anew)."""
+    exit_code: int | None = None
+    """As its launcher saw it."""
+
+
+class Unstored(Message, frozen=True):
+    """The newest generation that could not be made durable, because storage did not take a rank's file."""
+
+    generation: Generation
+    rank: int
+    reason: str
 
 
 class JobView(Message, frozen=True):
@@ -575,12 +757,18 @@ class JobView(Message, frozen=True):
     members: tuple[MemberView, ...] = ()
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
+    unstored: Unstored | None = None
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
     begun_step: int | None = None
     """Where the current attempt began: the restored step, 0 for a fresh start; None until that is chosen."""
     save_to: str | None = None
+    parting: Parting = Parting()
+    ending: Ending | None = None
+    """An agent has given the job up."""
+    failures: int = 0
+    """Since the launch: rounds that broke of a death, and replacements that died before they had a seat."""
 
 
 class Problem(Message, frozen=True):
@@ -625,6 +813,11 @@ ROUTES: tuple[Route, ...] = (
     Route(method="POST", path="/v1/heartbeat", request=Heartbeat, reply=Beat, summary="Refresh the lease."),
     Route(method="POST", path="/v1/watch", request=Watch, reply=Notice, waits=True, summary="The liveness connection."),
     Route(method="POST", path="/v1/exited", request=Exited, reply=Done, event=True, summary="A worker was reaped."),
+    Route(method="POST", path="/v1/preempt", request=Preempt, reply=Parting, event=True, summary="A node is to go."),
+    Route(method="POST", path="/v1/hold", request=Hold, reply=Parting, event=True, summary="Promise to wait."),
+    Route(
+        method="POST", path="/v1/parting", request=AwaitParting, reply=Parting, waits=True, summary="Where to leave."
+    ),
     Route(method="POST", path="/v1/leave", request=Leave, reply=Done, event=True, summary="Leave politely."),
     Route(
         method="POST", path="/v1/ledger", request=OpenLedger, reply=Ledger, event=True, summary="Lend out a dataset."
@@ -640,6 +833,18 @@ ROUTES: tuple[Route, ...] = (
         reply=LedgerView,
         summary="One ledger, as it stands.",
     ),
+    Route(
+        method="POST",
+        path="/v1/keys",
+        request=ChangeKeys,
+        reply=KeyValues,
+        event=True,
+        summary="Change keys.",
+    ),
+    Route(
+        method="POST", path="/v1/keys/await", request=AwaitKeys, reply=KeyValues, waits=True, summary="Wait for keys."
+    ),
+    Route(method="POST", path="/v1/keys/list", request=ListKeys, reply=KeyNames, summary="Names of a round's keys."),
     Route(method="POST", path="/v1/vote", request=Vote, reply=Voted, event=True, summary="Vote for a generation."),
 )
 

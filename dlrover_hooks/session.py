@@ -8,54 +8,56 @@ sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 from __future__ import annotations
 
 import logging
-import socket
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks import rng
+from dlrover_hooks import rng, standing, testing
 from dlrover_hooks.checkpoint import stock
 from dlrover_hooks.checkpoint.cadence import Pace, save_due
-from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.restoring import Fitting
 from dlrover_hooks.checkpoint.stock import Restored as Restored
-from dlrover_hooks.client import MasterClient
-from dlrover_hooks.config import Config, Place, use_seat
+from dlrover_hooks.checkpoint.wire import SaveNotice
+from dlrover_hooks.config import Config, Place, drill, use_seat
 from dlrover_hooks.courier import Courier
-from dlrover_hooks.data.cut import Cut, Source, united
+from dlrover_hooks.data.cut import Cut, Leased, Source, united
 from dlrover_hooks.errors import (
     CheckpointError,
     HooksError,
     MasterAway,
     MasterError,
     NoCheckpoint,
+    RoundEnded,
     Stale,
+    StorageFailed,
     UsageError,
 )
-from dlrover_hooks.last_save import LastSave
+from dlrover_hooks.forks import Here
+from dlrover_hooks.last_save import End, LastSave, say_farewell
+from dlrover_hooks.parting import Parting
+from dlrover_hooks.runtime import regroup
+from dlrover_hooks.runtime.preemption import Preempted as Preempted
+from dlrover_hooks.surface import Surface
 
 if TYPE_CHECKING:
-    from dlrover_hooks.alone import Alone, Ear
+    from dlrover_hooks.alone import Ear
     from dlrover_hooks.watching import Watcher
 
 log = logging.getLogger("dlrover_hooks")
 
 FORM_S = 900.0
 """Deadline for all workers of a round to come up and load; torchrun's own rendezvous timeout."""
-
-
-class Leased(Source, Protocol):
-    """A dataset that the master lends out; see `dlrover_hooks.data.leased`."""
-
-    def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
+LONE_S = 30.0
+"""Deadline for the keeper to hash what a survivor holds: 100 GB."""
 
 
 class Session:
-    """One life of one worker in a job.
+    """One life of one worker in a job. In a forked child it does nothing: the seat is its parent's.
 
     Args:
         config: the shared keywords.
@@ -74,21 +76,23 @@ class Session:
                 "dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
             )
         self.config, self.place = config, place
+        self.membership = regroup.entered(self, config)
         self.run, self.attempt = "", 0
         self._incarnation = place.incarnation or uuid.uuid4().hex
         self._data = Cut()
         self._restored: Restored | None = None
+        self._found: bytes | None = None  # the note that goes with it
         self._rng: dict[str, Any] | None = None
         self._pace = Pace()
-        self._at_step_end = False
+        self.at_step_end = False  # a step was made, and no batch requested since
         self._prepared, self._cut_at = False, -1
-        self._said = set[str]()
-        self._left = False
-        self._caller = self._connect()
-        self._engine = self._start_engine() if checkpoint else None
-        self._courier = Courier(
-            self._caller, config.job, (self._incarnation, place.rank, place.world_size), self._engine
-        )
+        self._left, self._here, self._end = False, Here(), End.DURABLE
+        self._caller = standing.caller(config, self._incarnation, self.membership)
+        self._engine = standing.engine(config, place, self, self.membership) if checkpoint else None
+        seat = (self._incarnation, place.rank, place.world_size)
+        self._courier = Courier(self._caller, config.job, seat, self._engine)
+        self._surface = Surface(config, place, self._engine, self._courier)
+        self.parting = Parting(config, place, seat[0], self._courier, self.membership and self.membership.parting)
         self._watcher: Watcher | Ear | None = None
 
     # ---- coming up --------------------------------------------------------------------------------------------------
@@ -96,16 +100,30 @@ class Session:
     def join(self) -> None:
         """Take a seat: ask for one unless the launcher did, attach, and hold the liveness connection open."""
         if not self.place.incarnation:
-            self._join_round()
+            stock.take_fixed_seat(self._caller.call, self.config, self.place, self._incarnation, FORM_S)
         use_seat()
-        attach = stock.attach(self.config, self.place, self._incarnation, self._engine)
-        self.run = self._caller.call(attach, timeout_s=60.0).run
-        self._watcher = self._caller.watch(self.config.job, self._noticed)
+        kept = self.membership
+        survives = kept is not None and kept.survives
+        recovers = kept is not None and not kept.unsupported
+        attach = stock.attach(
+            self.config, self.place, self._incarnation, self._engine, speaks=survives, recovers=recovers
+        )
+        attached = self._caller.call(attach, timeout_s=60.0)
+        self.run = attached.run
+        if kept is None:
+            self._watcher = self._caller.watch(self.config.job, self._noticed)
+            return
+        self._watcher = kept.took_seat(attached.round)
+        if survives:  # the master has heard its heartbeats, and goes on to expect them
+            self._courier.start(p.Cadence())
 
-    def restore_plan(self, fitting: Fitting | None = None) -> Restored | None:
+    def restore_plan(
+        self, fitting: Fitting | None = None, check: Callable[[Any], object] = lambda _: None
+    ) -> Restored | None:
         """Wait for all workers, load what the master chose, and begin. None: a fresh start.
 
         `fitting` gives the adapter's own tensors; they are written once all ranks have verified what they need.
+        `check` raises UsageError for a state that is not the adapter's, before anybody says that it resumes.
 
         Raises:
             NoCheckpoint: `resume="require"` and nothing whole was found.
@@ -113,13 +131,15 @@ class Session:
         """
         plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
         while plan.phase is not p.Phase.TRAINING:
-            plan = self._next_plan(plan, deadline)
+            plan = stock.next_plan(self._caller.call, self.config.job, self._incarnation, plan, deadline)
+            if plan.phase is p.Phase.BROKEN and self.membership is not None:
+                raise RoundEnded(f"round {plan.round} of job {self.config.job} lost a member before all had loaded")
             stock.follow(plan, self._engine)
             if plan.refused is not None:
-                raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint='use resume="auto" to start anew')
+                raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint=stock.instead(plan))
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
                 tried = True
-                self._load(plan, plan.restore, fitting)
+                self._load(plan, plan.restore, fitting, check)
         if plan.restore is None and (tried or plan.attempt == 1):
             stock.refuse_nothing(self.config)
         self._begin(plan)
@@ -151,8 +171,12 @@ class Session:
 
     def stepped(self) -> None:
         """The optimizer stepped. Only a mark: schedulers, scaler, EMA and validation are still to come."""
-        self._at_step_end, self._rng = True, None
+        self.at_step_end, self._rng = True, None
         self._data.mark()
+
+    def step_is_over(self) -> None:
+        """All of the last step is over, though no batch was requested yet: a validation comes first."""
+        self._data.commit()
 
     def before_fetch(self, step: int) -> None:
         """The next batch is about to be fetched: remember the random state if a cut follows, restore a restored one.
@@ -162,21 +186,30 @@ class Session:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
+        self.parting.look(step, self._caller)
         if self._rng is None and self._cut_due(step):
             self._rng = rng.capture()
 
     def batch_requested(self, step: int) -> bool:
         """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
-        self._surface()
+        if not self._here:
+            self._surface.say(HooksError(f"process {os.getpid()} was forked from this worker: nothing of it is saved"))
+            return False
+        self._surface.raise_if_met()
         self._data.commit()
         self._time_step(step)
-        due, self._at_step_end = self._cut_due(step), False
+        self.parting.look(step, self._caller)
+        if self.parting.here and self._engine is None:
+            self._part(step, None)
+        due, self.at_step_end = self._cut_due(step), False
         return due
 
     def cut(self, step: int, state: Any) -> None:
         """Save `state` with the data state and the random state of the same step. Never blocks on a slow store."""
-        if self._engine is None:
+        if self._engine is None or not self._here:
             return
+        if self.parting.here:
+            return self._part(step, state)
         self._prepared = True
         if not save_due(self._courier.cadence, step):
             self._engine.prepare(self._engine.image_bytes(self._tree(state)))
@@ -186,10 +219,19 @@ class Session:
         if saved is not None:
             self._courier.saved(saved.generation, saved.copy_s)
         else:
-            self._courier.skipped()
+            self._courier.skipped(p.Generation(attempt=self.attempt, step=step, run=self.run))
+
+    def _part(self, step: int, state: Any) -> None:
+        """All ranks leave here, saved as well as the time allows: Preempted, unless others go and this one recovers."""
+        tree = self._tree(state) if self._engine is not None and step > 0 else None
+        gone = self.parting.save(self._engine, p.Generation(self.attempt, step, self.run), tree, self._caller)
+        if not gone.mine and self.membership is not None and not self.membership.unsupported:
+            return self.parting.stay(gone)
+        self.leave(p.Departure.PREEMPTED, step)
+        raise self.parting.tell(gone)
 
     def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
-        """`parameters()`: those of the models. The frozen ones among them are not copied at every save."""
+        """`parameters()`: those of the models; frozen ones are not copied at every save."""
         if self._engine is not None:
             self._engine.parameters = parameters
 
@@ -203,25 +245,36 @@ class Session:
 
         What prevents it is raised at once, or said once with `on_error="warn"`; see `LastSave.make`.
         """
-        if self._engine is None or self.config.save_to is None:
+        if self._engine is None or self.config.save_to is None or not self._here:
             return
         self._data.commit()
         self._rng = None  # that of the last fetch is not of the end
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
         last = LastSave(self._engine, self._courier, generation, lambda: self._committed(generation), self.place.rank)
+        self._end = End.OWED
         try:
             last.make(self._tree(state))
+            self._end = End.DURABLE
         except (CheckpointError, MasterAway) as error:
             if self.config.on_error == "raise":
                 raise
-            self._say(error)
+            self._end = End.WARNED
+            self._surface.say(error)
 
     def leave(self, reason: p.Departure, step: int = 0) -> None:
-        """Give up the seat and end every thread and socket of this session. Safe to call twice."""
-        if self._left:
+        """Give up the seat and end every thread and socket of this session. Safe to call twice.
+
+        DONE means FAILED after a `finish` that raised. What is in memory only stays there: the same start goes on.
+        """
+        if self._left or not self._here:
             return
         self._left = True
+        self.parting.signals.give_back()
+        if reason is p.Departure.DONE and self._end is End.OWED:
+            reason = p.Departure.FAILED
         self._courier.stop()
+        if not self.place.incarnation and not self.place.rank:  # a launcher has its own last word
+            say_farewell(self.config, self._courier, self._end, self._cut_at, reason)
         try:
             self._caller.call(p.Leave(self.config.job, self._incarnation, reason, step), timeout_s=5.0)
         except (MasterAway, MasterError) as error:
@@ -229,8 +282,34 @@ class Session:
         if self._watcher is not None:
             self._watcher.close()
         if self._engine is not None:
-            self._engine.close(finished=reason is p.Departure.DONE)
-        self._caller.close()
+            self._engine.close(finished=reason is p.Departure.DONE and self._end is not End.WARNED)
+        (self.membership or self._caller).close()
+
+    def salvage(self, step: int, state: Any, random: dict[str, Any]) -> bool:
+        """Save what `step` left behind, at once, although the round is over. False if it could not be kept."""
+        if self._engine is None or self.membership is None or not self._here:
+            return False
+        self._rng = random
+        return self._engine.save_lone(step, self._tree(state), LONE_S)
+
+    def part(self) -> None:
+        """The round is over, the process lives on: end what is this session's alone, but its signals. Idempotent."""
+        if self._left or not self._here:
+            return
+        self._left, self._restored = True, None
+        if self._engine is not None:
+            self._engine.wait_copied()
+            self._engine.parameters = tuple
+        self._courier.stop()
+
+    def locate(self, generation: p.Generation, rank: int) -> p.Located:
+        """Where that image lies. Any thread."""
+        return self._caller.call(p.Locate(self.config.job, self._incarnation, generation, rank))
+
+    def heard(self, notice: SaveNotice) -> None:
+        """The keeper's word of a save. The keeper link's thread."""
+        if self.attempt:  # until then it is of the round before, and a vote for that would be the end of this worker
+            self._courier.notice(notice)
 
     @property
     def skipped_saves(self) -> int:
@@ -239,79 +318,22 @@ class Session:
 
     # ---- within -----------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> MasterClient | Alone:
-        if self.config.master is not None:
-            return MasterClient(self.config.master, self.config.token, incarnation=self._incarnation)
-        from dlrover_hooks.alone import Alone
-
-        return Alone()
-
-    def _start_engine(self) -> Checkpointer:
-        launched = bool(self.place.incarnation)
-        return Checkpointer(
-            self.config.job,
-            self.place.node,
-            self.place.local_rank,
-            master=self.config.master or "",
-            save_to=self.config.save_to,
-            storage_options=self.config.storage_options,
-            keep=self.config.keep,
-            linger_s=600.0 if self.config.named else 0.0,
-            locate=lambda *image: self._caller.call(p.Locate(self.config.job, self._incarnation, *image)),
-            notify=lambda notice: self._courier.notice(notice),
-            start_keeper=not launched,
-            mode=self.config.snapshot,
-        )
-
-    def _join_round(self) -> None:
-        place = self.place
-        join = p.Join(
-            job=self.config.job,
-            incarnation=self._incarnation,
-            node=place.node,
-            seats=(p.Seat(self._incarnation, place.local_rank, place.rank),),
-            host=socket.gethostname(),
-            port=0,
-            min_workers=place.world_size,
-            max_workers=place.world_size,
-            proposed_run=uuid.uuid4().hex,
-            fresh=self.config.fresh,
-            again=True,
-        )
-        joined = self._caller.call(join, timeout_s=60.0)
-        if joined.finished:
-            raise UsageError(
-                f"job {self.config.job} was finished at step {joined.finished_step or 0}; no checkpoint outlived it",
-                hint="start anew with DLROVER_HOOKS_FRESH=1 or another job name; with save_to= it could be trained on",
-            )
-        seated, deadline = p.Seated(), time.monotonic() + FORM_S
-        while seated.round is None:
-            self._in_time(deadline, f"{place.world_size} workers to join")
-            seated = self._caller.call(p.AwaitRound(self.config.job, self._incarnation, timeout_s=20.0), timeout_s=60.0)
-
-    def _next_plan(self, plan: p.Plan, deadline: float) -> p.Plan:
-        number = plan.number or 0
-        while True:
-            self._in_time(deadline, "all workers to come up and load")
-            request = p.AwaitPlan(self.config.job, self._incarnation, after=number, timeout_s=20.0)
-            answer = self._caller.call(request, timeout_s=60.0)
-            if answer.number is not None:
-                return answer
-
-    def _load(self, plan: p.Plan, choice: p.Restore, fitting: Fitting | None) -> None:
+    def _load(self, plan: p.Plan, choice: p.Restore, fitting: Fitting | None, check: Callable[[Any], object]) -> None:
         """Load the choice and say so; what cannot be loaded is reported and the master chooses again."""
         assert self._engine is not None
-        for lost in plan.fallbacks:
-            log.warning("job %s rank %d: fell back: %s", self.config.job, self.place.rank, lost)
+        stock.say_fallbacks(plan, self.config, self.place, self._surface.said)
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
             found = self._engine.load(choice, fitting)
+            check(found.tree["state"])
             cuts = {} if choice.weights else united(found.leases)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
-            ok, reason, cuts, self._restored = False, f"rank {self.place.rank}: {error.message}", {}, None
+            ok, reason, cuts, self._restored = False, error.message, {}, None
         else:
             self._restored = stock.restored(choice, found)
+            # before anybody trains, and writes over what the dead have noted
+            self._found = standing.noted(self._restored, self.place, self._engine, self.membership)
             ok, reason = True, ""
         said = p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts)
         try:
@@ -327,16 +349,16 @@ class Session:
             if self._restored is not None:
                 self._engine.fill()
             stock.take_seat(self.config, self._engine, plan, self.place)
+            self._engine.others.hopeless = frozenset()  # the master is there
         if self._restored is not None:
-            self._say_restored(self._restored)
+            self._restored = standing.drawing(self._restored, self._found, self.place, self.attempt)
+            stock.say(self._restored, self.config, self.place)
+        if self.membership is not None:
+            standing.notes(plan, self.place, self._engine, self.membership, self._found)
+        self.parting.begin(self._restored)
         self._courier.start(plan.cadence)
-
-    def _say_restored(self, restored: Restored) -> None:
-        if restored.rng is None and not restored.weights_only:
-            rng.reseed(restored.generation.step, self.attempt, self.place.rank)
-        level = logging.WARNING if self.place.rank == 0 else logging.INFO  # to be seen, and once
-        what = "starts with the weights of" if restored.weights_only else "resumes"
-        log.log(level, "job %s %s %s from %s", self.config.job, what, restored.generation, restored.source.value)
+        if orders := drill():
+            testing.arm(self, orders)
 
     def _cut_due(self, step: int) -> bool:
         """Only at the first request after a step: later ones of an accumulation window count batches not yet in it.
@@ -344,7 +366,7 @@ class Session:
         After the first step always: how much memory a cut needs is known then, and is made ready.
         """
         due = not self._prepared or save_due(self._courier.cadence, step)
-        return self._engine is not None and self._at_step_end and due
+        return self._engine is not None and ((self.at_step_end and due) or self.parting.here)
 
     def _tree(self, state: Any) -> dict[str, Any]:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
@@ -357,37 +379,16 @@ class Session:
         self._courier.step, self._courier.step_s = step, self._pace.step_s
 
     def _committed(self, generation: p.Generation) -> bool:
-        self._surface()
+        if self.membership is not None:
+            self.membership.check(step_ends=False)
+        self._surface.raise_if_met(ending=True)
         view = self._caller.call(p.ShowJob(self.config.job), timeout_s=60.0)
+        refused = view.unstored
+        if refused is not None and refused.generation == generation and refused.rank != self.place.rank:
+            why = f"rank {refused.rank} could not make {generation} durable: {refused.reason}"
+            raise StorageFailed(why, hint="its log says what to do")
         return view.newest_committed is not None and view.newest_committed >= generation
 
     def _noticed(self, notice: p.Notice) -> None:
         if notice.broken:
             log.info("rank %d: round %d lost a member", self.place.rank, notice.round)
-
-    def _surface(self) -> None:
-        """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once.
-
-        `Stale` is always raised: another life has this seat, and two would train apart.
-        """
-        if self._engine is not None and self._engine.stale is not None:
-            raise self._engine.stale
-        error, self._courier.error = self._courier.error, None
-        if error is not None and (self.config.on_error == "raise" or isinstance(error, Stale)):
-            raise error
-        skipped = self._engine.error if self._engine is not None else None
-        for each in (error, skipped):
-            if each is not None:
-                self._say(each)
-
-    def _say(self, error: HooksError) -> None:
-        if str(error) not in self._said:
-            log.warning("job %s rank %d: %s", self.config.job, self.place.rank, error)
-            self._said.add(str(error))
-
-    def _in_time(self, deadline: float, what: str) -> None:
-        if time.monotonic() > deadline:
-            raise MasterAway(
-                f"job {self.config.job} rank {self.place.rank}: waited too long for {what}",
-                hint="look at the other workers' logs: one of them did not come up",
-            )

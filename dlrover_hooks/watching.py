@@ -13,6 +13,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -47,13 +48,18 @@ class Line:
 
     def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer, however long it takes. Raises OSError or HTTPException."""
-        if self._http is None:
-            self._http = self._connect()
+        self.connect()
+        assert self._http is not None
         self._http.request(method, path, body, self._wire.headers)
         response = self._http.getresponse()
         return response.status, response.read()
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def connect(self) -> None:
+        """Once. Raises OSError."""
+        if self._http is None:
+            self._http = self._connected()
+
+    def _connected(self) -> http.client.HTTPConnection:
         family, kind, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
         with _FORKING:
             self._sock = socket.socket(family, kind)
@@ -119,6 +125,8 @@ class Watcher:
         on_error: Callable[[MasterError], None] | None = None,
     ) -> None:
         self.error: MasterError | None = None
+        self.away_since: float | None = None
+        """Since when the master cannot be reached (monotonic seconds); None: it can."""
         self._wire, self._request = wire, Watch(job=job, incarnation=incarnation)
         self._on_notice, self._on_error = on_notice, on_error
         self._line: Line | None = None
@@ -143,12 +151,12 @@ class Watcher:
                 notice = self._ask()
                 pause_s = 0.02
             except (OSError, http.client.HTTPException, msgspec.DecodeError):
-                notice = None
+                notice, self.away_since = None, self.away_since or time.monotonic()
             except MasterError as refusal:
                 self._refused(refusal)
                 return
             if notice is not None:
-                self._request = msgspec.structs.replace(self._request, after=notice.round)
+                self._request = self._request.told(notice)
                 self._on_notice(notice)
                 if notice.finished:
                     break
@@ -171,6 +179,8 @@ class Watcher:
                 self._line = Line(self._wire)
             if self._closed.is_set():
                 return None
+            self._line.connect()
+            self.away_since = None
             status, body = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
         except BaseException:
             self._drop()
@@ -191,6 +201,7 @@ class Watcher:
 
     def let_go_in_child(self) -> None:
         """After a fork, in the child: the parent's connection is none of ours."""
+        self._closed = threading.Event()  # the lock in the old one may be held by a thread that is not here
         self._closed.set()
         line, self._line = self._line, None
         if line is not None:

@@ -59,6 +59,7 @@ def routes() -> str:
 cli = ("-c", "from dlrover_hooks.cli import main; main(prog_name='dlrover-hooks')")
 myst_substitutions = {
     "run_help": help_of(*cli, "run"),
+    "rehearse_help": help_of(*cli, "rehearse"),
     "master_help": help_of("-m", "dlrover_hooks.master"),
     "errors": f"```text\n{dlrover_hooks.errors.__doc__}\n```",
     "routes": routes(),

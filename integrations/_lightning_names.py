@@ -94,9 +94,32 @@ def _forget(callback: ModelCheckpoint, missing: set[str]) -> None:
         callback.best_model_score = left.get(callback.best_model_path)
 
 
+def saved_at(trainer: Trainer) -> dict[str, int]:
+    """By `ModelCheckpoint`, the step that it saved last: it keeps that to itself, and would save the step again."""
+    found = (one for one in private.callbacks(trainer) if isinstance(one, ModelCheckpoint))
+    return {one.state_key: one._last_global_step_saved for one in found}
+
+
+def keep_saved_at(trainer: Trainer, steps: dict[str, int]) -> None:
+    """What `saved_at` gave. Once callbacks are restored."""
+    for one in private.callbacks(trainer):
+        if isinstance(one, ModelCheckpoint):
+            one._last_global_step_saved = steps.get(one.state_key, one._last_global_step_saved)
+
+
 def versions(trainer: Trainer) -> list[Any]:
-    """By logger, its `version_N`; None for those that are left alone."""
-    return [logger.version if isinstance(logger, CSVLogger) else None for logger in trainer.loggers]
+    """By logger, its `version_N` on rank 0, which alone writes; None for those that are left alone. All ranks."""
+    own = [logger.version if isinstance(logger, CSVLogger) else None for logger in trainer.loggers]
+    return trainer.strategy.broadcast(own)
+
+
+def leave_folders(trainer: Trainer) -> None:
+    """This rank may be 0 in the next life. A `CSVLogger` that has written nothing begins in a folder of its own then,
+    as that of a new process does: in one that is there already it would remove what the rank 0 before has written.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and logger._experiment is None:
+            logger._version = None
 
 
 def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str) -> None:
@@ -107,11 +130,12 @@ def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str
     before = mark.get("versions", ()) if mark.get("run") == run else ()
     steps = private.batches_that_stepped(restored)
     for logger, version in zip(trainer.loggers, before, strict=False):
-        if isinstance(logger, CSVLogger) and version is not None and version != logger.version:
+        if isinstance(logger, CSVLogger) and version is not None:
             new = logger.log_dir
             logger._version = version
             if trainer.is_global_zero:
                 _go_on(logger, steps)
+            if trainer.is_global_zero and new != logger.log_dir:
                 with contextlib.suppress(OSError):  # something is in it: not ours to remove
                     os.rmdir(new)
 

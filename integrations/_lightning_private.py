@@ -5,16 +5,20 @@ Kept apart so that a new Lightning release is checked by reading one page.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dlrover_hooks.integrations.filling import own_state
 from dlrover_hooks.session import Restored
@@ -66,7 +70,69 @@ def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[st
 
 def saved(restored: Restored) -> dict[str, Any]:
     """The `Trainer`'s own checkpoint in what was restored."""
-    return own_state(restored.state, "lightning", "ElasticCallback")
+    return own(restored.state)
+
+
+def own(state: dict[str, Any]) -> dict[str, Any]:
+    """The `Trainer`'s own checkpoint in `state`. Raises UsageError if there is none."""
+    return own_state(state, "lightning", "ElasticCallback")
+
+
+def progress(trainer: Trainer) -> dict[str, Any]:
+    """Of a fit's loops: epochs, batches, optimizer steps."""
+    return trainer.fit_loop.state_dict()
+
+
+def set_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """As if the fit's loops had never been elsewhere: no restart."""
+    loop = trainer.fit_loop
+    loop.load_state_dict(progress)
+    loop.restarting = False
+    for one in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        one._loaded_from_state_dict = one._resuming_from_checkpoint = False
+    loop._combined_loader_states_to_load = []
+    loop.epoch_loop._skip_next_val = loop.epoch_loop.val_loop._has_run = False
+
+
+def owe_validation(checkpoint: dict[str, Any]) -> None:
+    """`checkpoint` was made as a validation began: have Lightning hold it for one from the middle of it. It is made
+    again then; else it would count as made, and be left out.
+    """
+    total = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
+    total["started"] = total["ready"] = total["processed"] + 1
+
+
+def validation_begins(trainer: Trainer) -> None:
+    """Undoes what `owe_validation` did to the numbers. In `on_validation_start`."""
+    total = cast(Any, trainer.fit_loop.epoch_loop.val_loop.batch_progress).total
+    total.started = total.ready = total.processed
+
+
+class _Mine(list[torch.device]):
+    """This worker's own device for each worker of the world. Local ranks stay when others are lost, so the list's own
+    places mean nothing any more.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+
+def follow_world(trainer: Trainer) -> None:
+    """The Trainer was made for the world of another round; its DDP strategy is told of the one that is on.
+
+    Lightning asks the environment for ranks and world size, but shares out validation data by numbers of devices and
+    nodes, and finds its own device by the local rank.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy) or not strategy.parallel_devices:
+        return
+    devices, own = strategy.parallel_devices, strategy.local_rank
+    if strategy.num_nodes * len(devices) == strategy.world_size and (own < len(devices) or isinstance(devices, _Mine)):
+        return
+    device = devices[0] if devices[0].type == "cpu" else devices[own]
+    strategy.parallel_devices = _Mine([device] * strategy.world_size)
+    strategy.num_nodes = 1
+    strategy._configure_launcher()  # which compares both with the world
 
 
 def limits(trainer: Trainer) -> list[int | None]:
@@ -102,6 +168,19 @@ def before_each_fetch(trainer: Trainer, call: Callable[[], object]) -> None:
     cast(Any, loop)._on_before_fetch = on_before_fetch
 
 
+def before_each_validation(trainer: Trainer, call: Callable[[], object]) -> None:
+    """Have `call` run before the iterator of a validation within the fit is made, which draws random numbers."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    original = loop.run
+
+    def run() -> Any:
+        if not trainer.sanity_checking:
+            call()
+        return original()
+
+    cast(Any, loop).run = run
+
+
 def mode(trainer: Trainer) -> str:
     """How several training loaders are combined. From `on_train_start` on."""
     combined = trainer.fit_loop._combined_loader
@@ -125,26 +204,46 @@ def fetches_ahead(trainer: Trainer) -> bool:
 
 
 def unwrap(trainer: Trainer) -> None:
-    """Put back what `wrap_train_loaders`, `resume_from` and `before_each_fetch` changed."""
+    """Put back what `wrap_train_loaders`, `resume_from`, `before_each_fetch` and `before_each_validation` changed."""
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
+    trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
     source = trainer.fit_loop._data_source
     if isinstance(source, _ElasticSource):
         trainer.fit_loop._data_source = source.inner
 
 
-def dump(trainer: Trainer) -> dict[str, Any]:
-    """The whole training state as Lightning itself would save it, hooks included.
+def dump(trainer: Trainer, *, weights: bool = True) -> dict[str, Any]:
+    """The whole training state as Lightning itself would save it, hooks included. Without `weights` those and the
+    optimizers' states are left out where no hook could look for them: that is half of the time.
 
     A batch that was handed out but not trained is not counted: Lightning takes it back for the epoch, but not in total
     nor as the epoch's last one, and would validate at other steps, or leave the last batch out.
     """
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    with contextlib.nullcontext() if weights or _looks_at_weights(trainer) else _no_weights(trainer):
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     if progress["current"]["ready"] > progress["current"]["processed"]:
         progress["total"]["ready"] -= 1
         progress["is_last_batch"] = False
     return checkpoint
+
+
+def _looks_at_weights(trainer: Trainer) -> bool:
+    hooked = (one for one in callbacks(trainer) if is_overridden("on_save_checkpoint", one, parent=Callback))
+    others = any(type(one).__module__.partition(".")[0] != "dlrover_hooks" for one in hooked)
+    return others or is_overridden("on_save_checkpoint", trainer.lightning_module)
+
+
+@contextlib.contextmanager
+def _no_weights(trainer: Trainer) -> Iterator[None]:
+    connector, strategy = trainer._checkpoint_connector, trainer.strategy
+    cast(Any, connector)._get_lightning_module_state_dict = dict
+    cast(Any, strategy).optimizer_state = lambda _: dict[str, Any]()
+    try:
+        yield
+    finally:
+        del connector._get_lightning_module_state_dict, strategy.optimizer_state
 
 
 def replace_loader_states(trainer: Trainer, checkpoint: dict[str, Any], state_of: Callable[[Any], Any]) -> None:
@@ -247,11 +346,14 @@ def callbacks(trainer: Trainer) -> list[Callback]:
     return list(cast(Any, trainer).callbacks)
 
 
-@functools.cache
-def count_files_under_way(leaves: Callable[[str], bool | None], link_later: Callable[[str, str], bool]) -> None:
+def count_files_under_way(
+    leaves: Callable[[str], bool | None], link_later: Callable[[str, str], bool]
+) -> Callable[[], None]:
     """`ModelCheckpoint` looks at the folder for names that are taken, and links to the file just saved. What is still
     being written must count as being there: `leaves(path)` (None: ask the file system). `link_later(path, link)`: True
-    if the link will be made when the file is there.
+    if the link will be made when the file is there. Returns what puts the class back.
+
+    It is the class, because a CheckpointIO is told of neither the Trainer nor its callbacks.
     """
     exists, link = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
 
@@ -269,6 +371,14 @@ def count_files_under_way(leaves: Callable[[str], bool | None], link_later: Call
 
     cast(Any, ModelCheckpoint).file_exists = file_exists
     cast(Any, ModelCheckpoint)._link_checkpoint = staticmethod(link_checkpoint)
+
+    def put_back() -> None:
+        if ModelCheckpoint.file_exists is file_exists:  # else somebody has put theirs around ours
+            cast(Any, ModelCheckpoint).file_exists = exists
+        if ModelCheckpoint._link_checkpoint is link_checkpoint:
+            cast(Any, ModelCheckpoint)._link_checkpoint = staticmethod(link)
+
+    return put_back
 
 
 @functools.cache

@@ -11,10 +11,11 @@ from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint import tree
 from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations.filling import left_alone
 
 
 def stand_aside(trainer: Trainer, stage: str, *, disabled: bool) -> str | None:
-    """Why the callback does nothing for this Trainer and stage; None where it works."""
+    """Why the callback is not wanted for this Trainer and stage; None where it is."""
     if stage != "fit":
         return f"stage {stage!r} trains nothing"
     if disabled:
@@ -23,8 +24,13 @@ def stand_aside(trainer: Trainer, stage: str, *, disabled: bool) -> str | None:
         return "fast_dev_run checks the code, not the data"
     if private.overfit_batches(trainer) > 0:
         return "overfit_batches repeats the same samples on purpose"
+    return None
+
+
+def other_strategy(trainer: Trainer, on_error: str) -> str | None:
+    """Why the callback cannot work with this Trainer's strategy; None if it can. Raises as `left_alone`."""
     if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
-        return f"{type(trainer.strategy).__name__} is not supported yet (DDP and single device are)"
+        return left_alone(type(trainer.strategy).__name__, "Lightning", on_error)
     return None
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 import msgspec
+from lightning.pytorch import Trainer
 
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations.even import EvenLoader, epoch_batches
 
 Loaders = Mapping[str, ElasticLoader | EvenLoader]
@@ -42,6 +45,28 @@ def closing(mode: str, loaders: Loaders) -> ElasticLoader | EvenLoader:
     """The one that the epoch ends with."""
     choose = min if mode == "min_size" else max
     return choose(loaders.values(), key=lambda one: epoch_batches(one.sampler.plan))
+
+
+def combine(trainer: Trainer, loaders: Loaders) -> None:
+    """Those whose epoch is over stay so after a restore; what cannot be weighed is refused. In `on_train_start`."""
+    if len(loaders) < 2:
+        return
+    mode = private.mode(trainer)
+    check_short_steps(mode, loaders)
+    over = ended(mode, loaders)
+    private.end_loaders(trainer, over)
+    for loader in over:
+        loader.close()
+
+
+def marked(loader: Any, over: bool) -> dict[str, Any] | None:
+    """The data state with the step just taken in it, at the next epoch's start if this one is `over`; None for a loader
+    that is not ours.
+    """
+    if not isinstance(loader, ElasticLoader | EvenLoader):
+        return None
+    progress = loader.sampler.progress
+    return loader.state_dict() | {"cursor": max(progress.marked, progress.following()) if over else progress.marked}
 
 
 def ended(mode: str, loaders: Loaders) -> list[ElasticLoader | EvenLoader]:

@@ -15,7 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations._lightning_together import Loaders, closing
 from dlrover_hooks.integrations.even import epoch_batches, step_batches
+from dlrover_hooks.integrations.survivor import Survivor
+from dlrover_hooks.session import Session
 
 
 class Units:
@@ -25,12 +28,14 @@ class Units:
     exactly that many, nothing is touched.
     """
 
-    def __init__(self, trainer: Trainer, *, scheduled: bool) -> None:
-        self.scheduled = scheduled
+    def __init__(self, trainer: Trainer) -> None:
+        callbacks = private.callbacks(trainer)
+        self.scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         """A GradientAccumulationScheduler sets the number of batches."""
-        self.accumulate: int = 1 if scheduled else trainer.accumulate_grad_batches
+        self.accumulate: int = 1 if self.scheduled else trainer.accumulate_grad_batches
         self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
         self._frequencies: list[tuple[Any, int]] = []
+        self._whole_epoch: int | None = None
 
     def share(self, trainer: Trainer, plan: Plan) -> None:
         """Have Lightning accumulate what a step of this plan needs. Before it reads the length of the loaders.
@@ -85,6 +90,24 @@ class Units:
                 self._frequencies.append((config, config.frequency))
                 config.frequency = config.frequency // math.gcd(config.frequency, self.accumulate) * now
 
+    def continue_epoch(self, trainer: Trainer, loaders: Loaders) -> None:
+        """An epoch that was begun with another global batch has another number of batches, this once."""
+        if not loaders or trainer.limit_train_batches != 1.0:
+            return
+        sampler = closing(private.mode(trainer), loaders).sampler
+        if not (place := sampler.cursor % sampler.plan.n):
+            return
+        count = private.batches_done(trainer) + epoch_batches(sampler.plan, place)
+        if count != private.batches(trainer):
+            self._whole_epoch = private.batches(trainer)
+            private.set_batches(trainer, count)
+
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """The next one is a whole one."""
+        if self._whole_epoch is not None:
+            private.set_batches(trainer, self._whole_epoch)
+            self._whole_epoch = None
+
     def restore(self, trainer: Trainer) -> None:
         """The user's own settings again."""
         if self.scheduled:
@@ -95,10 +118,26 @@ class Units:
             config.frequency = frequency
 
 
-def begin_epoch_again(trainer: Trainer) -> None:
-    """Lightning says `on_train_epoch_start` where an epoch starts, not where it is resumed in its middle. Two of its
-    callbacks keep what they did there in no checkpoint: the factor of a schedule, and the scheduler of SWA.
+def draw_before(trainer: Trainer, session: Session | None, survivor: Survivor | None, stepped: int | None) -> None:
+    """The iterator of a validation is about to be made: one that is made again draws the random numbers of before."""
+    if session is not None and stepped is not None:
+        session.before_fetch(trainer.global_step)
+    if survivor is not None:
+        survivor.fetches()
+
+
+def begin_epoch_again(trainer: Trainer, session: Session, stepped: int | None) -> None:
+    """What comes first in an epoch that is resumed in its middle (a batch, or a validation) is about to begin.
+
+    Lightning says `on_train_epoch_start` where an epoch starts, not here. Two of its callbacks keep what they did there
+    in no checkpoint: the factor of a schedule, and the scheduler of SWA. `stepped`: batches that did before;
+    None: no epoch is resumed, or it is under way again.
     """
+    if stepped is None:
+        return
+    session.before_fetch(trainer.global_step)  # a validation may draw random numbers: those that it drew before
+    private.set_batches_that_stepped(trainer, stepped)
+    private.restart_is_over(trainer)
     for callback in private.callbacks(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)

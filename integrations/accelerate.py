@@ -16,14 +16,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import GradientState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim import Optimizer
@@ -33,14 +33,17 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations import elastic
 from dlrover_hooks.integrations.accelerate_saves import Saves
 from dlrover_hooks.integrations.even import Around
+from dlrover_hooks.integrations.filling import left_alone
 from dlrover_hooks.integrations.loop import Loop, is_leased, is_training, keeps_own_state
+from dlrover_hooks.session import Preempted
 
 log = logging.getLogger("dlrover_hooks")
 DATA_STATE = "elastic_data.json"
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU"}
-_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept", "_saves"}
+_OWN = {"accelerator", "config", "loop", "_accumulate", "_kept", "_saves", "_on_preempt"}
 
 
 class ElasticAccelerator:
@@ -53,12 +56,14 @@ class ElasticAccelerator:
     Args:
         accelerator: a fresh Accelerator: nothing was prepared with it.
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
+        on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
         shared: the shared keywords, see `dlrover_hooks.config.Config`.
 
     All methods run on the training thread. Raises UsageError for settings that cannot work.
     """
 
-    def __init__(self, accelerator: Accelerator, save_to: str | None = None, **shared: Any) -> None:
+    def __init__(self, accelerator: Accelerator, save_to: str | None = None, *,
+                 on_preempt: Callable[[Preempted], object] | None = None, **shared: Any) -> None:  # fmt: skip
         self.accelerator = accelerator
         self.config = settings.load(save_to=save_to, **shared)
         self.loop: Loop | None = None
@@ -66,6 +71,7 @@ class ElasticAccelerator:
         self._accumulate = accelerator.gradient_accumulation_steps
         self._kept: list[Any] = []
         self._saves: Saves | None = None
+        self._on_preempt = on_preempt
         if accelerator._models or accelerator._optimizers:
             raise UsageError(
                 "the Accelerator has prepared something already, which would not be restored",
@@ -80,6 +86,11 @@ class ElasticAccelerator:
             object.__setattr__(self, name, value)
         else:
             setattr(self.accelerator, name, value)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps in the model, over all restarts; 0 where it stands aside."""
+        return self.loop.step if self.loop is not None else 0
 
     # ---- coming up --------------------------------------------------------------------------------------------------
 
@@ -116,7 +127,8 @@ class ElasticAccelerator:
             log.warning("dlrover-hooks stands aside: %s", reason)
         elif self.loop is None:
             inner = self.accelerator
-            self.loop = Loop(self.config, settings.place(rank=inner.process_index, world_size=inner.num_processes))
+            place = settings.place(rank=inner.process_index, world_size=inner.num_processes)
+            self.loop = Loop(self.config, place, self._on_preempt)
             inner.register_save_state_pre_hook(self._save_data)
             inner.register_load_state_pre_hook(self._load_data)
         return self.loop
@@ -125,7 +137,7 @@ class ElasticAccelerator:
         if self.config.disable:
             return "DLROVER_HOOKS_DISABLE is set"
         if self.accelerator.distributed_type.value not in _SUPPORTED:
-            return f"{self.accelerator.distributed_type.value} is not supported yet (DDP and a single device are)"
+            return left_alone(self.accelerator.distributed_type.value, "Accelerate", self.config.on_error)
         return None
 
     def _is_ours(self, one: Any, beside: list[Any]) -> bool:
@@ -337,6 +349,13 @@ class PreparedLoader(Around):
     def total_dataset_length(self) -> int:
         """Samples of an epoch over all processes."""
         return len(self.elastic.dataset)
+
+
+@elastic.between_lives
+def _forget() -> None:
+    """Accelerate keeps rank, world size and process group of this process in class attributes."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def _rank_of(one: Any) -> int:

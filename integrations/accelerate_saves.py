@@ -21,7 +21,7 @@ from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils import broadcast_object_list
 
 from dlrover_hooks.errors import StorageFailed, UnsupportedState
-from dlrover_hooks.integrations.atomic import SUFFIX, sync_all, whole_folder
+from dlrover_hooks.integrations.atomic import SUFFIX, blame, sync_all, whole_folder
 from dlrover_hooks.integrations.behind import Behind
 from dlrover_hooks.integrations.copies import Copies
 
@@ -129,11 +129,14 @@ class Saves:
                 self._finish(part, target)
             elif not _until(lambda: not part.exists()):
                 raise StorageFailed(f"{target}: the main process has not made the folder whole within {PEERS_S:g} s")
-        except BaseException:
-            if main:
-                shutil.rmtree(part, ignore_errors=True)
-            else:
-                (part / f"failed-{rank}").touch()
+        except BaseException as error:
+            try:
+                blame(part, error)
+            finally:
+                if main:
+                    shutil.rmtree(part, ignore_errors=True)
+                else:
+                    (part / f"failed-{rank}").touch()
             raise
 
     def _write_own(self, state: dict[str, Any], part: Path, safe_serialization: bool) -> None:

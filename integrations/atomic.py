@@ -11,7 +11,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlrover_hooks.errors import HooksError
+
 SUFFIX = ".behind.tmp"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PROBE_BYTES = 1 << 16
 _AT_FDCWD, _EXCHANGE = -100, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,10 +36,33 @@ def whole_file(path: str) -> Iterator[str]:
             yield str(part)
             sync(part)
             os.replace(part, target)
-        except BaseException:
-            part.unlink(missing_ok=True)
+        except BaseException as error:
+            try:
+                blame(part.parent, error)
+            finally:
+                part.unlink(missing_ok=True)
             raise
     sync(target.parent)
+
+
+def blame(folder: Path, error: BaseException) -> None:
+    """Of a full disk torch's writer says only where in its file it stood. Called before what was written is removed.
+
+    Raises:
+        OSError: nothing more can be written in `folder`, which is why `error` came.
+    """
+    if isinstance(error, OSError | HooksError) or not isinstance(error, Exception):
+        return
+    probe = folder / f".probe.{os.getpid()}{SUFFIX}"
+    try:
+        with open(probe, "wb", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
+            os.fsync(file.fileno())
+    except OSError as full:
+        if full.errno in FULL:
+            raise full from error
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _sweep(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 At most one save is being written while one more waits; who brings a third waits until the first is done. So memory is
 bounded, and a slow storage shows as a slow step, not as a full machine. What goes wrong is kept and raised at the next
-verb. Whatever is still to be done when the interpreter ends is done then, within the deadline.
+verb. Whatever is still to be done when the interpreter ends is done then, within the deadline. A forked child has
+nothing to do: its parent does it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.place import reason
 from dlrover_hooks.errors import CheckpointError, HooksError, StorageFailed
+from dlrover_hooks.integrations.atomic import FULL
 
 log = logging.getLogger("dlrover_hooks")
 SAVES = 2
@@ -41,13 +44,18 @@ class Behind:
 
     def __init__(self, *, on_error: str = "raise", deadline_s: float = 600.0) -> None:
         self._on_error, self._deadline_s = on_error, deadline_s
+        self._said = False
+        self._renew()
+        _alive.add(self)
+
+    def _renew(self) -> None:
+        """Also in a forked child: thread, lock and jobs of the parent are not ours."""
         self._jobs: deque[_Job] = deque()
         """The first one is under way."""
         self._failed: list[HooksError] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = self._said = False
-        self._pid = os.getpid()
+        self._closing = False
 
     def room(self) -> None:
         """Wait until one more save may be brought. To be called before its state is copied."""
@@ -106,8 +114,8 @@ class Behind:
         return sum(job.save for job in self._jobs)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Lock held. In a forked process nothing is ever done: its parent does it."""
-        if os.getpid() == self._pid and not self._changed.wait_for(done, self._deadline_s):
+        """Lock held."""
+        if not self._changed.wait_for(done, self._deadline_s):
             raise CheckpointError(
                 f"{self._jobs[0].path} is still not written after {self._deadline_s:g} s",
                 hint="look at the storage; nothing half-written is visible under that name",
@@ -152,6 +160,17 @@ class Behind:
             log.error("%s", error)
 
 
+_alive: weakref.WeakSet[Behind] = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for behind in list(_alive):
+        behind._renew()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
+
+
 def _done(job: _Job) -> HooksError | None:
     """What went wrong. No traceback is kept: its frames would hold the copy."""
     try:
@@ -160,8 +179,10 @@ def _done(job: _Job) -> HooksError | None:
         return error.with_traceback(None)
     except BaseException as error:
         doing = "write" if job.leaves else "remove"
+        full = isinstance(error, OSError) and error.errno in FULL
         return StorageFailed(
             f"cannot {doing} {job.path}: {reason(error)}",
-            hint="the training went on; what stood there before still does",
+            hint=("free some space there, or save fewer; " if full else "")
+            + "the training went on; what stood there before still does",
         )
     return None

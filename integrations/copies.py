@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dlrover_hooks.checkpoint.copying import Copier, Move
 from dlrover_hooks.errors import CheckpointError, UnsupportedState
+from dlrover_hooks.forks import Here
 
 ALIGN = 64
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap
@@ -39,14 +40,17 @@ class Copies:
         self._copier = copier or Copier()
         self._regions: list[_Region] = []
         self._dropped = threading.Condition()
+        self._here = Here()
 
     def take(self, tree: Any, *, timeout_s: float = _WAIT_S) -> Any:
         """An independent copy of `tree`, its tensors on the CPU.
 
         Raises:
             UnsupportedState: something in it cannot be copied; names its type.
-            CheckpointError: all copies are still in use after `timeout_s`.
+            CheckpointError: all copies are still in use after `timeout_s`, or this is a forked child.
         """
+        if not self._here:
+            raise CheckpointError("a forked child has no memory for copies", hint="save in the process that trains")
         tensors = {id(one): one for one in _tensors(tree)}
         places = _Places()
         for tensor in tensors.values():
@@ -67,6 +71,8 @@ class Copies:
         self._regions.clear()
 
     def _told(self) -> None:
+        if not self._here:
+            return
         with self._dropped:
             self._dropped.notify_all()
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+import dlrover_hooks.integrations.ending  # noqa: F401  # a script's last save may be its end
 from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint import snapshot, storage
 from dlrover_hooks.checkpoint.header import Inside, Whole

@@ -5,9 +5,7 @@ Both only act where they cannot do harm, and say why when they do not (`Outcome`
 
 from __future__ import annotations
 
-import atexit
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+import dlrover_hooks.integrations.ending  # noqa: F401  # the hook's callbacks are freed before the process ends
+from dlrover_hooks.runtime import regroup
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,14 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
     def weighted_sum(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
+        if bucket.is_last():  # with it the others can make this step without us
+            regroup.binds()
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
 
         def first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return reduced.value()[0]
 
-        _CALLBACKS.add(first)
         return work.get_future().then(first)
 
     # DDP compares annotations with classes; postponed evaluation made them strings
@@ -63,19 +65,6 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
     weighted_sum.harmless_on_zeros = weighted_sum.weighs = True  # pyright: ignore[reportFunctionMemberAccess]
     ddp.register_comm_hook(None, weighted_sum)
     return Outcome(True)
-
-
-_CALLBACKS: weakref.WeakSet[Callable[..., torch.Tensor]] = weakref.WeakSet()
-"""Those that the process group's thread has not freed yet. It needs the interpreter for that: if the process ends just
-then, it aborts. Seen once in six runs of a script whose end is its last backward."""
-_SETTLE_S = 2.0
-
-
-@atexit.register
-def _settle() -> None:
-    until = time.monotonic() + _SETTLE_S
-    while _CALLBACKS and time.monotonic() < until:
-        time.sleep(0.001)
 
 
 def weighs(model: nn.Module) -> bool:

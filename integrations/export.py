@@ -11,7 +11,10 @@ import datetime
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,11 @@ import torch
 
 from dlrover_hooks.checkpoint import snapshot
 from dlrover_hooks.checkpoint.images import Images, chosen
-from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.checkpoint.place import Place, reason
 from dlrover_hooks.checkpoint.retention import reading
 from dlrover_hooks.checkpoint.stored import StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
-from dlrover_hooks.errors import MissingExtra, UsageError
+from dlrover_hooks.errors import HooksError, MissingExtra, StorageFailed, UsageError
 from dlrover_hooks.protocol import Manifest
 
 FILE_BYTES = 5_000_000_000
@@ -47,29 +50,61 @@ def load(url: str, options: Mapping[str, Any], manifest: Manifest) -> dict[str, 
 
 
 def export(url: str, options: Mapping[str, Any], manifest: Manifest, form: str, dest: str) -> None:
-    """Write `manifest`'s generation to local path `dest` as `form`: torch, dcp, hf or lightning.
+    """Write `manifest`'s generation to local path `dest` as `form`: torch, dcp, hf or lightning. Whole or not at all.
 
     Raises:
-        UsageError: `dest` exists, or the state has no such form.
-        Corrupt, StorageFailed: as `load`.
+        UsageError: `dest` cannot be made there, or the state has no such form.
+        Corrupt, StorageFailed: as `load`; `dest` cannot be written.
     """
+    dest = os.path.abspath(dest)
+    _refuse_dest(Place(url, options), dest)
+    tree = load(url, options, manifest)
+    with _whole(dest) as part:
+        _FORMS[form](tree, manifest, part)
+
+
+def _refuse_dest(place: Place, dest: str) -> None:
+    above = os.path.dirname(dest)
     if os.path.lexists(dest):
         raise UsageError(f"{dest} exists already; nothing is written over", hint="name another place, or remove it")
-    _FORMS[form](load(url, options, manifest), manifest, dest)
+    if not os.path.isdir(above):
+        raise UsageError(f"{dest} cannot be made: there is no folder {above}", hint="make that folder first")
+    tree = os.path.realpath(place.root)
+    if place.local and os.path.commonpath([tree, os.path.realpath(dest)]) == tree:
+        raise UsageError(f"{dest} lies in the checkpoint tree {place.url}", hint="name a place outside of it")
+
+
+@contextlib.contextmanager
+def _whole(dest: str) -> Iterator[str]:
+    """A place beside `dest` that becomes `dest` if all goes well, and is removed if not."""
+    part = f"{dest}.{os.getpid()}.tmp"
+    try:
+        yield part
+        os.rename(part, dest)
+    except HooksError:
+        raise
+    except Exception as error:  # each form's writer has errors of its own for a full disk
+        hint = "name a place where there is room, and that this user may write"
+        raise StorageFailed(f"cannot write {dest}: {reason(error)}", hint=hint) from error
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(part) if os.path.isdir(part) else os.unlink(part)
 
 
 def _to_torch(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
     """As `torch.load` reads it with weights_only=True: what that refuses becomes its nearest plain value."""
     about = {"job": manifest.job, "data": tree.get("data")}
     about |= {name: getattr(manifest.generation, name) for name in ("run", "attempt", "step")}
-    _save(_plain(tree["state"] | {"dlrover_hooks": about}), dest)
+    torch.save(_plain(tree["state"] | {"dlrover_hooks": about}), dest)
 
 
 def _to_dcp(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
     del manifest
     from torch.distributed import checkpoint as dcp
 
-    dcp.save(tree["state"], storage_writer=dcp.FileSystemWriter(dest), no_dist=True)
+    with warnings.catch_warnings():  # that it saves in one process, which is what is wanted
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save(tree["state"], storage_writer=dcp.FileSystemWriter(dest), no_dist=True)
 
 
 def _to_lightning(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
@@ -78,7 +113,7 @@ def _to_lightning(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
             f"{manifest.generation} of job {manifest.job!r} was not saved by Lightning: it has no such form",
             hint="--to torch writes the state as it was saved, --to hf the model's weights",
         )
-    _save(tree["state"]["lightning"], dest)
+    torch.save(tree["state"]["lightning"], dest)
 
 
 def _to_hf(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
@@ -92,7 +127,11 @@ def _to_hf(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
     names = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
     names = names if len(shares) > 1 else ["model.safetensors"]
     for name, share in zip(names, shares, strict=True):
-        save_file(share, os.path.join(dest, name), metadata={"format": "pt"})
+        path = os.path.join(dest, name)
+        with open(path, "wb") as file:
+            mode = os.fstat(file.fileno()).st_mode  # as the umask wants it; safetensors makes it the user's alone
+        save_file(share, path, metadata={"format": "pt"})
+        os.chmod(path, stat.S_IMODE(mode))
     if len(shares) > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
         where = {key: name for name, share in zip(names, shares, strict=True) for key in share}
@@ -106,17 +145,6 @@ _FORMS: dict[str, Callable[[dict[str, Any], Manifest, str], None]] = {
     "hf": _to_hf,
     "lightning": _to_lightning,
 }
-
-
-def _save(what: Any, dest: str) -> None:
-    """Whole or not at all."""
-    part = f"{dest}.{os.getpid()}.tmp"
-    try:
-        torch.save(what, part)
-        os.replace(part, dest)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
 
 
 def _model(state: dict[str, Any], manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -32,7 +32,9 @@ from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.even import Around
+from dlrover_hooks.integrations.filling import left_alone
 from dlrover_hooks.integrations.loop import Loop, Window, is_leased, is_training, keeps_own_state
+from dlrover_hooks.session import Preempted
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -47,13 +49,16 @@ class ElasticFabric:
     Args:
         fabric: a launched Fabric with which nothing was set up.
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
+        on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
         shared: the shared keywords, see `dlrover_hooks.config.Config`.
 
     All methods run on the training thread. Raises UsageError for settings that cannot work.
     """
 
-    def __init__(self, fabric: Fabric, save_to: str | None = None, **shared: Any) -> None:
+    def __init__(self, fabric: Fabric, save_to: str | None = None, *,
+                 on_preempt: Callable[[Preempted], object] | None = None, **shared: Any) -> None:  # fmt: skip
         self.fabric, self.config = fabric, settings.load(save_to=save_to, **shared)
+        self._on_preempt = on_preempt
         self.loop: Loop | None = None
         """The seat in the job, from the first `setup` to `finish`; None when standing aside."""
 
@@ -115,14 +120,14 @@ class ElasticFabric:
             log.warning("dlrover-hooks stands aside: %s", reason)
         elif self.loop is None:
             place = settings.place(rank=self.fabric.global_rank, world_size=self.fabric.world_size)
-            self.loop = Loop(self.config, place)
+            self.loop = Loop(self.config, place, self._on_preempt)
         return self.loop
 
     def _stand_aside(self) -> str | None:
         if self.config.disable:
             return "DLROVER_HOOKS_DISABLE is set"
         if not isinstance(self.fabric.strategy, DDPStrategy | SingleDeviceStrategy):
-            return f"{type(self.fabric.strategy).__name__} is not supported yet (DDP and a single device are)"
+            return left_alone(type(self.fabric.strategy).__name__, "Fabric", self.config.on_error)
         return None
 
     def _keep_optimizer(self, loop: Loop, optimizer: Any) -> None:

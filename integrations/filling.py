@@ -6,14 +6,16 @@ regions of which images a tensor takes. No collective runs.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dlrover_hooks.checkpoint import snapshot
-from dlrover_hooks.checkpoint.images import Stored, need_all
+from dlrover_hooks.checkpoint.images import Images, Piece, Stored, need_all
 from dlrover_hooks.checkpoint.restoring import Opening
 from dlrover_hooks.errors import UsageError
 
@@ -59,9 +61,7 @@ class _Parts:
 
         from dlrover_hooks.integrations.dcp import FlashReader
 
-        index = opening.images.index()
-        if not all(_is_here(target, index[name]) for name, target in targets.items()):
-            index = opening.images.everything()
+        index = _index(opening.images, targets)
         self._reader = FlashReader.over(opening.images, index, opening.copier)
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(targets), self._reader.read_metadata(), is_coordinator=False)
@@ -71,20 +71,62 @@ class _Parts:
         self._reader.read_data(self._plan, self._planner)
 
 
+class _Region(NamedTuple):
+    """The part of a tensor of shape `whole` that this rank takes."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    def is_in(self, stored: Stored) -> bool:
+        """Do the pieces known so far cover it?"""
+        return stored.is_whole or sum(map(self._common, stored.pieces)) == math.prod(self.shape)
+
+    def _common(self, piece: Piece) -> int:
+        """Elements that the two have in common."""
+        sides = zip(self.offsets, self.shape, piece.offsets, piece.shape, strict=True)
+        return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in sides)
+
+    def ranks(self, stored: Stored) -> range:
+        """The saved ranks that are likely to hold it: torch cuts a dimension into equal parts, the last ones shorter,
+        and rank by rank takes one. So one known piece tells of all; the first rank's is never empty.
+        """
+        if not stored.pieces:
+            return range(1)
+        piece = max(stored.pieces, key=lambda one: math.prod(one.shape))
+        for at, length, size, part in zip(self.offsets, self.shape, self.whole, piece.shape, strict=True):
+            if 0 < part < size:
+                return range(at // part, -(-(at + length) // part))
+        return range(0)
+
+
+def _index(images: Images, targets: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+    """The tensors of as few images as hold what `targets` take: all ranks together open W of them, not W^2."""
+    index, asked = images.index(), set[int]()
+    wanted = {name: _region(name, target) for name, target in targets.items()}
+    while wanted := {name: region for name, region in wanted.items() if not region.is_in(index[name])}:
+        likely = set(itertools.chain.from_iterable(region.ranks(index[name]) for name, region in wanted.items()))
+        ranks = sorted(likely.intersection(range(images.world_size)) - asked)
+        if not ranks:
+            return images.everything()
+        for rank in ranks:
+            images.image(rank)
+        asked.update(ranks)
+        index = images.index()
+    return index
+
+
+def _region(name: str, target: torch.Tensor) -> _Region:
+    whole = tuple(target.shape)
+    if not is_sharded(target):
+        return _Region((0,) * len(whole), whole, whole)
+    shape = tuple(snapshot.part(target).shape)
+    return _Region(snapshot.specs({name: target})[0].offsets[: len(shape)], shape, whole)
+
+
 def is_sharded(tensor: Any) -> bool:
     """Is it a DTensor?"""
     return hasattr(tensor, "device_mesh")
-
-
-def _is_here(target: Any, stored: Stored) -> bool:
-    """Is the region that `target` takes one piece of an image that is open already?"""
-    if stored.is_whole:
-        return True
-    if not is_sharded(target):
-        return False
-    spec, shape = snapshot.specs({stored.name: target})[0], tuple(snapshot.part(target).shape)
-    at = spec.offsets[: len(shape)]
-    return 0 in shape or any((piece.offsets, piece.shape) == (at, shape) for piece in stored.pieces)
 
 
 def _compare(targets: Mapping[str, torch.Tensor], index: Mapping[str, Stored]) -> None:
@@ -118,6 +160,25 @@ def refuse_sharded(tensors: Mapping[str, Any]) -> None:
             f"sharded state is not kept under this framework: {listed(found)}",
             hint="use AsyncCheckpointer in a loop of your own, or DistributedDataParallel",
         )
+
+
+def left_alone(strategy: str, framework: str, on_error: str) -> str:
+    """Why nothing is saved or resumed under `strategy`, where training goes on without (`on_error` "warn").
+
+    Raises:
+        UsageError: with `on_error` "raise". Who asks for checkpoints must not find out by a crash that there are none.
+    """
+    reason = (
+        f"{strategy} shards or moves state in a way of its own, and under {framework} state is kept with "
+        "DistributedDataParallel or on a single device only: nothing would be saved, and nothing resumed"
+    )
+    hint = (
+        "for a model that must be sharded use torch's fully_shard (FSDP2) and AsyncCheckpointer in a loop of your own; "
+        "on_error='warn' trains on without dlrover-hooks"
+    )
+    if on_error == "raise":
+        raise UsageError(reason, hint=hint)
+    return f"{reason}. HINT: {hint}"
 
 
 def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:

@@ -8,13 +8,14 @@ The callback only turns Lightning's events into `Session` verbs. What it touches
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,16 +28,22 @@ from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations._lightning_again import Fits
+from dlrover_hooks.integrations._lightning_cut import beside_steps, cut, validating
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
-from dlrover_hooks.integrations._lightning_rules import check_devices, plain, stand_aside
-from dlrover_hooks.integrations._lightning_together import check_short_steps, closing, ended
-from dlrover_hooks.integrations._lightning_units import Units, begin_epoch_again
+from dlrover_hooks.integrations._lightning_rules import check_devices, other_strategy, stand_aside
+from dlrover_hooks.integrations._lightning_signals import take_over
+from dlrover_hooks.integrations._lightning_together import combine, marked
+from dlrover_hooks.integrations._lightning_units import Units, begin_epoch_again, draw_before
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
-from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven, leader, loss_scale
+from dlrover_hooks.integrations.elastic import Recovery
+from dlrover_hooks.integrations.even import EvenLoader, is_uneven, leader, loss_scale
+from dlrover_hooks.integrations.filling import refuse_sharded
 from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO as FlashCheckpointIO
+from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.integrations.torch import keep_buckets
-from dlrover_hooks.integrations.whole import exact_optimizer_states
-from dlrover_hooks.session import Restored, Session
+from dlrover_hooks.integrations.whole import exact_optimizer_states, refuse_other_class
+from dlrover_hooks.session import Preempted, Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -63,6 +70,11 @@ class ElasticCallback(Callback):
         on_error: `"raise"` or `"warn"` for errors that need not stop training.
         sampler: False leaves the training loaders alone.
         checkpoint: False keeps no checkpoints.
+        recover: `"process"`: when another worker is lost this one leaves `fit` and enters it again by itself, under
+            `dlrover-hooks run`; `"restart"`: the launcher starts all anew.
+        on_recover: called with a `Recovery` at the first quiet point after such a loss, or after newcomers came.
+        on_resize: the same, before it, if the world size changed.
+        on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
 
     All hooks run on the training thread. Raises `UsageError` for settings that cannot work.
     """
@@ -84,10 +96,17 @@ class ElasticCallback(Callback):
         on_error: str | None = None,
         sampler: bool = True,
         checkpoint: bool = True,
+        recover: str = "process",
+        on_recover: Callable[[Recovery], object] | None = None,
+        on_resize: Callable[[Recovery], object] | None = None,
+        on_preempt: Callable[[Preempted], object] | None = None,
+        **misspelt: NoReturn,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self._sampler, self._checkpoint = given.pop("sampler"), given.pop("checkpoint")
+        given = settings.keywords(locals(), misspelt)
+        self._sampler, self._checkpoint, self._on_preempt = map(given.pop, ("sampler", "checkpoint", "on_preempt"))
+        lives = [given.pop(name) for name in ("recover", "on_recover", "on_resize")]
         self.config = settings.load(**given)
+        self.fits = Fits(self.config, *lives, checkpoint=checkpoint)
         self.session: Session | None = None
         """The seat in the job, from `setup` to `teardown`."""
         self._restored: Restored | None = None
@@ -97,8 +116,8 @@ class ElasticCallback(Callback):
         self._weighed = False
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self._fix_steps: int | None = None
-        self._whole_epoch: int | None = None
+        self._survivor: Survivor | None = None
+        self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
@@ -122,19 +141,24 @@ class ElasticCallback(Callback):
     # ---- coming up --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        reason = stand_aside(trainer, stage, disabled=self.config.disable)
-        if reason is not None:
+        if (reason := stand_aside(trainer, stage, disabled=self.config.disable)) is not None:
             rank_zero_info(f"dlrover-hooks stands aside: {reason}")
+            return
+        if (reason := other_strategy(trainer, self.config.on_error)) is not None:
+            log.warning("dlrover-hooks stands aside: %s", reason)
             return
         place = settings.place(rank=trainer.global_rank, world_size=trainer.world_size)
         check_devices(trainer)
         private.come_first(trainer, self)  # a cut must not hold what others do with the batch that follows it
         self.session = Session(self.config, place, checkpoint=self._checkpoint)
+        self.fits.begin(trainer, pl_module, self.session)
         try:
             self.session.join()
-            self._restored = self.session.restore_plan()
+            self._restored = self.session.restore_plan(check=private.own)
+            self.fits.check(trainer, self.session, self._restored)
         except BaseException:
-            self.session.leave(p.Departure.FAILED)
+            if self.session.membership is None:
+                self.session.leave(p.Departure.FAILED)
             raise
         self.session.frozen_among(pl_module.parameters)
         if self._restored is not None and self._restored.weights_only:
@@ -145,15 +169,17 @@ class ElasticCallback(Callback):
         self._versions = names.versions(trainer)
         names.write_over_earlier(trainer, self.session.run)
         if self._sampler:
-            private.wrap_train_loaders(trainer, lambda loaders: self._elastic(trainer, loaders))
+            private.wrap_train_loaders(trainer, functools.partial(self._elastic, trainer))
         private.before_each_fetch(trainer, lambda: self._before_any_fetch(trainer))
+        private.before_each_validation(trainer, lambda: draw_before(trainer, self.session, self._survivor, self._again))
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
         """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
         assert self.session is not None
         assert self._restored is not None
         generation, mark = self._restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
-        newer = mark.get("run") == generation.run and generation.step > explicit.get("global_step", 0)
+        same = mark.get("run") == generation.run and generation.step > explicit.get("global_step", 0)
+        newer = same or self.fits.again
         why = f"it is newer than {path} in the same run" if newer else "ckpt_path= was given"
         rank_zero_info(f"dlrover-hooks resumes from {generation if newer else path}: {why}")
         if not newer:
@@ -164,7 +190,7 @@ class ElasticCallback(Callback):
     def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
         """Each training loader with the elastic sampler in it; those that must be left alone are named in the log."""
         names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
-        self._units = self._units or Units(trainer, scheduled=_has_schedule(trainer))
+        self._units = self._units or Units(trainer)
         self._own = OwnLoaders(trainer)
         return [self._elastic_one(trainer, name, loader) for name, loader in zip(names, loaders, strict=True)]
 
@@ -227,52 +253,37 @@ class ElasticCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.session is None:
             return
+        take_over(trainer, self.session, self._on_preempt)
         self._hook = trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped())
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
         if self._restored is not None:
             names.forget_missing(trainer)
+            names.keep_saved_at(trainer, self._restored.state.get("saved_at", {}))
             lightning = private.saved(self._restored)
+            classes = self._restored.state.get("optimizer_classes") or [None] * len(trainer.optimizers)
+            for now, then, named in zip(trainer.optimizers, lightning["optimizer_states"], classes, strict=False):
+                refuse_other_class(now, then, named)
             exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
-            self._fix_steps = private.batches_that_stepped(lightning)
+            self._again = private.batches_that_stepped(lightning)
             if self._restored.state["stopped"] == private.limits(trainer):
                 private.stop(trainer)
         private.load_pending_loader_states(trainer)
-        self._combine(trainer)
+        combine(trainer, self._loaders)
         if self._units is not None and not self._units.scheduled:
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
             self._units.convert_schedulers(trainer)
-            self._continue_epoch(trainer)
+            self._units.continue_epoch(trainer, self._loaders)
         if self._checkpoint:
-            tree.flatten(self._state(trainer))
-
-    def _combine(self, trainer: Trainer) -> None:
-        """Several loaders: those whose epoch is over stay so after a restore; what cannot be weighed is refused."""
-        if len(self._loaders) < 2:
-            return
-        mode = private.mode(trainer)
-        check_short_steps(mode, self._loaders)
-        over = ended(mode, self._loaders)
-        private.end_loaders(trainer, over)
-        for loader in over:
-            loader.close()
-
-    def _continue_epoch(self, trainer: Trainer) -> None:
-        """An epoch that was begun with another global batch has another number of batches, this once."""
-        if not self._loaders or trainer.limit_train_batches != 1.0:
-            return
-        sampler = closing(private.mode(trainer), self._loaders).sampler
-        if not (place := sampler.cursor % sampler.plan.n):
-            return
-        count = private.batches_done(trainer) + epoch_batches(sampler.plan, place)
-        if count != private.batches(trainer):
-            self._whole_epoch = private.batches(trainer)
-            private.set_batches(trainer, count)
+            refuse_sharded(tree.flatten(self._state(trainer)).tensors)
+            ends = [loader.close for loader in self._loaders.values()]
+            beside = functools.partial(beside_steps, trainer, self._own, self._buckets)
+            state = functools.partial(self._state, trainer)
+            self._survivor = self.fits.survivor(trainer, self.session, beside, state, ends)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._whole_epoch is not None:
-            private.set_batches(trainer, self._whole_epoch)
-            self._whole_epoch = None
+        if self._units is not None:
+            self._units.epoch_ends(trainer)
 
     def _prepare(self, model: DistributedDataParallel) -> None:
         saved = self._restored.state["bucket_order"] if self._restored is not None else []
@@ -303,6 +314,8 @@ class ElasticCallback(Callback):
     def _before_fetch(self, trainer: Trainer) -> None:
         if self.session is not None:
             self.session.before_fetch(trainer.global_step)
+        if self._survivor is not None:
+            self._survivor.fetches()
 
     def _before_any_fetch(self, trainer: Trainer) -> None:
         if self._own is not None:
@@ -313,32 +326,34 @@ class ElasticCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.session is None:
             return
-        if self._fix_steps is not None:
-            private.set_batches_that_stepped(trainer, self._fix_steps)
-            self._fix_steps = None
-            private.restart_is_over(trainer)
-            begin_epoch_again(trainer)
-        if self.session.batch_requested(trainer.global_step):
+        begin_epoch_again(trainer, self.session, self._again)
+        self._again = None
+        step_ends, due = self.session.at_step_end, self.session.batch_requested(trainer.global_step)
+        if self._survivor is not None:
+            self._survivor.quiet(trainer.global_step, step_ends=step_ends)
+        if due:
             self.session.cut(trainer.global_step, self._state(trainer))
 
     def _state(self, trainer: Trainer, *, ended: bool = False) -> dict[str, Any]:
-        checkpoint = private.dump(trainer)
-        if self._own is not None:
-            own = self._own.at_end if ended else self._own.at_request
-            private.replace_loader_states(trainer, checkpoint, own)
-        for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-            if key in checkpoint:
-                checkpoint[key] = plain(checkpoint[key])
-        return {
-            "lightning": checkpoint,
-            "bucket_order": self._buckets.names if self._buckets is not None else [],
-            "stopped": private.limits(trainer) if trainer.should_stop else None,
-        }
+        return cut(trainer, self._own, self._buckets, ended=ended)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Averaged weights may be swapped in now; in the middle of a window no optimizer's step has waited yet. A step
+        that is over need not be lost because a peer is while this takes its time.
+        """
+        if self.session is None:
+            return
+        self.session.wait_copied()
+        begin_epoch_again(trainer, self.session, self._again)
+        self._again = None
+        if self._survivor is not None and self.session.at_step_end and not trainer.sanity_checking:
+            private.validation_begins(trainer)
+            self._survivor.validates(trainer.global_step, lambda: validating(trainer, self._buckets))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
         over = private.epoch_is_over(trainer)
-        private.replace_loader_states(trainer, checkpoint, lambda loader: _marked(loader, over))
+        private.replace_loader_states(trainer, checkpoint, lambda loader: marked(loader, over))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -350,38 +365,36 @@ class ElasticCallback(Callback):
         self.session.finish(trainer.global_step, self._state(trainer, ended=True))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        stopped = isinstance(exception, KeyboardInterrupt)
-        self._leave(trainer, p.Departure.STOPPED if stopped else p.Departure.FAILED)
+        session = self.session
+        if session is None or session.membership is None or not isinstance(exception, Exception):
+            stopped = isinstance(exception, KeyboardInterrupt)
+            return self._leave(trainer, p.Departure.STOPPED if stopped else p.Departure.FAILED)
+        session.membership.keep()  # before Lightning moves the model; whether it is a fault is for `elastic_run` to say
+        before = self._handover
+        self._let_go(trainer)
+        self._handover = before  # what this life has trained is in a save, or is no more
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave(trainer, p.Departure.DONE)
 
     def _leave(self, trainer: Trainer, reason: p.Departure) -> None:
-        session, self.session = self.session, None
+        session = self.session
+        self._let_go(trainer)
+        if session is not None:
+            session.leave(reason, trainer.global_step)
+
+    def _let_go(self, trainer: Trainer) -> None:
+        self.session = None
+        for one in filter(None, (self._survivor, self._buckets)):
+            one.close()
         if self._hook is not None:
             self._hook.remove()
         private.unwrap(trainer)
         names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
-        self._hook = self._buckets = self._restored = self._units = self._own = None
+        self._hook = self._buckets = self._restored = self._units = self._own = self._survivor = None
         self._weighed = False
-        self._handover = {name: _marked(loader, over=False) or {} for name, loader in self._loaders.items()}
+        self._handover = {name: marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()
         self._fitted = weakref.ref(trainer)
-        if session is not None:
-            session.leave(reason, trainer.global_step)
-
-
-def _has_schedule(trainer: Trainer) -> bool:
-    return any(isinstance(callback, GradientAccumulationScheduler) for callback in private.callbacks(trainer))
-
-
-def _marked(loader: Any, over: bool) -> dict[str, Any] | None:
-    """The data state with the step just taken in it, at the next epoch's start if this one is `over`; None for a loader
-    that is not ours.
-    """
-    if not isinstance(loader, ElasticLoader | EvenLoader):
-        return None
-    progress = loader.sampler.progress
-    return loader.state_dict() | {"cursor": max(progress.marked, progress.following()) if over else progress.marked}

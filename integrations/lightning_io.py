@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -26,6 +27,8 @@ from dlrover_hooks.integrations.copies import Copies
 
 log = logging.getLogger("dlrover_hooks")
 _alive: WeakSet[FlashCheckpointIO] = WeakSet()
+_undo: list[Callable[[], None]] = []
+"""Puts `ModelCheckpoint` back. One at most, while any of `_alive` may write."""
 
 
 class FlashCheckpointIO(TorchCheckpointIO):
@@ -99,7 +102,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
             return
         already = sys.exc_info()[1]
         try:
-            behind.close()
+            self._over(behind)
         except HooksError as error:
             if already is None:  # else the fit's own error goes up
                 raise
@@ -113,8 +116,17 @@ class FlashCheckpointIO(TorchCheckpointIO):
         if self._behind is None:
             self._behind = Behind(on_error=self.on_error, deadline_s=self.deadline)
             _alive.add(self)
-            private.count_files_under_way(_leaves, _link_later)
+            if not _undo:
+                _undo.append(private.count_files_under_way(_leaves, _link_later))
         return self._behind
+
+    def _over(self, behind: Behind) -> None:
+        try:
+            behind.close()
+        finally:
+            _alive.discard(self)
+            if not _alive and _undo:
+                _undo.pop()()
 
     def _is_idle(self, checkpoint: dict[str, Any]) -> bool:
         """Nothing trains: what is saved after a fit is of one step, until the steps go on."""

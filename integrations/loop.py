@@ -18,16 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint import tree
 from dlrover_hooks.config import Config, Place
-from dlrover_hooks.data.leased import LeasedLoader, is_leased
-from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
-from dlrover_hooks.data.sampler import ElasticSampler
+from dlrover_hooks.data.leased import LeasedLoader
+from dlrover_hooks.data.leased import is_leased as is_leased
+from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.filling import own_state, refuse_sharded
+from dlrover_hooks.integrations.loaders import is_training as is_training
+from dlrover_hooks.integrations.loaders import keeps_own_state as keeps_own_state
+from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.integrations.torch import Stateful, keep_buckets
-from dlrover_hooks.integrations.whole import exact_optimizer_states
-from dlrover_hooks.session import Restored, Session
+from dlrover_hooks.integrations.whole import exact_optimizer_states, refuse_other_class
+from dlrover_hooks.session import Preempted, Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -104,6 +107,11 @@ class Window:
         for model in self._models:
             model.require_backward_grad_sync = True
 
+    def forget(self) -> None:
+        """The loop is over. DDP holds the window in C++, where no cycle is found."""
+        self._models.clear()
+        self.optimizers.clear()
+
     def may_zero(self) -> bool:
         """May gradients be zeroed? Not inside a window, be `zero_grad` called before the backward or after the step."""
         return self.micro_batches == 1 or not self.pending
@@ -128,20 +136,21 @@ class Loop:
         UsageError: parts of the restored checkpoint were not handed over (at the first quiet point).
     """
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: Place, on_preempt: Callable[[Preempted], object] | None = None) -> None:
         self.config, self.place, self.window = config, place, Window()
         self.session = Session(config, place)
+        self.session.parting.on_preempt = on_preempt
         self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
         try:
             self.session.join()
-            self.restored: Restored | None = self.session.restore_plan()
+            self.restored: Restored | None = self.session.restore_plan(check=_own)
         except BaseException:
-            self.close(p.Departure.FAILED)
+            if self.session.membership is None:
+                self.close(p.Departure.FAILED)
             raise
         self._saved: dict[str, Any] = self.restored.state if self.restored is not None else {}
-        parts = own_state(self._saved, "parts", "Accelerate or Fabric") if self.restored is not None else {}
         if self.restored is not None and self.restored.weights_only:
-            self._saved = {"parts": {"model": parts["model"]}}
+            self._saved = {"parts": {"model": self._saved["parts"]["model"]}}
         self.step: int = self._saved.get("step", 0)
         self.first_world: int = self._saved.get("first_world", place.world_size)
         """The world size of the job's first start: what schedules were made for."""
@@ -154,6 +163,7 @@ class Loop:
         self._loaders: list[ElasticLoader] = []
         self.session.frozen_among(self._parameters)
         self._checked, self._asked = False, True
+        self._survivor: Survivor | None = None
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -185,11 +195,13 @@ class Loop:
             self._buckets.append(keep_buckets(wrapped, saved))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The bare optimizer; the first one's steps are the steps of the run."""
+        """The bare optimizer; the first one's steps are the steps of the run. Raises UsageError for another class."""
+        index = len(self._parts.get("optimizer", []))
+        saved = self._saved.get("parts", {}).get("optimizer", [])[index : index + 1]
+        for one in saved:
+            refuse_other_class(optimizer, one, dict(enumerate(self._saved.get("optimizer_classes", []))).get(index))
         self.add("optimizer", optimizer)
         self.window.optimizers.append(optimizer)
-        index = len(self._parts["optimizer"]) - 1
-        saved = self._saved.get("parts", {}).get("optimizer", [])[index : index + 1]
         exact_optimizer_states([optimizer] if saved else [], saved)
         if index == 0:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
@@ -239,6 +251,8 @@ class Loop:
                 f"(gradient_accumulation_steps={accumulate})",
                 hint="accumulate by a larger batch_size, zip other data inside the dataset, or leave ShardDataset out",
             )
+        if self.session.membership is not None:
+            self.session.membership.refuse(f"leased dataset {made.name!r}")
         self.session.lease(made.name, made)
         made.before_batch.append(self.quiet)
         self._undo.append(lambda: made.before_batch.remove(self.quiet))
@@ -276,8 +290,12 @@ class Loop:
             return
         if not self._checked:
             self._check()
+        ended = self.session.at_step_end
         self.session.before_fetch(self.step)
-        if self.session.batch_requested(self.step):
+        due = self.session.batch_requested(self.step)
+        if self._survivor is not None:
+            self._survivor.quiet(self.step, step_ends=ended)
+        if due:
             self.session.cut(self.step, self.state())
 
     def _check(self) -> None:
@@ -289,6 +307,15 @@ class Loop:
                     hint="prepare everything before the loop, always in the same order, or start anew (resume='never')",
                 )
         refuse_sharded(tree.flatten(self.state()).tensors)  # what cannot be kept is named before anything is trained
+        if self.session.membership is not None:
+            models, optimizers = (cast(Any, self._parts.get(kind, [])) for kind in ("model", "optimizer"))
+            ends = [loader.close for loader in self.window.loaders] + [self._let_go]
+            self._survivor = Survivor(self.session, models, optimizers, self._extra, self.state, ends)
+
+    def _let_go(self) -> None:
+        self.window.forget()
+        while self._undo:
+            self._undo.pop()()
 
     def _before_forward(self, model: nn.Module) -> None:
         """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""
@@ -302,17 +329,27 @@ class Loop:
         self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
         self.session.stepped()
 
-    def state(self) -> dict[str, Any]:
-        """The `state` part of a cut."""
-        parts = {kind: [part.state_dict() for part in parts] for kind, parts in self._parts.items() if kind != "loader"}
+    def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The `state` part of a cut; with `extra` as it was before, if it is given."""
+        extra = self._extra() if extra is None else extra
+        parts = self._states(lambda kind: kind in ("model", "optimizer"))
         return {
+            **extra,
             "step": self.step,
-            "epoch": self._epoch,
-            "epoch_over": self._epoch_over,
             "first_world": self.first_world,
-            "parts": parts | ({"loader": self._own} if self._own else {}),
+            "optimizer_classes": [type(one).__name__ for one in self._parts.get("optimizer", [])],
+            "parts": {kind: (parts | extra["parts"])[kind] for kind in self._parts if kind != "loader" or self._own},
             "bucket_orders": [order.names for order in self._buckets],
         }
+
+    def _extra(self) -> dict[str, Any]:
+        """What changes outside of an optimizer's step."""
+        parts = self._states(lambda kind: kind not in ("model", "optimizer", "loader"))
+        own = {"loader": self._own} if self._own else {}
+        return {"epoch": self._epoch, "epoch_over": self._epoch_over, "parts": parts | own}
+
+    def _states(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
+        return {kind: [one.state_dict() for one in parts] for kind, parts in self._parts.items() if wanted(kind)}
 
     def marked(self) -> dict[str, dict[str, Any]]:
         """The data state that includes the step just taken, for a checkpoint of the user's own. Of leased data the
@@ -354,32 +391,9 @@ class Loop:
                 loader.close()
         while getattr(self, "_undo", None):
             self._undo.pop()()
-        self.session.leave(reason, getattr(self, "step", 0))
+        if getattr(self, "_survivor", None) is None or reason is p.Departure.DONE:
+            self.session.leave(reason, getattr(self, "step", 0))
 
 
-def is_training(loader: Any, beside: list[Any]) -> bool:
-    """Is `loader` for training, among the loaders handed over in the same call?
-
-    The shuffled and the leased ones are, and those that are elastic or have an ElasticSampler already. If there is
-    none, the first one is, provided that an optimizer comes along.
-    """
-    loaders = [one for one in beside if isinstance(one, torch.utils.data.DataLoader | ElasticLoader | LeasedLoader)]
-    found = [one for one in loaders if _shuffles(one)]
-    if not found and any(isinstance(one, torch.optim.Optimizer) for one in beside):
-        found = loaders[:1]
-    return any(one is loader for one in found)
-
-
-def _shuffles(loader: Any) -> bool:
-    if isinstance(loader, ElasticLoader) or is_leased(loader):
-        return True
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, ElasticSampler):
-        return True
-    return not isinstance(sampler, torch.utils.data.SequentialSampler) and getattr(sampler, "shuffle", True)
-
-
-def keeps_own_state(loader: Any) -> bool:
-    """A loader with a place of its own, which `elastic_loader` leaves alone."""
-    own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return own and not is_leased(loader) and supports(loader) is not None
+def _own(state: dict[str, Any]) -> Any:
+    return own_state(state, "parts", "Accelerate or Fabric")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -29,8 +29,9 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, leader
 from dlrover_hooks.integrations.filling import Filling, is_sharded, refuse
-from dlrover_hooks.integrations.whole import WholeState, bare
-from dlrover_hooks.session import Restored, Session
+from dlrover_hooks.integrations.survivor import Survivor
+from dlrover_hooks.integrations.whole import NamedOptimizer, WholeState, bare
+from dlrover_hooks.session import Preempted, Restored, Session
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -55,11 +56,12 @@ class AsyncCheckpointer:
     Args:
         save_to: fsspec URL; None keeps checkpoints in memory only.
         model: a module; DistributedDataParallel around it; or one that is sharded by `fully_shard` (FSDP2).
-        optimizer: the optimizer whose steps count.
+        optimizer: the optimizer whose steps count. Others go into `extra`.
         loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
             names. Which one's weights are those of the step says `even.leader`.
         extra: anything else with `state_dict` and `load_state_dict`, always in the same order.
-        shared: the shared keywords, see `dlrover_hooks.config.Config`.
+        on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
+        shared: the shared keywords, see `dlrover_hooks.config.Config`. `global_batch_size` is the loader's to know.
 
     All methods run on the training thread.
     """
@@ -72,12 +74,13 @@ class AsyncCheckpointer:
         optimizer: torch.optim.Optimizer,
         loader: Loader | Sequence[Loader],
         extra: Iterable[Stateful] = (),
+        on_preempt: Callable[[Preempted], object] | None = None,
         **shared: Any,
     ) -> None:
         self.step = 0
         self._ddp = _ddp(model)
-        self._optimizer, self._extra = optimizer, list(extra)
-        self._whole = WholeState(bare(model), optimizer)
+        self._optimizer, self._whole = optimizer, WholeState(bare(model), optimizer)
+        self._extra = [_named(part, self._whole.model) for part in extra]
         self._loaders = [loader] if isinstance(loader, Loader) else _checked(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
@@ -94,9 +97,14 @@ class AsyncCheckpointer:
                 hint="zip other data inside the dataset, or leave ShardDataset out",
             )
         self.config = settings.load(save_to=save_to, **shared)
+        if shared.get("global_batch_size") is not None:
+            _refuse_batch(self.config.global_batch_size, self._loaders)
         self.session = None if self.config.disable else Session(self.config, self._place())
         self.restored: Restored | None = None
+        self._survivor: Survivor | None = None
         if self.session is not None:
+            self.session.parting.on_preempt = on_preempt
+            self._say_unsupported(self.session, leased)
             self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
             self._come_up(self.session)
         elif self._ddp is not None:
@@ -116,23 +124,29 @@ class AsyncCheckpointer:
             self.session.wait_copied()
 
     def close(self, reason: p.Departure = p.Departure.DONE) -> None:
-        """End: DONE makes the last step durable first. Safe to call twice."""
+        """End: DONE makes the last step durable first. Safe to call twice.
+
+        Under `elastic_run`, which sees what FAILED is about, the seat in the job is kept then.
+        """
         if self.session is None or not self._end.alive:
             self._unshare_gradients()
             return
         try:
             if reason is p.Departure.DONE:
                 self._loaders[0].finish()
-                self.session.finish(self.step, self._state())
+                self.session.finish(self.step, self._state(self._extra_state()))
         finally:
             self._end.detach()
             self._hook.remove()
+            if self._survivor is not None:
+                self._survivor.close()
             self._unshare_gradients()
             for loader in self._loaders:
                 loader.before_batch.remove(self._quiet)
                 if isinstance(loader, LeasedLoader):
                     loader.close()
-            self.session.leave(reason, self.step)
+            if self._survivor is None or reason is p.Departure.DONE:
+                self.session.leave(reason, self.step)
 
     def _come_up(self, session: Session) -> None:
         try:
@@ -144,7 +158,8 @@ class AsyncCheckpointer:
                 else:
                     session.watch(loader.name, loader.sampler)
         except BaseException:
-            session.leave(p.Departure.FAILED)
+            if session.membership is None:
+                session.leave(p.Departure.FAILED)
             raise
         session.frozen_among(self._whole.model.parameters)
         saved: list[str] = []
@@ -160,6 +175,18 @@ class AsyncCheckpointer:
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
         for loader in self._loaders:
             loader.before_batch.append(self._quiet)
+        if session.membership is not None:
+            models, ends = [self._whole.model], [loader.close for loader in self._loaders]
+            self._survivor = Survivor(session, models, [self._optimizer], self._extra_state, self._state, ends)
+
+    def _say_unsupported(self, session: Session, leased: list[str]) -> None:
+        """What a survivor alone could not put together again."""
+        if session.membership is None:
+            return
+        if leased:
+            session.membership.refuse(f"leased dataset {leased[0]!r}")
+        if any(is_sharded(parameter) for parameter in self._whole.model.parameters()):
+            session.membership.refuse("a sharded model")
 
     def _place(self) -> settings.Place:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -174,9 +201,10 @@ class AsyncCheckpointer:
 
     def _share_gradients(self, ddp: DistributedDataParallel) -> None:
         """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
-        if not (weighed := weigh_gradients(ddp, lambda: leader(self._loaders).weight)):
+        loaders = self._loaders  # not this object: what DDP holds in C++ must not hold DDP
+        if not (weighed := weigh_gradients(ddp, lambda: leader(loaders).weight)):
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
-        self._sync = SyncAtEnds(ddp, lambda: leader(self._loaders).step_ends)
+        self._sync = SyncAtEnds(ddp, lambda: leader(loaders).step_ends)
 
     def _unshare_gradients(self) -> None:
         if self._ddp is not None:
@@ -189,7 +217,11 @@ class AsyncCheckpointer:
         if len(opening.state["extra"]) != len(self._extra):
             counts = f"`extra` had {len(opening.state['extra'])} parts, here it has {len(self._extra)}"
             refuse([counts], "give the same parts in the same order, or start anew (resume='never')")
-        return Filling(opening, targets | self._shards_of_extra(opening))
+        targets |= self._shards_of_extra(opening)
+        for part, saved in zip(self._extra, opening.state["extra"], strict=True):
+            if isinstance(part, NamedOptimizer):
+                targets |= part.targets(saved)
+        return Filling(opening, targets)
 
     def _shards_of_extra(self, opening: Opening) -> dict[str, torch.Tensor]:
         """The tensors in `extra` that are sharded here or were when they were saved."""
@@ -213,17 +245,28 @@ class AsyncCheckpointer:
 
     def _quiet(self) -> None:
         assert self.session is not None
+        ended = self.session.at_step_end
         self.session.before_fetch(self.step)
-        if self.session.batch_requested(self.step):
-            self.session.cut(self.step, self._state())
+        due = self.session.batch_requested(self.step)
+        if self._survivor is not None:
+            self._survivor.quiet(self.step, step_ends=ended)
+        if due:
+            self.session.cut(self.step, self._state(self._extra_state()))
 
-    def _state(self) -> dict[str, Any]:
+    def _extra_state(self) -> list[Any]:
+        return [part.state_dict() for part in self._extra]
+
+    def _state(self, extra: list[Any]) -> dict[str, Any]:
         return {
             "step": self.step,
             **self._whole.save(),
-            "extra": [part.state_dict() for part in self._extra],
+            "extra": extra,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
         }
+
+
+def _named(part: Stateful, model: nn.Module) -> Stateful:
+    return NamedOptimizer(part, model) if isinstance(part, torch.optim.Optimizer) else part
 
 
 def _checked(loaders: Any) -> list[Loader]:
@@ -236,6 +279,20 @@ def _checked(loaders: Any) -> list[Loader]:
                 hint="give what elastic_loader(loader, optimizer=optimizer) returned, and iterate over that",
             )
     return found
+
+
+def _refuse_batch(size: int | None, loaders: Sequence[Loader]) -> None:
+    """Loaders have shared the samples out by now, so this may only say what they do."""
+    for loader in loaders:
+        has = None if isinstance(loader, LeasedLoader) else loader.sampler.plan.global_batch_size
+        if has != size:
+            what = "each micro-batch of leased data is a step" if has is None else f"it was made with {has}"
+            raise UsageError(
+                f"global_batch_size={size!r} comes too late for loader {loader.name!r}: {what}",
+                hint=f"elastic_loader(loader, optimizer=optimizer, global_batch_size={size!r})"
+                if has is not None
+                else "give the DataLoader the batch_size of one process, and leave global_batch_size out",
+            )
 
 
 def _ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -31,6 +33,9 @@ FAILED = 70
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A lost host, whose kernel reports nothing, is noticed after 25 s. Connections inherit it from the listener."""
 _KEEP_ALIVE_S = 3600
+_COLLECT_AT = (100_000, 20, 100)
+"""Thousands of open long-polls are a large heap: looking through all of it for cycles costs more than they ask for.
+With Python's own (700, 10, 10), 1000 nodes that meet took six times the CPU."""
 log = logging.getLogger("dlrover_hooks.master")
 
 
@@ -113,6 +118,9 @@ def command(token_file: str | None, **flags: Any) -> None:
 
 def serve(options: Options) -> None:
     """Serve until a signal or the end of `life_fd`. Raises HooksError for what the caller can mend."""
+    gc.set_threshold(*_COLLECT_AT)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
     listener = _listener(options)
     _keep_alive(listener)
     journal = Journal(options.journal, synchronous=options.synchronous)

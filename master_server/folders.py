@@ -26,7 +26,7 @@ class Storage(Protocol):
     """Where manifests go. Blocking; called from threads."""
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-        """Write the MANIFEST, point `latest` at it, drop old generations."""
+        """Write the MANIFEST, point `latest` at it, drop old generations. Raises SaveToBusy where another job came."""
         ...
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
@@ -51,8 +51,13 @@ class Folders:
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """See `Storage`."""
-        commit = _checkpoint("storage").commit
-        self._twice(f"commit {manifest.generation} to {url}", lambda: commit(url, options, manifest, keep))
+        commit, still_held = _checkpoint("storage").commit, _checkpoint("claim").still_held
+
+        def work() -> None:
+            still_held(url, options)
+            commit(url, options, manifest, keep)
+
+        self._twice(f"commit {manifest.generation} to {url}", work)
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
         """See `Storage`."""

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from dlrover_hooks.master.core import nodes
 from dlrover_hooks.master.core.events import Lost
@@ -34,11 +35,23 @@ from dlrover_hooks.protocol import (
 log = logging.getLogger("dlrover_hooks.master")
 
 
+class Clock(NamedTuple):
+    """The clocks of a master's machine, in seconds. `wall` counts from the epoch and may be set back."""
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+
+REAL = Clock()
+
+
 class Liveness:
     """Owns the timer. `state` gives the journaled state as it is now; `inform` takes an event of the master's own."""
 
-    def __init__(self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None]) -> None:
-        self._nodes, self._state, self._inform = known, state, inform
+    def __init__(
+        self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], clock: Clock
+    ) -> None:
+        self._nodes, self._state, self._inform, self._now = known, state, inform, clock.monotonic
         self._timer: asyncio.TimerHandle | None = None
         self._at = math.inf
 
@@ -46,20 +59,26 @@ class Liveness:
         """A new life: everybody is to speak anew."""
         self._loop = asyncio.get_running_loop()
         for name, job in sorted(self._state().jobs.items()):
-            self._expect_all(name, job, time.monotonic())
+            self._expect_all(name, job, self._now())
         self._arm()
 
     def _expect_all(self, name: str, job: Job, now: float) -> None:
         current = job.rounds.round
         for member in current.members.values() if current else ():
             trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
-            if member.live:
+            if member.live and (name, member.incarnation) not in self._nodes.pulses:
                 within_s = self._nodes.lease_s if trains else GRACE_S
                 nodes.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
-        for agent in job.rounds.waiting:
-            nodes.expect(self._nodes, (name, agent), now, self._nodes.lease_s)
-        for holder in job.ledgers.free:  # it does not beat, but it connects again, and then it may be silent
-            nodes.expect(self._nodes, (name, holder), now, self._nodes.lease_s)
+        # a free holder does not beat, but it connects again, and then it may be silent
+        for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
+            if (name, speaker) not in self._nodes.pulses:
+                nodes.expect(self._nodes, (name, speaker), now, self._nodes.lease_s)
+
+    def rolled_back(self) -> None:
+        """Events were undone: whoever was forgotten because of them is waited for again."""
+        for name, job in sorted(self._state().jobs.items()):
+            self._expect_all(name, job, self._now())
+        self._arm()
 
     def close(self) -> None:
         """No more verdicts."""
@@ -71,7 +90,7 @@ class Liveness:
     def beat(self, request: Heartbeat) -> None:
         """A heartbeat was answered."""
         name = (request.job, request.incarnation)
-        nodes.beat(self._nodes, name, time.monotonic(), step=request.step, vitals=request.vitals)
+        nodes.beat(self._nodes, name, self._now(), step=request.step, vitals=request.vitals)
         self._arm()
 
     def heard_of(self, event: Message) -> None:
@@ -92,31 +111,34 @@ class Liveness:
         """A long-poll begins; a `Watch` is open until `waited`."""
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
-            nodes.opened(self._nodes, name, time.monotonic())
+            nodes.opened(self._nodes, name, self._now())
             self._arm()
         else:
             self._heard(name, for_s + self._nodes.lease_s)
 
-    def waited(self, request: Poll) -> None:
-        """It is over. Who waits for a round or a lease asks again at once; with its plan a worker may be busy."""
+    def waited(self, request: Poll, *, answered: bool) -> None:
+        """It is over: `answered`, or the client hung up.
+
+        Who waits for a round or a lease asks again at once; with its plan a worker may be busy.
+        """
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
-            nodes.closed(self._nodes, name, time.monotonic())
+            nodes.closed(self._nodes, name, self._now(), answered=answered)
         else:
             within_s = self._worker_s(name) if isinstance(request, AwaitPlan) else self._nodes.lease_s
-            nodes.expect(self._nodes, name, time.monotonic(), within_s)
+            nodes.expect(self._nodes, name, self._now(), within_s)
         self._arm()
 
     def round_formed(self, job: str) -> None:
         """Whoever got a seat must attach in time; an agent need not speak until it waits again."""
         current = self._state().jobs[job].rounds.round
-        now = time.monotonic()
+        now = self._now()
         for member in current.members.values() if current else ():
             nodes.heard(self._nodes, (job, member.incarnation), now, GRACE_S)
         self._arm()
 
     def _heard(self, name: Name, for_s: float) -> None:
-        nodes.heard(self._nodes, name, time.monotonic(), for_s)
+        nodes.heard(self._nodes, name, self._now(), for_s)
         self._arm()
 
     def _worker_s(self, name: Name) -> float:
@@ -132,15 +154,20 @@ class Liveness:
             return
         self.close()
         self._at = at
-        self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._judge)
+        self._timer = self._loop.call_later(max(0.0, at - self._now()), self._judge)
 
     def _judge(self) -> None:
         self._timer, self._at = None, math.inf
-        for lost in nodes.verdicts(self._nodes, time.monotonic()):
+        for lost in nodes.verdicts(self._nodes, self._now()):
             if self._matters(lost):
                 log.warning("job %s: %s is lost: %s", lost.job, lost.incarnation, lost.reason)
                 self._inform(lost)
         self._arm()
+
+    def _is_watched(self, job: str, launcher: str) -> bool:
+        """That launcher sees the end of a process that has not attached yet, or (a script without hooks) never will."""
+        pulse = self._nodes.pulses.get((job, launcher))
+        return pulse is not None and pulse.ears > 0
 
     def _matters(self, lost: Lost) -> bool:
         """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
@@ -150,6 +177,10 @@ class Liveness:
         if lost.incarnation in job.ledgers.free:
             return True
         current = job.rounds.round
-        holds_seat = current is not None and lost.incarnation in current.members
+        member = current.members.get(lost.incarnation) if current is not None else None
+        if member is not None and not member.attached and self._is_watched(lost.job, member.launcher):
+            return False
+        holds_seat = member is not None
         waits = lost.incarnation in job.rounds.waiting or lost.incarnation in job.rounds.seats
-        return holds_seat or waits or lost.reason != nodes.SILENT
+        over = job.finished or job.ending is not None
+        return holds_seat or waits or (lost.reason != nodes.SILENT and not over)

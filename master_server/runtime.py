@@ -8,11 +8,12 @@ once all of it is durable.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +28,7 @@ from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.deposits import Deposits
 from dlrover_hooks.master.folders import Folders, Storage
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
-from dlrover_hooks.master.liveness import Liveness
+from dlrover_hooks.master.liveness import REAL, Clock, Liveness
 from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
@@ -56,6 +57,7 @@ class Runtime:
         open_lease_s: float = 60.0,
         snapshot_every: int = SNAPSHOT_EVERY,
         observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
+        clock: Clock = REAL,
     ) -> None:
         self.journal = journal
         self.state = journal.load()
@@ -64,14 +66,16 @@ class Runtime:
         self._deposits = Deposits(storage or Folders(), owner=journal.owner, inform=self._inform)
         self._snapshot_every = snapshot_every
         self._observe_commit = observe_commit
-        self._clock = 0.0
+        self._wall = clock.wall
+        self._latest = 0.0
         self._queue: deque[Entry] = deque()
         self._under_way: list[Entry] = []
         self._committing: asyncio.Task[None] | None = None
         self._barrier: asyncio.Future[Message] | None = None
-        self._topics: dict[str, asyncio.Future[None]] = {}
+        self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
+        """By topic, in order. Each has a future of its own: to leave one that thousands share takes as many steps."""
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform)
+        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, clock)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
         self.failed = False
@@ -93,7 +97,7 @@ class Runtime:
     def release_waiters(self) -> None:
         """Send every long-poll home: the master is about to end. Call from the loop."""
         self.closing = True
-        for topic in list(self._topics):
+        for topic in list(self._waiters):
             self._wake(topic)
 
     async def close(self, patience_s: float = 4.0) -> None:
@@ -136,8 +140,8 @@ class Runtime:
 
     def _now(self) -> float:
         """Wall clock that never goes back within a life."""
-        self._clock = max(self._clock, time.time())
-        return self._clock
+        self._latest = max(self._latest, self._wall())
+        return self._latest
 
     def _answer_after_commits(self, done: asyncio.Future[Message], reply: Message) -> None:
         """The first sending of this event may not be durable yet: answer no sooner than it."""
@@ -202,6 +206,7 @@ class Runtime:
         failed = batch + list(self._queue)
         self._queue.clear()
         self.state = self.journal.load()
+        self._liveness.rolled_back()
         for entry in failed:
             if not entry.done.done():
                 entry.done.set_exception(JournalFailed(error.message, hint=error.hint))
@@ -233,32 +238,44 @@ class Runtime:
         await self._ask(request)
         timeout_s = None if isinstance(request, Watch) else min(max(request.timeout_s, 0.0), LONGEST_POLL_S)
         self._liveness.waits(request, timeout_s or 0.0)
+        reply = None
         try:
-            return await self._wait_until(request, None if timeout_s is None else self._loop.time() + timeout_s)
+            reply = await self._wait_until(request, None if timeout_s is None else self._loop.time() + timeout_s)
+            return reply
         finally:
             if not (self.closing and isinstance(request, Watch)):  # all connections end with the master
-                self._liveness.waited(request)
+                self._liveness.waited(request, answered=reply is not None)
 
     async def _wait_until(self, request: Poll, until: float | None) -> Message:
         while not self.closing:
-            topic = self._topic(views.topic(request))
-            reply = await self._ask(request)
-            if reply is not None:
-                return reply
-            left = None if until is None else until - self._loop.time()
-            if left is not None and left <= 0:
-                return _nothing(request)
-            await asyncio.wait([topic], timeout=left)
+            with self._waiting(views.topics(self.state, request)) as woken:
+                reply = await self._ask(request)
+                if reply is not None:
+                    return reply
+                left = None if until is None else until - self._loop.time()
+                if left is not None and left <= 0:
+                    return _nothing(request)
+                await asyncio.wait([woken], timeout=left)
         raise _ending()
 
-    def _topic(self, name: str) -> asyncio.Future[None]:
-        if name not in self._topics:
-            self._topics[name] = self._loop.create_future()
-        return self._topics[name]
+    @contextlib.contextmanager
+    def _waiting(self, topics: tuple[str, ...]) -> Iterator[asyncio.Future[None]]:
+        """A future that any of `topics` settles."""
+        woken: asyncio.Future[None] = self._loop.create_future()
+        for topic in topics:
+            self._waiters.setdefault(topic, {})[woken] = None
+        try:
+            yield woken
+        finally:
+            for topic in topics:
+                if waiters := self._waiters.get(topic):
+                    waiters.pop(woken, None)
+                    if not waiters:
+                        del self._waiters[topic]
 
-    def _wake(self, name: str) -> None:
-        if (topic := self._topics.pop(name, None)) is not None:
-            _settle(topic, None)
+    def _wake(self, topic: str) -> None:
+        for woken in self._waiters.pop(topic, ()):
+            _settle(woken, None)
 
     # ---- the master's own events -------------------------------------------------------------------------------------
 
@@ -293,7 +310,7 @@ class Runtime:
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:
             timer.cancel()
-        delay_s = max(0.0, effect.at - time.time())
+        delay_s = max(0.0, effect.at - self._wall())
         self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
 
 

@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from tests import keepers, warm
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import named_job
+
+settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow cores")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     chaos = parser.getgroup("chaos", "rounds of tests/chaos")
     chaos.addoption("--chaos-rounds", type=int, default=200, metavar="N", help="with torch-free trainers (200)")
     chaos.addoption("--chaos-real-rounds", type=int, default=10, metavar="N", help="with real ones (10)")
+    chaos.addoption("--chaos-run-rounds", type=int, default=1, metavar="N", help="each kind of fault so often (1)")
     chaos.addoption("--chaos-seed", type=int, metavar="S", help="of the first batch; the seed is printed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: of several workers none is left with a long one when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A launcher tells its children things by `os.environ`; one that runs inside a test must not tell the next test.
+
+    Nor must a test that plays another rank: Lightning's loggers write where the rank is 0, and a process group puts its
+    rank before what is raised. A Trainer that has failed leaves the signal handlers that it found, which had ended; one
+    for several ranks leaves torch with one thread. What torch draws does not hang on what ran before, as
+    pytest-randomly sees to for `random` and NumPy.
+    """
+    before, excepthook = dict(os.environ), sys.excepthook
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+    threads = torch.get_num_threads() if torch is not None else 0
+    yield
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    sys.excepthook = excepthook
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(before)
+    for name in ("lightning_utilities.core.rank_zero", "torchmetrics.utilities.prints"):
+        if (module := sys.modules.get(name)) is not None:
+            module.rank_zero_only.rank = 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_left() -> Iterator[None]:
+    """See `tests.warm` and `tests.keepers`."""
+    with keepers.serving():
+        yield
+        warm.close()
 
 
 @pytest.fixture
@@ -31,3 +82,9 @@ def live_master(tmp_path: Path) -> Iterator[LiveMaster]:
     master = LiveMaster(tmp_path)
     yield master
     master.close()
+
+
+def pytest_configure() -> None:
+    """Who runs the tests in the background may have Ctrl-C ignored, and what they start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

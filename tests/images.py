@@ -1,4 +1,4 @@
-"""Images of tensors as a save makes them, in plain memory."""
+"""Images of tensors as a save makes them, in plain memory; and how they are read back from storage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.header import Inside
-from dlrover_hooks.checkpoint.image import Layout, header_bytes
+from dlrover_hooks.checkpoint.image import Layout, TensorSpec, header_bytes, plan
+from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.recipe import Recipe
+from dlrover_hooks.checkpoint.stored import StoredImage
+from dlrover_hooks.protocol import Generation, Manifest
 
 
 def image_of(tensors: Mapping[str, Any], inside: Inside, *, threads: int = 1) -> bytearray:
@@ -24,3 +27,19 @@ def image_of(tensors: Mapping[str, Any], inside: Inside, *, threads: int = 1) ->
 def image_with(layout: Layout, inside: Inside, payload: bytes) -> bytearray:
     """An image of this layout whose tensors are `payload`."""
     return bytearray(header_bytes(layout, inside) + payload)
+
+
+def image_around(payload: bytes, which: Generation) -> bytes:
+    """An image of rank 0, alone, whose one tensor is `payload`."""
+    layout = plan([TensorSpec("state.w", "U8", (len(payload),), len(payload))])
+    return bytes(image_with(layout, Inside(which, 0, 1, {}), payload))
+
+
+def read_back(url: str, manifest: Manifest, rank: int) -> bytes:
+    """All of `rank`'s file, every chunk verified. Raises as `StoredImage`."""
+    image = StoredImage(Place(url), manifest, rank)
+    try:
+        image.need([(0, len(image.view))])
+        return bytes(image.view)
+    finally:
+        image.close()

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 
 from tests.e2e.master_process import LiveMaster
+from tests.warm import Forked
+from tests.warm import warm as warmed
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,13 +52,22 @@ def environments(world: int, master: LiveMaster | None = None, **more: object) -
     return [ours | {name: str(value) for name, value in rank.items()} for rank in ranks]
 
 
-def started(command: Sequence[str], world: int, master: LiveMaster | None = None) -> list[subprocess.Popen[str]]:
-    """One process for each rank, its outputs piped."""
+Rank = subprocess.Popen[str] | Forked
+
+
+def started(
+    command: Sequence[str], world: int, master: LiveMaster | None = None, *, warm: Sequence[str] = ()
+) -> Sequence[Rank]:
+    """One process for each rank, its outputs kept. `warm`: modules that they find imported, see `tests.warm`."""
+    if warm:
+        places = environments(world, master)
+        server = warmed(warm, places[0])
+        return [server.start(command[1:], env) for env in places]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen(command, env=env, **pipes) for env in environments(world, master)]
 
 
-def ended(ranks: Sequence[subprocess.Popen[str]], timeout_s: float) -> list[tuple[str, str]]:
+def ended(ranks: Sequence[Rank], timeout_s: float) -> list[tuple[str, str]]:
     """What each wrote on stdout and stderr. None of them outlives this."""
     try:
         return [rank.communicate(timeout=timeout_s) for rank in ranks]
@@ -71,9 +82,16 @@ def reported(outputs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     return [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
 
 
-def run(command: Sequence[str], world: int, master: LiveMaster | None = None, *, timeout_s: float) -> list[Any]:
-    """The JSON lines of all ranks; each must end with 0."""
-    ranks = started(command, world, master)
+def run(
+    command: Sequence[str],
+    world: int,
+    master: LiveMaster | None = None,
+    *,
+    timeout_s: float,
+    warm: Sequence[str] = (),
+) -> list[Any]:
+    """The JSON lines of all ranks; each must end with 0. `warm`: see `started`."""
+    ranks = started(command, world, master, warm=warm)
     outputs = ended(ranks, timeout_s)
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, errors[-4000:]

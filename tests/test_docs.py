@@ -49,7 +49,7 @@ def commands() -> list[tuple[str, str]]:
 @cache
 def help_of(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        [sys.executable, *command, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -63,7 +63,6 @@ def test_python_blocks_compile(place: str, text: str) -> None:
     compile(text, place, "exec")
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("place", "text", "workers"), [block for block in blocks("python") if block[2] is not None])
 def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
@@ -80,7 +79,7 @@ def test_runnable_blocks_run(place: str, text: str, workers: int, tmp_path: Path
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, f"{place}\n{done.stdout}{done.stderr}"
@@ -130,8 +129,9 @@ def test_callback_arguments_are_the_documented_ones() -> None:
     page = (ROOT / "docs/lightning.md").read_text()
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `(.*?)` \|", page, re.M)
     shown = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
-    parameters = inspect.signature(ElasticCallback).parameters.items()
-    assert shown == {name: effective(name, parameter.default) for name, parameter in parameters}
+    parameters = inspect.signature(ElasticCallback).parameters.values()
+    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]  # that one answers misspelt names
+    assert shown == {one.name: effective(one.name, one.default) for one in named}
 
 
 def public() -> list[object]:
@@ -164,7 +164,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [name for name in files if not (page.parent / name).exists()] == []
 
 
-@pytest.mark.timeout(180)
 def test_the_manual_builds_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run(
         [
@@ -181,7 +180,7 @@ def test_the_manual_builds_without_warnings(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

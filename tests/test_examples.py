@@ -70,7 +70,7 @@ def test_the_accelerate_example_learns_and_resumes(tmp_path: Path) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DLROVER_HOOKS_JOB": tmp_path.name}
         command = [sys.executable, str(ROOT / "examples/accelerate/train.py"), "--epochs", epochs, "--windows", "300"]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=25)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         losses.append([float(one) for one in re.findall(r"validation loss (\S+)", done.stdout)])
     assert [len(one) for one in losses] == [2, 1]
@@ -83,10 +83,26 @@ def test_leased_shards_survive_the_death_of_a_worker() -> None:
     script = ROOT / "examples/shards/train.py"
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
     env |= {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(
         r"worker slow: killed.*of (\d+)\nread at least once: (\d+);.*each once: (\d+); left: 0", done.stdout, re.S
     )
     assert found is not None, done.stdout
     assert len(set(found.groups())) == 1, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("framework", ["ddp", "lightning", "accelerate"])
+def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framework: str) -> None:
+    """Under the real launcher: the survivors' processes go on (DL-77)."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
+    options = ["--nproc-per-node", "1:3", "--fault-level", "shrink", "--job", tmp_path.name]
+    script = [str(ROOT / "examples/elastic" / framework / "train.py"), "--windows", "480", "--lose-at", "5"]
+    command = [sys.executable, "-m", "dlrover_hooks", "run", *options, *script]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("goes on at step 5") == 2, done.stdout
+    assert "ends at step 20 with 2 workers" in done.stdout

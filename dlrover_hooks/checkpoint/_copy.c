@@ -2,7 +2,9 @@
  *
  * What is stored here is read by another process, much later: stores that go around the caches spare reading the
  * destination first (about a third of the traffic) and leave the trainer its caches. The C library does that only
- * above a size of several MB. Stable ABI: one build serves all Pythons from 3.10.
+ * above a size of several MB. What is read is not needed again, either, so it is fetched past the caches, too, a page
+ * ahead, where the hardware's own fetching ends: a sixth faster, and a step beside it loses 1 ms instead of 5 (500 MB,
+ * AMD EPYC). Stable ABI: one build serves all Pythons from 3.10.
  */
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
@@ -12,6 +14,7 @@
 #ifdef __SSE2__
 #include <emmintrin.h>
 #define ALONE 1024 /* bytes; below, aligning costs more than it gains */
+#define AHEAD 4096 /* bytes; past the end of what is read this is harmless */
 
 static void stream(char *to, const char *from, size_t size) {
     if (size < ALONE) {
@@ -22,6 +25,7 @@ static void stream(char *to, const char *from, size_t size) {
     memcpy(to, from, head);
     to += head, from += head, size -= head;
     for (; size >= 64; to += 64, from += 64, size -= 64) {
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
         const __m128i *in = (const __m128i *)from;
         __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
         __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
@@ -37,19 +41,23 @@ static void stream(char *to, const char *from, size_t size) {
 #define FENCE()
 #endif
 
-/* copy(base, offsets, sources, sizes, begin, end): for each i from begin to end, sizes[i] bytes from sources[i] to
- * base + offsets[i]. The three arrays of uint64 are given by address; the caller keeps them alive. */
+/* copy(base, offsets, sources, sizes, edges, shares, taken): for each i, sizes[i] bytes from sources[i] to
+ * base + offsets[i], by as many threads as call it. Share k is edges[k] to edges[k + 1]; whoever comes next takes the
+ * next one by raising `taken`, without the GIL, which another thread may hold for long. All but base and shares are
+ * arrays of uint64, given by address; the caller keeps them alive. */
 static PyObject *copy(PyObject *self, PyObject *args) {
-    unsigned long long base, offsets, sources, sizes;
-    Py_ssize_t begin, end;
-    if (!PyArg_ParseTuple(args, "KKKKnn", &base, &offsets, &sources, &sizes, &begin, &end))
+    unsigned long long base, offsets, sources, sizes, edges, shares, taken;
+    if (!PyArg_ParseTuple(args, "KKKKKKK", &base, &offsets, &sources, &sizes, &edges, &shares, &taken))
         return NULL;
     const uint64_t *to = (const uint64_t *)(uintptr_t)offsets;
     const uint64_t *from = (const uint64_t *)(uintptr_t)sources;
     const uint64_t *size = (const uint64_t *)(uintptr_t)sizes;
+    const uint64_t *edge = (const uint64_t *)(uintptr_t)edges;
+    uint64_t *next = (uint64_t *)(uintptr_t)taken, share;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = begin; i < end; i++)
-        stream((char *)(uintptr_t)(base + to[i]), (const char *)(uintptr_t)from[i], size[i]);
+    while ((share = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < shares)
+        for (uint64_t i = edge[share]; i < edge[share + 1]; i++)
+            stream((char *)(uintptr_t)(base + to[i]), (const char *)(uintptr_t)from[i], size[i]);
     FENCE();
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;

@@ -41,6 +41,39 @@ def address(job: str, node: str) -> Address:
     return Address(f"{base}.sock", f"{base}.lock")
 
 
+class Plate:
+    """A keeper's names, socket and lock, in the runtime folder; `fd` is the lock. `mend` puts them there again."""
+
+    def __init__(self, at: Address, fd: int) -> None:
+        self.at, self._fd = at, fd
+        self.listener = listen(at.socket)
+
+    def mend(self) -> socket.socket | None:
+        """A new listener if the socket's name is gone: the folder was removed. None: it is there, or another keeper's.
+
+        Raises:
+            OSError: it cannot be put there.
+        """
+        if os.path.exists(self.at.socket):
+            return None
+        os.makedirs(os.path.dirname(self.at.socket), mode=0o700, exist_ok=True)
+        if not _is_file(self._fd, self.at.lock):
+            fd = lock(self.at.lock)
+            if fd is None:
+                return None
+            os.close(self._fd)
+            self._fd = fd
+        self.listener = listen(self.at.socket)
+        return self.listener
+
+    def remove(self) -> None:
+        """Nobody finds the keeper here any more. The names of another one, which came when ours were gone, stay."""
+        if _is_file(self._fd, self.at.lock):
+            for path in self.at:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
 def lock(path: str) -> int | None:
     """The keeper's lock file, locked: its descriptor; None if a keeper lives. Ends with the process."""
     while True:

@@ -12,7 +12,7 @@ from dlrover_hooks.checkpoint import durable, seats, wire
 from dlrover_hooks.checkpoint.arena import SLOTS
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
-from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment
+from dlrover_hooks.checkpoint.holdings import Holdings, Proof, Segment, whose
 from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
@@ -22,7 +22,7 @@ from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import KeeperAway
 
-_WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Goodbye, wire.Replicate, wire.Fetch)
+_WITHOUT_SEAT = (wire.Hello, wire.Inventory, wire.Open, wire.Recall, wire.Goodbye, wire.Replicate, wire.Fetch)
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +103,7 @@ class Answers:
         self._loop.send(peer, wire.Done(ref=message.ref))
 
     def _goodbye(self, peer: Peer, message: wire.Goodbye) -> None:
-        peer.left = True
+        peer.finished = message.finished
         if peer.hello is None:
             if message.finished:  # it has found the job finished
                 self._lifetime.job_done(seats.taken(peer, self._loop.peers))
@@ -117,7 +117,7 @@ class Answers:
         self._rooms.allocate(peer, message)
 
     def _open(self, peer: Peer, message: wire.Open) -> None:
-        found = self._holdings.find(message.generation, message.rank)
+        found = self._holdings.find(message.generation, message.rank, message.world_size)
         if found is None:
             text = f"{message.generation}, rank {message.rank}, is not held in this node's memory"
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
@@ -129,7 +129,7 @@ class Answers:
     def _opened(self, peer: Peer, message: wire.Open, segment: Segment, proof: Proof | Exception) -> None:
         if isinstance(proof, Exception):
             for old in list(segment.proofs.values()):
-                if (old.slot.generation, old.slot.rank) == (message.generation, message.rank):
+                if whose(old.slot) == (message.generation, message.rank, message.world_size):
                     segment.refute(old.slot)
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=str(proof)))
             return
@@ -143,6 +143,11 @@ class Answers:
             at=wire.whereabouts(segment.arena.fd),
         )
         self._loop.send(peer, reply, segment.arena.fd)
+
+    def _recall(self, peer: Peer, message: wire.Recall) -> None:
+        segments = (segment for segments in self._holdings.seats.values() for segment in reversed(segments))
+        notes = tuple(note for segment in segments for note in segment.arena.notes())
+        self._loop.send(peer, wire.Recalled(ref=message.ref, notes=notes))
 
     # ---- other nodes
 
@@ -180,7 +185,7 @@ class Answers:
         self._hashes.when_done(lambda: self._persist_hashed(hello, message))
 
     def _persist_hashed(self, hello: wire.Hello, message: wire.Persist) -> None:
-        found = self._holdings.find(message.generation, message.rank)
+        found = self._holdings.find(message.generation, message.rank, message.world_size)
         if found is None:
             text = f"{message.generation} is not held here any more"
             self._loop.tell(hello.seat, wire.PersistFailed(generation=message.generation, reason=text, gone=True))
@@ -197,6 +202,7 @@ class Answers:
         wire.Complete: _complete,
         wire.Persist: _persist,
         wire.Open: _open,
+        wire.Recall: _recall,
         wire.Replicate: _replicate,
         wire.Fetch: _fetch,
         wire.Drop: _drop,

@@ -5,11 +5,12 @@ be sealed, but like a memfd it is gone with its last user, however that ends.
 
     page 0    64 B: magic, slots, slot_bytes, number     then one line of 64 B per slot:
               seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
+    notes     16 KB each: seq u64 | length u64 | what the trainer wants its successor to know (`drawn`)
     slot k    a safetensors image (`image`)
 
-`seq` is odd while the slot is being written; each store is one aligned 8-byte store. The trainer writes, the keeper
-owns the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket message
-that follows a publication is the barrier. Linux only. No torch.
+`seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. The trainer writes, the
+keeper owns the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket
+message that follows a publication is the barrier. Linux only. No torch.
 """
 
 from __future__ import annotations
@@ -21,21 +22,18 @@ import functools
 import mmap
 import os
 import uuid
-from collections.abc import Collection, Sequence
 
 from dlrover_hooks.checkpoint.image import PAGE
 from dlrover_hooks.config import runtime_dir
+from dlrover_hooks.drawn import NOTES
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Message
 
 SLOTS = 3
-STUCK_STEPS = 8
-"""While a slot is being persisted, a rank may have to leave a save out that another one makes. Then no generation gets
-complete any more, and what each published last would block it until the store is done. So at steps divisible by this,
-the same ones on all ranks, it gives way. The newest complete one stays on all ranks: no newer one can have become it.
-"""
-_MAGIC = int.from_bytes(b"DLRHOOK1", "little")
+_MAGIC = int.from_bytes(b"DLRHOOK2", "little")
 _LINE = 8  # words
+NOTE_BYTES = 16 << 10
+_SLOTS_AT = PAGE + NOTES * NOTE_BYTES
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -59,50 +57,6 @@ class Slot(Message, frozen=True):
         return self.seq % 2 == 1
 
 
-def choose_slot(
-    slots: Sequence[Slot],
-    newest_complete: Generation | None,
-    persisting: Collection[Generation],
-    *,
-    run: str | None = None,
-    step: int = 1,
-) -> int | None:
-    """The slot that the save of `step` may overwrite; None: there is none now, so skip this save.
-
-    Never the newest memory-complete one, never one being persisted, never the newest published one, unless saves are
-    stuck (see `STUCK_STEPS`). Torn and free slots come first, then the oldest. Slots of another run than `run` count as
-    older than all of this run.
-    """
-    published = [slot for slot in slots if slot.generation is not None and not slot.torn]
-    newest = max(published, key=lambda slot: _age(slot, run), default=None)
-    usable = [slot for slot in slots if not _kept(slot, newest, newest_complete, persisting)]
-    if not usable and newest is not None and _stuck(newest, newest_complete, persisting, step):
-        return newest.index
-    return min(usable, key=lambda slot: _age(slot, run)).index if usable else None
-
-
-def _stuck(newest: Slot, newest_complete: Generation | None, persisting: Collection[Generation], step: int) -> bool:
-    """What was published last is old, and still not complete: other ranks have left it out."""
-    generation = newest.generation
-    if generation is None or generation == newest_complete or generation in persisting:
-        return False
-    return step % STUCK_STEPS == 0 and step - generation.step >= STUCK_STEPS
-
-
-def _kept(
-    slot: Slot, newest: Slot | None, newest_complete: Generation | None, persisting: Collection[Generation]
-) -> bool:
-    if slot.torn or slot.generation is None:
-        return False
-    return slot is newest or slot.generation == newest_complete or slot.generation in persisting
-
-
-def _age(slot: Slot, run: str | None) -> tuple[bool, bool, int, int]:
-    if slot.torn or slot.generation is None:
-        return (False, False, 0, 0)
-    return (True, run in (None, slot.generation.run), slot.generation.attempt, slot.generation.step)
-
-
 class Arena:
     """A mapping of one segment. One writer (the seat's trainer) at a time; reading is free for all.
 
@@ -114,10 +68,10 @@ class Arena:
         self.nbytes = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self._view = memoryview(self._map)
-        self._words = self._view[:PAGE].cast("Q")
+        self._words = self._view[:_SLOTS_AT].cast("Q")
         if self._words[0] != _MAGIC and any(self._view[:64]):
             raise Corrupt("this segment is not an arena")
-        self._cells = (ctypes.c_uint64 * (PAGE // 8)).from_buffer(self._map) if writable else None
+        self._cells = (ctypes.c_uint64 * (_SLOTS_AT // 8)).from_buffer(self._map) if writable else None
         self.slot_bytes = self._words[2]
         self.number: int = self._words[3]
         """Tells it from all other segments of its seat."""
@@ -137,8 +91,8 @@ class Arena:
         folder = shared_folder()
         fd = _memfd(f"dlrover-hooks-seat-{seat}") if folder is None else _nameless(folder)
         try:
-            os.ftruncate(fd, PAGE + slots * size)
-            os.posix_fallocate(fd, 0, PAGE + slots * size)
+            os.ftruncate(fd, _SLOTS_AT + slots * size)
+            os.posix_fallocate(fd, 0, _SLOTS_AT + slots * size)
             if folder is None:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             arena = cls(fd)
@@ -211,7 +165,7 @@ class Arena:
 
     def view(self, index: int, nbytes: int | None = None) -> memoryview:
         """The first `nbytes` of slot `index`."""
-        start = PAGE + index * self.slot_bytes
+        start = _SLOTS_AT + index * self.slot_bytes
         return self._view[start : start + (self.slot_bytes if nbytes is None else nbytes)]
 
     def begin(self, index: int) -> None:
@@ -234,6 +188,27 @@ class Arena:
         for offset in range(1, 7):
             self._store(line + offset, 0)
         self._store(line, self.seq(index) + 1)
+
+    def note(self, index: int, data: bytes) -> None:
+        """Leave a note for the next trainer of this seat; one that is too long leaves none at that place."""
+        word = (PAGE + index * NOTE_BYTES) // 8
+        begin = 8 * word + 16
+        fits = len(data) <= NOTE_BYTES - 16
+        self._store(word, self._words[word] | 1)
+        self._store(word + 1, len(data) if fits else 0)
+        if fits:
+            self._view[begin : begin + len(data)] = data
+        self._store(word, self._words[word] + 1)
+
+    def notes(self) -> list[bytes]:
+        """Those that are whole."""
+        return [note for index in range(NOTES) if (note := self._read_note(index))]
+
+    def _read_note(self, index: int) -> bytes:
+        word = (PAGE + index * NOTE_BYTES) // 8
+        seq, length = self._words[word], self._words[word + 1]
+        note = bytes(self._view[8 * word + 16 : 8 * word + 16 + min(length, NOTE_BYTES - 16)])
+        return note if seq % 2 == 0 and self._words[word] == seq else b""
 
     def _store(self, word: int, value: int) -> None:
         assert self._cells is not None, "this mapping is read-only"

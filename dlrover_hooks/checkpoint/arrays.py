@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,15 @@ PLAIN: set[type] = set()
 """See `snapshot.PLAIN`: of arrays each is looked at."""
 
 
+class Glance(NamedTuple):
+    """Where tensors begin, and what else was asked of them, in words of 8 bytes."""
+
+    addresses: bytes
+    forms: bytes
+    told: bool = False
+    """`forms` are device, type, shape and strides of each; else no more than their bytes."""
+
+
 def library() -> Any:
     """The module that knows the arrays of this process: `snapshot` if torch is loaded, else this one."""
     if "torch" in sys.modules:
@@ -56,14 +65,27 @@ def spread(tensor: Any) -> None:
     """See `snapshot.spread`."""
 
 
+def rests(value: Any) -> bool:
+    """See `snapshot.rests`."""
+    del value
+    return False
+
+
 def lie_plainly(values: Sequence[Any], single: Iterable[int]) -> bool:
     """See `snapshot.lie_plainly`."""
     return not values
 
 
-def addresses(values: Iterable[Any]) -> list[int]:
-    """See `snapshot.addresses`."""
-    return [address(value) for value in values]
+def any_negative(values: Sequence[Any], single: Iterable[int]) -> bool:
+    """See `snapshot.any_negative`."""
+    del values, single
+    return False
+
+
+def glance(values: Sequence[Any], words: int) -> Glance:
+    """See `snapshot.glance`."""
+    del values, words
+    return Glance(b"", b"")
 
 
 def plain(value: Any) -> Any:
@@ -72,8 +94,14 @@ def plain(value: Any) -> Any:
 
 
 def address(value: Any) -> int:
-    """Where the bytes of a `plain` array begin."""
+    """Where the bytes of an array begin."""
     return int(value.ctypes.data)
+
+
+def on_device(value: Any) -> bool:
+    """See `snapshot.on_device`."""
+    del value
+    return False
 
 
 def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, Any]:

@@ -8,15 +8,20 @@ import time
 from collections.abc import Callable
 
 from dlrover_hooks.errors import CheckpointError
+from dlrover_hooks.forks import Here
 
 WAIT_S = 600.0
 """Deadline for a copy: memory that is this slow is swapped out or broken."""
 
 
 class Aside:
-    """Owns the thread `dlrover-hooks-copy`, from the first job on. `begin` and `close` on the training thread."""
+    """Owns the thread `dlrover-hooks-copy`, from the first job on. `begin` and `close` on the training thread.
+
+    A forked child has no such thread, and its weights are not those that are copied: it waits for nothing.
+    """
 
     def __init__(self) -> None:
+        self.here = Here()
         self.waited_s = 0.0
         """How long `wait` held up its callers, since this was set to 0."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -39,7 +44,7 @@ class Aside:
         Raises:
             CheckpointError: the copy does not end; weights must not change under it.
         """
-        if self._idle.is_set():
+        if self._idle.is_set() or not self.here:
             return
         began = time.perf_counter()
         done = self._idle.wait(WAIT_S)
@@ -52,7 +57,7 @@ class Aside:
     def close(self) -> None:
         """Wait, and end the thread. Idempotent."""
         self.wait()
-        if self._thread is not None:
+        if self.here and self._thread is not None:
             self._jobs.put(None)
             self._thread.join(WAIT_S)
             self._thread = None

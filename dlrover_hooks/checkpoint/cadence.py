@@ -39,6 +39,39 @@ class Durable:
         return found
 
 
+class Passing:
+    """How far a rank has come: `step` is `Vote.passed`. A save is a promise of a vote, until it is voted for.
+
+    One that was never hashed, because its keeper died or its copy failed, is forgotten once newer ones fill all slots.
+    """
+
+    def __init__(self, slots: int = 3) -> None:
+        self._saved: deque[int] = deque(maxlen=slots)
+        self._voted: set[int] = set()
+        self._newest = 0
+
+    @property
+    def step(self) -> int:
+        """Of older steps no further one will be voted for."""
+        return min((step for step in self._saved if step not in self._voted), default=self._newest + 1)
+
+    def saved(self, step: int) -> None:
+        """Its vote is to come; it may have come already."""
+        if not self._saved or step > self._saved[-1]:
+            self._newest = max(self._newest, step)
+            self._saved.append(step)
+            self._voted &= set(self._saved)
+
+    def skipped(self, step: int) -> None:
+        """There will be no vote for it."""
+        self._newest = max(self._newest, step)
+
+    def voted(self, step: int) -> None:
+        """The vote for it is on its way, before any that says how far the rank has come by now."""
+        self.saved(step)
+        self._voted.add(step)
+
+
 class Pace:
     """How long optimizer steps take, from the moments at which they were over."""
 

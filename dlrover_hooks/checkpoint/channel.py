@@ -128,8 +128,8 @@ def _call(to: KeeperAddress, secret: Secret, node: str) -> Channel:
     who = f"the keeper of node {to.node} at {to.host}:{to.port}"
     try:
         channel = Channel(socket.create_connection((to.host, to.port), timeout=GREET_S), who)
-    except OSError as error:
-        raise KeeperAway(f"{who} cannot be reached: {error.strerror or error}") from error
+    except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port, no name of a host
+        raise KeeperAway(f"{who} cannot be reached: {getattr(error, 'strerror', None) or error}") from error
     try:
         knock = r.Knock(node, secrets.token_hex(16))
         channel.send(knock, GREET_S)

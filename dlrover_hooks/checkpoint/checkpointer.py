@@ -1,8 +1,7 @@
 """The trainer's side of a checkpoint: copy into a slot, tell the keeper, load again (DL-90, DL-91).
 
-A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data`
-(replicated: cursors), `rank` (private to this global rank: random state) and `leases` (private, too: what this rank
-has consumed of leased datasets, without tensors).
+A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data` (replicated: cursors), `rank` (private
+to this global rank: random state) and `leases` (private, too: what it has consumed of leased datasets, no tensors).
 """
 
 from __future__ import annotations
@@ -20,14 +19,17 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.checkpoint import progress, storage, wire
-from dlrover_hooks.checkpoint.arena import Arena, choose_slot
+from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.image import PARTS, Inside
 from dlrover_hooks.checkpoint.line import Line, granted
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.lone import WHOSE, Lone
 from dlrover_hooks.checkpoint.mode import EAGER, Mode
 from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
+from dlrover_hooks.checkpoint.notes import Notes
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
+from dlrover_hooks.checkpoint.reuse import NO_SLOT, Heard, Others
 from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.checkpoint.saving import Changed, Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
@@ -78,19 +80,23 @@ class Checkpointer:
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
+        self._whose = WHOSE
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self.neighbours = Neighbours(self._line, node, locate)
         self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
+        self.notes = Notes(self._line, self._room)
         self._recipe: Recipe | None = None
         self._memo: Memo = {}
         self._newest_complete: Generation | None = None
+        self.others = Others()
         self._persisting: set[Generation] = set()
         self._ended = deque[Generation](maxlen=16)
         """What is persisted, or never will be: the notice may be here before the answer that says it is under way."""
         self.parameters: Callable[[], Iterable[Any]] = tuple
         """Of the models (torch). The frozen ones among them are not copied at every save."""
         self._writer = self._make_writer(mode)
+        self._lone = Lone()
         self._opened: Restored | None = None
         """Opened and verified for the round that is forming, not copied yet."""
 
@@ -141,6 +147,7 @@ class Checkpointer:
             raise UsageError(f"run {run!r} is not a uuid in hex", hint="use uuid.uuid4().hex")
         self._close_opened()
         self._run, self._attempt, self._rank, self._world_size = run, attempt, rank, world_size
+        self._whose = rank, world_size
 
     def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
         """Load and verify what the round restores; nothing of it aliases shared memory or a file's buffer.
@@ -182,10 +189,7 @@ class Checkpointer:
         return self._shot(0, tree).recipe.layout.total_bytes
 
     def prepare(self, nbytes: int) -> None:
-        """Have memory for images of `nbytes` made ready in the background, so that the save finds it. Never blocks.
-
-        What cannot be had is told by that save (`error`).
-        """
+        """Have memory for images of `nbytes` made ready in the background. Never blocks; the save tells (`error`)."""
         self._room.prepare(nbytes)
 
     @property
@@ -194,12 +198,19 @@ class Checkpointer:
         return self._room.ready
 
     def save(
-        self, step: int, tree: Mapping[str, Any], *, behind: bool = False, on_unsupported: OnUnsupported | None = None
+        self,
+        step: int,
+        tree: Mapping[str, Any],
+        *,
+        behind: bool = False,
+        last: bool = False,
+        on_unsupported: OnUnsupported | None = None,
     ) -> Saved | None:
         """Copy `tree` into a free slot and publish it; None if this save had to be skipped (`skipped`, `error`).
 
         Training thread, at a quiet point; `tree` may change as soon as this returns. `behind`: an optimizer's step
-        follows, so parameters and its state may be copied until then (see `Mode`). A dead keeper never raises here.
+        follows, so parameters and its state may be copied until then (see `Mode`). `last`: no other save follows, and
+        the caller tries again until this one is made. A dead keeper never raises here.
 
         Raises:
             UnsupportedState: something in `tree` cannot be saved.
@@ -214,19 +225,36 @@ class Checkpointer:
             self._writer.damaged()
         while True:
             try:
-                self._write(shot, lazy=lazy)
+                self._write(shot, lazy=lazy, last=last)
                 return Saved(shot.generation, time.perf_counter() - began)
             except Changed:
                 shot = self._shot(step, tree, on_unsupported)  # looks at everything, now that something has changed
             except (HooksError, OSError) as error:
                 return self._skip(error)
 
-    def _write(self, shot: Shot, *, lazy: bool) -> None:
+    def save_lone(self, step: int, tree: Mapping[str, Any], within_s: float) -> bool:
+        """Copy `tree`, the same on all ranks, as the image of a world of one: every rank can go on with it.
+
+        For the last quiet point of a round that broke: nobody votes for it, and of what lies here only the newest
+        complete generation and what is being persisted outlive it. False: it was not made, or not hashed `within_s`.
+        """
+        self._lone.want(Generation(self._attempt, step, self._run))
+        before, self._whose = self._whose, WHOSE
+        try:
+            saved = self.save(step, tree, last=True)
+        finally:
+            self._whose = before
+        return saved is not None and self._lone.wait(within_s)
+
+    def _write(self, shot: Shot, *, lazy: bool, last: bool) -> None:
         arena = self._room.take(shot.recipe.layout.total_bytes)
-        pinned, step = tuple(self._persisting), shot.generation.step
-        slot = choose_slot(arena.slots(), self._newest_complete, pinned, run=self._run, step=step)
+        hopeless = self.others.hopeless if self._world_size > 1 else None
+        if self._whose != (self._rank, self._world_size):  # lone: what others have no more is of no use
+            hopeless = frozenset(slot.generation for slot in arena.slots() if slot.generation is not None)
+        heard = Heard(self._newest_complete, hopeless)
+        slot = self.others.choose_slot(arena.slots, heard, tuple(self._persisting), shot.generation, last=last)
         if slot is None:
-            raise CheckpointError("no slot is free: newest, newest complete and being persisted")
+            raise CheckpointError("no slot is free for this save: it is left out", hint=NO_SLOT)
         arena.begin(slot)
         self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
 
@@ -241,12 +269,12 @@ class Checkpointer:
             recipe = Recipe(tensors, self._writer.seldom(tensors))
         assert recipe is not None
         self._recipe = recipe
-        header = recipe.header(Inside(generation, self._rank, self._world_size, skeletons))
+        header = recipe.header(Inside(generation, *self._whose, skeletons))
         holds = (lambda: recipe.holds(tensors)) if found is not None else None
         return Shot(generation, recipe, header, found or recipe.sources(tensors), holds)
 
     def _target(self, arena: Arena, slot: int, shot: Shot) -> Target:
-        size, rank, world_size = shot.recipe.layout.total_bytes, self._rank, self._world_size
+        size, (rank, world_size) = shot.recipe.layout.total_bytes, self._whose
 
         def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
             arena.publish(slot, shot.generation, rank, world_size, size)
@@ -254,7 +282,7 @@ class Checkpointer:
             if not self._line.tell(message):
                 raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
 
-        return Target(arena.number, slot, arena.view(slot, size), publish)
+        return Target(arena.number, slot, arena.view(slot, size), arena.view(slot), publish)
 
     def wait_copied(self) -> None:
         """Return when the last save is copied: weights may be changed other than by an optimizer's step."""
@@ -308,12 +336,14 @@ class Checkpointer:
         if self.save_to is None:
             raise UsageError("nothing can be made durable without `save_to`")
         self._persisting.add(generation)
-        message = wire.Persist(generation=generation, rank=self._rank, url=self.save_to, options=self.storage_options)
-        if not self._line.tell(message):
+        which = {"generation": generation, "rank": self._rank, "world_size": self._world_size}
+        if not self._line.tell(wire.Persist(**which, url=self.save_to, options=self.storage_options)):
             self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
 
     def close(self, finished: bool = False) -> None:
-        """Leave; `finished`: nobody will need what this node holds in memory. Idempotent."""
+        """Leave; `finished`: nobody will need what this node holds in memory. Idempotent; nothing in a forked child."""
+        if not self._line.here:
+            return
         self._writer.close()
         self._close_opened()
         self._line.close(finished=finished)
@@ -323,14 +353,9 @@ class Checkpointer:
 
     def _connect(self, deadline_s: float) -> KeeperLink:
         return KeeperLink.connect(
-            self.job,
-            self.node,
-            notify=self._noticed,
-            ended=self._keeper_gone,
-            start=self._start,
-            linger_s=self._linger_s,
-            deadline_s=deadline_s,
-        )
+            self.job, self.node, notify=self._noticed, ended=self._keeper_gone, start=self._start,
+            linger_s=self._linger_s, deadline_s=deadline_s,
+        )  # fmt: skip
 
     def _forget(self) -> None:
         """The keeper died, and with it what it held. Any thread."""
@@ -340,17 +365,10 @@ class Checkpointer:
 
     def _hello(self, ref: int) -> wire.Hello:
         return wire.Hello(
-            ref=ref,
-            seat=self.seat,
-            job=self.job,
-            master=self._master,
-            run=self._run,
-            attempt=self._attempt,
-            save_to=self.save_to,
-            storage_options=self.storage_options,
-            keep=self._keep,
+            ref=ref, seat=self.seat, job=self.job, master=self._master, run=self._run, attempt=self._attempt,
+            save_to=self.save_to, storage_options=self.storage_options, keep=self._keep,
             replicate=self.neighbours.order,
-        )
+        )  # fmt: skip
 
     def _noticed(self, notice: wire.Notice) -> None:
         """Hand on what is about this life's saves; the keeper also tells how those of the life before went."""
@@ -360,20 +378,13 @@ class Checkpointer:
                 hint="this process is an old life of that worker: end it",
             )
             return
-        if isinstance(notice, wire.Unreplicated):
-            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
-            return
-        if isinstance(notice, wire.Space):
-            hint = f" HINT: {notice.hint}" if notice.hint else ""
-            _log.log(logging.WARNING if notice.tight else logging.INFO, "job %s: %s%s", self.job, notice.line, hint)
-            return
-        if isinstance(notice, wire.Damaged):
-            _log.warning("job %s, rank %d: %s", self.job, self._rank, notice.reason)
-            self.damaged = notice
+        if isinstance(notice, (wire.Unreplicated, wire.Space, wire.Damaged)):
+            progress.warn(self.job, self._rank, notice)
+            self.damaged = notice if isinstance(notice, wire.Damaged) else self.damaged
             return
         if isinstance(notice, (wire.Storing, wire.Persisted)) and self._rank == 0 and self.save_to is not None:
             progress.say(self.job, self.save_to, notice)
-        if isinstance(notice, wire.Storing):
+        if isinstance(notice, wire.Storing) or self._lone.takes(notice):
             return
         if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
             self._ended.append(notice.generation)

@@ -1,16 +1,23 @@
 """One live job per checkpoint URL: the claim on `save_to` (DL-90).
 
-Locally a POSIX record lock: it ends with its process, however that ends, and is not inherited by fork. Elsewhere a
-lease file, refreshed every 20 s by a small thread and void after 60 s. No torch.
+Locally a lock of the open file (`flock`): it ends with its process, however that ends; a forked child closes its copy
+at once. A POSIX record lock would not do: it falls as soon as this process closes *any* descriptor of the file, as a
+copy of the tree does.
+
+Elsewhere a lease file, refreshed every 20 s by a small thread and void after 60 s. Who was stopped for longer than that
+and was succeeded finds the other's name there: it writes there no more, and `still_held` says so before each commit.
+Between that look and the write a moment passes in which it could happen: stores have no locks. No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,13 +25,14 @@ import msgspec
 
 from dlrover_hooks.checkpoint.place import Place, failures
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
+from dlrover_hooks.forks import Here
 from dlrover_hooks.protocol import Message
 
 LOCK, LEASE = ".owner.lock", "owner.json"
 KEEPER = "keeper"
 """How the name of an owner begins that holds the claim for a moment only, to commit what a dead trainer left."""
 _LEASE_S, _REFRESH_S = 60.0, 20.0
-_KEEPER_S, _POLL_S = 10.0, 0.05
+_KEEPER_S, _POLL_S, _TORN_S = 10.0, 0.05, 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -34,19 +42,21 @@ class Owner(Message, frozen=True):
     job: str
     owner: str
     expires: float = 0.0
+    life: str = ""
+    """Of the claim: the same owner's next one has another."""
 
 
 class Claim:
     """`job`'s hold on a checkpoint URL, until `release` or the end of the process. Any thread."""
 
     _mine: ClassVar[dict[str, Claim]] = {}
-    """Claims of this process by URL: a second POSIX lock on the same file would fall with the first."""
+    """Claims of this process by URL."""
     _locks: ClassVar[dict[str, threading.Lock]] = {}
     """By URL: where one store hangs, the claims on others go on."""
 
     def __init__(self, place: Place, who: Owner) -> None:
-        self.place, self.who = place, who
-        self._pid = os.getpid()
+        self.place, self.who = place, msgspec.structs.replace(who, life=uuid.uuid4().hex)
+        self._here = Here()
         self._count = 1
         self._fd = -1
         self._stop = threading.Event()
@@ -63,7 +73,7 @@ class Claim:
         place = Place(url, options)
         with cls._locks.setdefault(place.url, threading.Lock()):
             mine = cls._mine.get(place.url)
-            if mine is not None and mine._pid == os.getpid():
+            if mine is not None:
                 if mine.who.job != job:
                     raise _busy(place, mine.who)
                 mine._count += 1
@@ -74,10 +84,12 @@ class Claim:
             return claim
 
     def release(self) -> None:
-        """Give the URL up (the last of several takes does it). Idempotent."""
+        """Give the URL up (the last of several takes does it). Idempotent; nothing in a forked child."""
+        if not self._here:
+            return
         with self._locks[self.place.url]:
             self._count -= 1
-            if self._count != 0 or self._pid != os.getpid():
+            if self._count != 0:
                 return
             self._mine.pop(self.place.url, None)
             if self.place.local:
@@ -85,6 +97,15 @@ class Claim:
                 os.close(self._fd)  # the lock file stays: removing it would let two processes lock two files
             else:
                 self._end_lease()
+
+    @classmethod
+    def _forked(cls) -> None:
+        """In a forked child: nothing is claimed here, and no lock outlives the parent because of it."""
+        for claim in cls._mine.values():
+            if claim._fd >= 0:
+                os.close(claim._fd)
+        cls._mine.clear()
+        cls._locks.clear()
 
     def _take(self) -> None:
         """A keeper of the same job is waited for."""
@@ -104,7 +125,7 @@ class Claim:
         with failures(f"claim {self.place.url}"):
             fd = os.open(self.place.path(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(fd)
                 if isinstance(error, (BlockingIOError, PermissionError)):
@@ -119,22 +140,36 @@ class Claim:
             raise _busy(self.place, held)
         self.place.make()
         if held is not None:
-            self._refresh()
+            self.place.put(LEASE, self._fresh())
         elif not self.place.put_new(LEASE, self._fresh()):
             raise _busy(self.place, read_owner(self.place))
         self._thread = threading.Thread(target=self._keep_fresh, name="dlrover-hooks-claim", daemon=True)
         self._thread.start()
 
-    def _refresh(self) -> None:
-        self.place.put(LEASE, self._fresh())
+    def check(self) -> None:
+        """Raise SaveToBusy if the lease had run out and somebody else has the URL now. Where a lock does it: never."""
+        if self.place.local:
+            return
+        until, held = time.monotonic() + _TORN_S, read_owner(self.place)
+        while held is None and self.place.read(LEASE) is not None:  # somebody writes it, where that is not atomic
+            if time.monotonic() > until:
+                raise _busy(self.place, None)
+            time.sleep(_POLL_S)
+            held = read_owner(self.place)
+        if held is not None and held.life != self.who.life:
+            raise _busy(self.place, held)
 
     def _fresh(self) -> bytes:
-        return msgspec.json.encode(Owner(job=self.who.job, owner=self.who.owner, expires=time.time() + _LEASE_S))
+        return msgspec.json.encode(msgspec.structs.replace(self.who, expires=time.time() + _LEASE_S))
 
     def _keep_fresh(self) -> None:
         while not self._stop.wait(_REFRESH_S):
             try:
-                self._refresh()
+                self.check()
+                self.place.put(LEASE, self._fresh())
+            except SaveToBusy as lost:
+                _log.error("job %s: nothing is committed to it any more: %s", self.who.job, lost)
+                return
             except StorageFailed as error:
                 _log.warning("job %s: the claim on %s was not refreshed: %s", self.who.job, self.place.url, error)
 
@@ -142,7 +177,19 @@ class Claim:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5.0)
-        self.place.remove(LEASE)
+        with contextlib.suppress(SaveToBusy):
+            self.check()
+            self.place.remove(LEASE)
+
+
+os.register_at_fork(after_in_child=Claim._forked)  # pyright: ignore[reportPrivateUsage]
+
+
+def still_held(url: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raise SaveToBusy if this process claimed `url` and somebody else has it by now. Without a claim: nothing."""
+    mine = Claim._mine.get(Place(url, options).url)  # pyright: ignore[reportPrivateUsage]
+    if mine is not None:
+        mine.check()
 
 
 def holder(url: str, options: Mapping[str, Any] | None = None) -> Owner | None:

@@ -7,6 +7,7 @@ helper (`_copy.c`) is built where there is a compiler; without it the same is do
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -40,22 +41,25 @@ def place_of(view: memoryview) -> int:
 
 
 class Pieces:
-    """Places that are filled again and again, cut into pieces of at most 4 MiB, once.
+    """Places that are filled again and again, cut into pieces, once.
 
     Args:
         offsets: where each place begins, from a base that is known later.
         sizes: their bytes.
+        piece_bytes: of a piece, at most.
     """
 
-    def __init__(self, offsets: Sequence[int] | _Words, sizes: Sequence[int] | _Words) -> None:
+    def __init__(
+        self, offsets: Sequence[int] | _Words, sizes: Sequence[int] | _Words, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         lengths = np.asarray(sizes, np.uint64)
-        counts = (-(-lengths.astype(np.int64) // PIECE_BYTES)).astype(np.intp)
+        counts = (-(-lengths.astype(np.int64) // piece_bytes)).astype(np.intp)
         self.of = np.repeat(np.arange(len(counts)), counts)
         """By piece, the place that it belongs to."""
         first = np.cumsum(counts) - counts
-        self.at = ((np.arange(len(self.of)) - first[self.of]) * PIECE_BYTES).astype(np.uint64)
+        self.at = ((np.arange(len(self.of)) - first[self.of]) * piece_bytes).astype(np.uint64)
         self.offsets: _Words = np.asarray(offsets, np.uint64)[self.of] + self.at
-        self.sizes: _Words = np.minimum(lengths[self.of] - self.at, np.uint64(PIECE_BYTES))
+        self.sizes: _Words = np.minimum(lengths[self.of] - self.at, np.uint64(piece_bytes))
         self.ends = np.cumsum(self.sizes)
 
     @property
@@ -86,6 +90,23 @@ class Copier:
         targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
         self.fill(Pieces(targets, sizes), 0, sources)
 
+    def reader(self, pieces: Pieces, base: int, froms: _Words) -> Callable[[], None]:
+        """What fills all `pieces` from `base` on, by the calling thread alone; `froms[i]` is where piece i is read.
+
+        For small ones that are read again and again. The caller keeps `pieces` and `froms`, and what lies at `base`.
+        """
+        count = len(pieces.ends)
+        if not self.native:
+            return functools.partial(_run, pieces, base, froms, [(0, count)])
+        taken = np.zeros(1, np.uint64)
+        work = _native(pieces, base, froms, [(0, count)], taken)
+
+        def read() -> None:
+            taken[0] = 0
+            work()
+
+        return read
+
     def fill(
         self,
         pieces: Pieces,
@@ -98,14 +119,11 @@ class Copier:
         The caller's thread does `meanwhile` first, while others copy already; what that raises leaves here.
         """
         froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
-        run = _run_native if self.native else _run
         shares = pieces.shares(1 if self.threads == 1 else self.threads * _TURNS)
-        left = iter(shares)
-
-        def work() -> None:
-            for begin, end in left:  # each share goes to one thread: a list's iterator moves under the GIL
-                run(pieces, base, froms, begin, end)
-
+        if self.native:
+            work = _native(pieces, base, froms, shares, np.zeros(1, np.uint64))
+        else:
+            work = functools.partial(_run, pieces, base, froms, iter(shares))
         count = min(self.threads, len(shares))
         helpers = [threading.Thread(target=work, name="dlrover-hooks-copy") for _ in range(count - 1)]
         for helper in helpers:
@@ -118,12 +136,24 @@ class Copier:
                 helper.join()
 
 
-def _run_native(pieces: Pieces, base: int, froms: _Words, begin: int, end: int) -> None:
+def _native(
+    pieces: Pieces, base: int, froms: _Words, shares: Sequence[tuple[int, int]], taken: _Words
+) -> Callable[[], None]:
+    """What copies share after share until none is left; `taken` counts them. Any number of threads may call it."""
     assert _copy is not None, "the C helper is not installed"
-    _copy.copy(base, pieces.offsets.ctypes.data, froms.ctypes.data, pieces.sizes.ctypes.data, begin, end)
+    edges = np.asarray([0, *(end for _, end in shares)], np.uint64)
+    kept = (pieces.offsets, froms, pieces.sizes, edges, taken)
+    to, source, size, edge, count = (int(words.ctypes.data) for words in kept)
+    copy = functools.partial(_copy.copy, base, to, source, size, edge, len(shares), count)
+
+    def work(kept: Any = kept) -> None:
+        copy()
+
+    return work
 
 
-def _run(pieces: Pieces, base: int, froms: _Words, begin: int, end: int) -> None:
-    rows = (words[begin:end].tolist() for words in (pieces.offsets, froms, pieces.sizes))
-    for to, source, size in zip(*rows, strict=True):
-        _memcpy(base + to, source, size)
+def _run(pieces: Pieces, base: int, froms: _Words, left: Iterable[tuple[int, int]]) -> None:
+    for begin, end in left:  # each share goes to one thread: an iterator moves under the GIL
+        rows = (words[begin:end].tolist() for words in (pieces.offsets, froms, pieces.sizes))
+        for to, source, size in zip(*rows, strict=True):
+            _memcpy(base + to, source, size)

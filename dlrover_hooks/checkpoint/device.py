@@ -7,10 +7,12 @@ a device.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable
 
 import torch
 
+_log = logging.getLogger("dlrover_hooks")
 Row = tuple[torch.Tensor, memoryview]
 """A contiguous tensor of a device, and its place in a slot."""
 
@@ -20,19 +22,24 @@ class SideStream:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, bool] = {}
+        """By address: was it registered?"""
 
-    def pin(self, segment: memoryview) -> None:
-        """Register the memory of `segment` with CUDA, once. Without it (refused) copies are synchronous."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
+    def pin(self, slot: memoryview) -> None:
+        """Register the memory of a whole `slot` with CUDA, once. If that is refused, copies are synchronous."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(slot))
         if address not in self._pinned:
-            torch.cuda.cudart().cudaHostRegister(address, len(segment), 0)  # pyright: ignore[reportOptionalMemberAccess]
-            self._pinned.add(address)
+            code = int(torch.cuda.cudart().cudaHostRegister(address, len(slot), 0))  # pyright: ignore[reportOptionalMemberAccess]
+            self._pinned[address] = not code
+            if code:
+                _log.warning("CUDA does not pin a slot's %d bytes (error %d): saves hold up the step", len(slot), code)
 
     def unpin(self) -> None:
         """Before the memory is unmapped."""
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)  # pyright: ignore[reportOptionalMemberAccess]
+        for address in (address for address, registered in self._pinned.items() if registered):
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))  # pyright: ignore[reportOptionalMemberAccess]
+            if code:
+                _log.warning("CUDA does not let a slot's memory go (error %d)", code)
         self._pinned.clear()
 
     def copy(self, rows: Iterable[Row]) -> list[torch.cuda.Event]:
@@ -64,3 +71,8 @@ def finish(events: Iterable[torch.cuda.Event]) -> None:
     """Wait for `events`. Any thread."""
     for event in events:
         event.synchronize()
+
+
+def capturing() -> bool:
+    """Is what this thread gives its device now put into a CUDA graph instead?"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.channel import Channel, admit
-from dlrover_hooks.errors import HooksError
+from dlrover_hooks.errors import HooksError, KeeperAway
 from dlrover_hooks.protocol import Secret
 
 CALLERS = 64
-"""At once; whoever comes then is turned away, and tries again."""
+"""At once; whoever proves itself then is turned away, and tries again."""
+STRANGERS = 64
+"""Who has proved nothing yet, which takes milliseconds: when one more comes, the one that takes longest must go."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +42,9 @@ class Door:
         self._secret, self._node, self._serve = secret, node, serve
         self._free = threading.Semaphore(CALLERS)
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
 
     def close(self) -> None:
@@ -55,21 +60,41 @@ class Door:
                 connection, address = self._listener.accept()
             except OSError:
                 return
-            if not self._free.acquire(blocking=False):
-                connection.close()
-                continue
+            self._let_in(connection)
             self._open.add(connection)
             threading.Thread(
                 target=self._answer, args=(connection, str(address[0])), name="keeper-caller", daemon=True
             ).start()
 
+    def _let_in(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._strangers) >= STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees that, and ends
+            self._strangers[connection] = None
+
     def _answer(self, connection: socket.socket, address: str) -> None:
         try:
             channel, node = admit(connection, address, self._secret(), self._node())
-            self._serve(channel, node)
+            self._known(connection)
+            self._take(channel, node)
         except (HooksError, OSError) as error:
             _log.warning("%s", error.message if isinstance(error, HooksError) else error)
         finally:
+            self._known(connection)
             self._open.discard(connection)
             connection.close()
+
+    def _known(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def _take(self, channel: Channel, node: str) -> None:
+        if not self._free.acquire(blocking=False):
+            raise KeeperAway(f"{channel.who} was turned away: {CALLERS} others are here")
+        try:
+            self._serve(channel, node)
+        finally:
             self._free.release()

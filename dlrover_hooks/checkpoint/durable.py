@@ -129,9 +129,10 @@ def last_will(
 
     Raises:
         SaveToBusy: another job has taken the URL meanwhile, or its generations lie there.
+        Stale: the job has started anew there, with another run.
         StorageFailed, Corrupt: it could not be made durable; nothing is committed.
     """
-    patience.run(lambda _: _refuse_others(url, options, job), f"claim {url} for job {job!r}")
+    patience.run(lambda _: _refuse(url, options, job, generation), f"claim {url} for job {job!r}")
     files = tuple(
         known.get(found.proof.slot.rank)
         or persist(found, url, options, job=job, patience=patience, wait=lambda _: None)
@@ -149,9 +150,10 @@ def last_will(
     return manifest
 
 
-def _refuse_others(url: str, options: Mapping[str, Any], job: str) -> None:
+def _refuse(url: str, options: Mapping[str, Any], job: str, generation: Generation) -> None:
     with _claimed(url, options, job):
         storage.refuse_others(url, options, job)
+        storage.refuse_given_up(url, options, generation)
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class Segment:
         new = self.arena.slot(index)
         self.void.pop(index, None)  # the arena runs ahead of the messages: it may have looked older than it is
         for old in self.arena.slots():
-            if old.index != index and (old.generation, old.rank) == (new.generation, new.rank):
+            if old.index != index and whose(old) == whose(new):
                 self.proofs.pop(old.index, None)
                 self.void[old.index] = old.seq
 
@@ -121,6 +121,11 @@ class Segment:
 
     def holds(self, generation: Generation | None) -> bool:
         return any(proof.slot.generation == generation for proof in self.valid())
+
+
+def whose(slot: Slot) -> tuple[Generation | None, int, int]:
+    """A lone image is of a world of one: it is not that of rank 0 of the world that it was made in."""
+    return slot.generation, slot.rank, slot.world_size
 
 
 class Found(NamedTuple):
@@ -274,11 +279,15 @@ class Holdings:
             if slot.generation is not None
         )
 
-    def find(self, generation: Generation, rank: int) -> Found | None:
-        """The hashed slot that holds `rank`'s image of `generation`: this node's own, or a replica."""
-        for segment in (*reversed(self._segments()), *self.replicas.segments()):
+    def find(self, generation: Generation, rank: int, world_size: int) -> Found | None:
+        """The hashed slot that holds `rank`'s image of `generation`: this node's own, or a replica.
+
+        A lone image can lie in several seats. The lowest one counts: batch statistics are rank 0's, if it lives.
+        """
+        own = (segment for seat in sorted(self.seats) for segment in reversed(self.seats[seat]))
+        for segment in (*own, *self.replicas.segments()):
             for proof in segment.valid():
-                if (proof.slot.generation, proof.slot.rank) == (generation, rank):
+                if whose(proof.slot) == (generation, rank, world_size):
                     return Found(segment, proof)
         return None
 

@@ -9,6 +9,7 @@ to spare, because the Python state in its metadata grows and shrinks from save t
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Callable, Collection, Iterable
@@ -142,7 +143,13 @@ def _table(rows: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> str:
 def _padded(texts: tuple[bytes, ...], size: int) -> tuple[bytes, ...]:
     if (spare := size - 8 - sum(map(len, texts))) < 0:
         raise Outgrown(-spare)
-    return struct.pack("<Q", size - 8), *texts, b" " * spare
+    return struct.pack("<Q", size - 8), *texts, _spaces(spare)
+
+
+@functools.lru_cache(maxsize=4)
+def _spaces(count: int) -> bytes:
+    """The same at nearly every save, and more than 100 KB."""
+    return b" " * count
 
 
 def _round_up(size: int) -> int:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import Address, address, dial, listen, lock, send
+from dlrover_hooks.checkpoint.address import Address, Plate, address, dial, lock, send
 from dlrover_hooks.checkpoint.service import Keeper
 
 GRACE_S = 30.0
@@ -33,19 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.life_fd is not None:
         os.set_inheritable(options.life_fd, False)
     place = address(options.job, options.node)
-    if _take(place, options.life_fd, options.grace_s) is None:
+    fd = _take(place, options.life_fd, options.grace_s)
+    if fd is None:
         return 0
+    plate = Plate(place, fd)
     try:
-        listener = listen(place.socket)
         if options.detach and os.fork():  # no thread exists yet; the caller waits for this process: it now may connect
             os._exit(0)
         _settle()
-        keeper = Keeper(listener, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s)
+        keeper = Keeper(plate, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s)
         signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
         keeper.run()
     finally:
-        for path in place:  # the lock is still held: nobody else can have made these
-            with contextlib.suppress(FileNotFoundError):
+        plate.remove()
+        for path in options.remove:
+            with contextlib.suppress(OSError):
                 os.unlink(path)
     logging.shutdown()
     os._exit(0)  # a thread may hang in a dead store
@@ -59,6 +61,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--linger-s", type=float, default=600.0, help="without --life-fd: wait this long for a trainer")
     parser.add_argument("--grace-s", type=float, default=GRACE_S, help="time for the last generation to become durable")
     parser.add_argument("--detach", action="store_true", help="return as soon as trainers may connect")
+    parser.add_argument("--remove", action="append", default=[], help="at the end, a temporary file of the launcher's")
     return parser.parse_args(arguments)
 
 
@@ -98,6 +101,7 @@ def _settle() -> None:
     """Out of the trainers' way: lower priority, and no hold on a folder that somebody may want to unmount."""
     with contextlib.suppress(OSError):
         os.nice(5)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a word from a trainer does not take its core
     os.chdir("/")
 
 

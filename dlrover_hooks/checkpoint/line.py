@@ -11,6 +11,7 @@ from typing import Any
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.errors import KeeperAway, UsageError
+from dlrover_hooks.forks import Here
 
 _log = logging.getLogger(__name__)
 RECONNECT_S = 1.0
@@ -39,7 +40,7 @@ class Line:
         self._seated: KeeperLink | None = None
         """The line on which the seat was taken."""
         self._pause_s, self._not_before = RECONNECT_S, 0.0
-        self._closed = False
+        self._closed, self.here = False, Here()
         self._lock = threading.RLock()
 
     @property
@@ -62,6 +63,8 @@ class Line:
         Raises:
             KeeperAway: there is no keeper.
         """
+        if not self.here:
+            raise KeeperAway("a forked child has no line to the keeper", hint="save in the process that trains")
         with self._lock:
             return self._open()
 
@@ -80,6 +83,7 @@ class Line:
             self._link = self._dial()
         except KeeperAway:
             self._not_before, self._pause_s = time.monotonic() + self._pause_s, min(2 * self._pause_s, PAUSE_S)
+            self._deadline_s = min(self._deadline_s, RECONNECT_S)
             raise
         self._deadline_s, self._pause_s = min(self._deadline_s, RECONNECT_S), RECONNECT_S
         return self._link

@@ -24,6 +24,10 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _HINT = "its memory is lost; the next save starts a new keeper, older checkpoints come from `save_to`"
 _log = logging.getLogger(__name__)
 _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
+_START_S = 60.0
+"""A keeper that does not listen by then hangs."""
+_starting: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+"""Keepers that did not listen yet when their try was over, by socket, and when they are given up."""
 
 
 class KeeperLink:
@@ -179,13 +183,31 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _start(job: str, node: str, linger_s: float, until: float) -> None:
-    """Start a keeper of its own session; returns when it listens, or when another one does."""
+    """Start a keeper of its own session; returns when it listens, when another one does, or at `until`.
+
+    On a slow machine a start takes longer than a try waits: it goes on, and a later try finds it. Were it killed, a
+    trainer whose keeper has died would never have another one there.
+    """
+    path, now = address(job, node).socket, time.monotonic()
+    process, hangs = _starting.pop(path, None) or (_spawned(job, node, linger_s), now + _START_S)
+    try:
+        process.wait(max(until - now, 0.1))
+    except subprocess.TimeoutExpired:
+        if now < hangs:
+            _starting[path] = process, hangs
+            return
+        process.kill()
+        process.wait()
+
+
+def _spawned(job: str, node: str, linger_s: float) -> subprocess.Popen[bytes]:
+    """A process that ends as soon as its keeper, detached from it, listens."""
     command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--detach"]
     command += ["--job", job, "--node", node, "--linger-s", str(linger_s)]
     environment = worker_environment()
     if not _ROOT.endswith("-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -193,8 +215,3 @@ def _start(job: str, node: str, linger_s: float, until: float) -> None:
         start_new_session=True,
         env=environment,
     )
-    try:
-        process.wait(max(until - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -21,20 +21,22 @@ class Loop:
     """All but `post` is called on the thread that calls `turn`.
 
     `handle(peer, message, fd)` takes what a trainer says, KeeperAway ends its line; `lost(peer)` hears of its end.
+    Whatever else any of them, or a call that was posted, raises is logged: what goes wrong for one trainer must cost
+    the others no memory.
     """
 
     def __init__(
         self, listener: socket.socket, handle: Callable[[Peer, Any, int], None], lost: Callable[[Peer], None]
     ) -> None:
         self.peers: set[Peer] = set()
-        self._listener: socket.socket | None = listener
+        self._listener: socket.socket | None = None
         self._handle, self._lost = handle, lost
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell, self._ring = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for end in (listener, self._bell, self._ring):
+        for end in (self._bell, self._ring):
             end.setblocking(False)
-        self.watch(listener, self._accept)
+        self.open_door(listener)
         self.watch(self._bell, self._answer_bell)
 
     def turn(self, timeout_s: float | None) -> None:
@@ -57,6 +59,13 @@ class Loop:
 
     def unwatch(self, source: socket.socket | int) -> None:
         self._selector.unregister(source)
+
+    def open_door(self, listener: socket.socket) -> None:
+        """Whoever comes now comes in here, and here alone."""
+        self.close_door()
+        self._listener = listener
+        listener.setblocking(False)
+        self.watch(listener, self._accept)
 
     def close_door(self) -> None:
         """Nobody new comes in. Idempotent."""
@@ -90,7 +99,11 @@ class Loop:
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(4096)
         while self._inbox:
-            self._inbox.popleft()()
+            call = self._inbox.popleft()
+            try:
+                call()
+            except Exception:
+                _log.exception("something was not done")
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -121,6 +134,9 @@ class Loop:
         except (OSError, KeeperAway) as error:
             _log.info("a trainer's connection ended: %s", error)
             self._lose(peer)
+        except Exception:
+            _log.exception("what process %d said could not be done: its line is ended", peer.pid)
+            self._lose(peer)
 
     def _flush(self, peer: Peer) -> None:
         if peer in self.peers:
@@ -133,4 +149,7 @@ class Loop:
         self.peers.discard(peer)
         self._selector.unregister(peer.socket)
         peer.close()
-        self._lost(peer)
+        try:
+            self._lost(peer)
+        except Exception:
+            _log.exception("what process %d left was not seen to", peer.pid)

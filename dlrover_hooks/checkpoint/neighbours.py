@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -11,6 +10,7 @@ import msgspec
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.line import Line
 from dlrover_hooks.errors import Corrupt, KeeperAway
+from dlrover_hooks.own_address import towards
 from dlrover_hooks.protocol import Generation, KeeperAddress, Located, Replication
 
 FETCH_S = 600.0
@@ -26,10 +26,7 @@ def host_towards(master: str) -> str:
     """
     url = urlsplit(master)
     try:
-        family, kind, _, _, to = socket.getaddrinfo(url.hostname, url.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(to)
-            return str(probe.getsockname()[0])
+        return towards(url.hostname, url.port or 80)
     except OSError as error:
         raise KeeperAway(
             f"no address of this node towards {master} is known: {error.strerror or error}",
@@ -66,7 +63,7 @@ class Neighbours:
         if self.order != before:
             self._tell(self.order)
 
-    def fetch(self, generation: Generation, rank: int) -> None:
+    def fetch(self, generation: Generation, rank: int, world_size: int) -> None:
         """Have `rank`'s image of `generation` in this node's memory: afterwards the keeper opens it like its own.
 
         Raises:
@@ -75,7 +72,8 @@ class Neighbours:
             HooksError: the master does not say who holds it.
         """
         found = self._locate(generation, rank)
-        order = wire.Fetch(node=self._node, generation=generation, rank=rank, at=found.at, secret=found.secret)
+        which = {"generation": generation, "rank": rank, "world_size": world_size}
+        order = wire.Fetch(node=self._node, **which, at=found.at, secret=found.secret)
         reply, _ = self._line.ask(lambda ref: msgspec.structs.replace(order, ref=ref), timeout_s=FETCH_S)
         if isinstance(reply, wire.Refused):
             raise Corrupt(reply.reason, hint=reply.hint)

@@ -14,7 +14,7 @@ class Peer:
     """One connection. `hello` is None until the trainer takes a seat; `replaced` once another took it.
 
     `master`: who let it in; the process itself where no master did. `asked`: it wants a seat, or has one.
-    `left`: it said goodbye.
+    `finished`: it said goodbye, and needs no successor.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -23,7 +23,7 @@ class Peer:
         self.frames = Frames()
         self.pid = peer_pid(connection)
         self.hello: Hello | None = None
-        self.asked = self.replaced = self.left = False
+        self.asked = self.replaced = self.finished = False
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
 
     def master(self, named: str) -> str:

@@ -9,24 +9,29 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dlrover_hooks.checkpoint import direct
 from dlrover_hooks.checkpoint.patience import GivenUp
-from dlrover_hooks.errors import HooksError, StorageFailed
+from dlrover_hooks.errors import Corrupt, HooksError, StorageFailed
 
 BLOCK_BYTES = 8 << 20
 """Part of an upload; stores allow 10 000 of them, so a greater file gets greater ones."""
 PARTS = 10_000
+SMALL_BYTES = 1 << 20
+"""Most that a file about the tree may have: `latest`, a reader's note."""
 LITTER_S = 3600.0
 """A temporary file that old belongs to nobody."""
 
+_VERSIONS = ("ETag", "etag", "generation", "LastModified", "last_modified", "updated", "mtime", "ino", "created")
+"""Where fsspec back ends say it: S3, Azure, Google, SFTP, local, memory."""
 _HINTS = {
     errno.ENOSPC: "free some space there, lower `keep`, or choose another `save_to`",
     errno.EDQUOT: "your quota there is used up: free some space, or choose another `save_to`",
@@ -36,6 +41,20 @@ _HINTS = {
     errno.ENOTDIR: "a part of that path is a file: `save_to` must be a folder",
     errno.EEXIST: "a part of that path is a file: `save_to` must be a folder",
 }
+
+
+class Entry(NamedTuple):
+    """What a folder says of one thing in it."""
+
+    size: int
+    """-1: it is a folder."""
+    version: tuple[Any, ...]
+    """Another one whenever the file is written anew; empty where the back end does not tell."""
+
+
+def _entry(found: Mapping[str, Any]) -> Entry:
+    size = -1 if found["type"] == "directory" else int(found["size"])
+    return Entry(size, tuple(found[key] for key in _VERSIONS if found.get(key) is not None))
 
 
 def reason(error: BaseException) -> str:
@@ -87,24 +106,32 @@ class Place:
             else:
                 self.fs.makedirs(self.path(name), exist_ok=True)
 
-    def read(self, name: str) -> bytes | None:
-        """The bytes of a small file; None if there is none."""
-        with self._doing(f"read {self.path(name)}"):
+    def read(self, name: str, limit: int = SMALL_BYTES) -> bytes | None:
+        """The bytes of a small file; None if there is none.
+
+        Raises:
+            Corrupt: it is no regular file (to read a pipe would take for ever), or longer than `limit`.
+        """
+        path = self.path(name)
+        with self._doing(f"read {path}"):
             try:
-                return bytes(self.fs.cat_file(self.path(name)))
+                data = _read_local(path, limit) if self.local else self._range(path, limit + 1)
             except FileNotFoundError:
                 return None
+        if len(data) > limit:
+            raise _too_long(path, limit)
+        return data
 
-    def fill(self, name: str, target: memoryview) -> int:
-        """Read file `name` into `target`; the number of bytes it really has, up to one more than fits."""
-        with self._doing(f"read {self.path(name)}"), self.fs.open(self.path(name), "rb", block_size=8 << 20) as file:
-            got = 0
-            while got < len(target):
-                count = file.readinto(target[got:])
-                if not count:
-                    return got
-                got += count
-            return got + len(file.read(1))
+    def _range(self, path: str, nbytes: int) -> bytes:
+        try:
+            return bytes(self.fs.cat_file(path, start=0, end=nbytes))
+        except FileNotFoundError:
+            raise
+        except Exception:
+            with contextlib.suppress(Exception):  # what failed first is what counts
+                if self.fs.size(path) == 0:  # some stores have no range of an empty object
+                    return b""
+            raise
 
     def put(self, name: str, data: bytes) -> None:
         """Replace small file `name` at once: a reader sees the old or the new one."""
@@ -160,16 +187,21 @@ class Place:
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """Files and folders (size -1) directly under `name`; empty if there is no such folder."""
+        return {one: entry.size for one, entry in self.entries(name).items()}
+
+    def entries(self, name: str = "") -> dict[str, Entry]:
+        """As `sizes`, with what tells one version of a file from the next."""
         with self._doing(f"list {self.path(name)}"):
             self.fs.invalidate_cache(self.path(name))
             try:
-                entries = self.fs.ls(self.path(name), detail=True)
+                found = self.fs.ls(self.path(name), detail=True)
             except FileNotFoundError:
                 return {}
-            return {
-                entry["name"].rstrip("/").rsplit("/", 1)[-1]: -1 if entry["type"] == "directory" else int(entry["size"])
-                for entry in entries
-            }
+            return {one["name"].rstrip("/").rsplit("/", 1)[-1]: _entry(one) for one in found}
+
+    def is_link(self, name: str) -> bool:
+        """`name` is a symbolic link on this machine."""
+        return self.local and os.path.islink(self.path(name))
 
     def remove(self, name: str) -> None:
         """No file `name` afterwards."""
@@ -198,6 +230,25 @@ class Place:
             if not self.local:
                 type(self.fs).clear_instance_cache()
             raise
+
+
+def _read_local(path: str, limit: int) -> bytes:
+    """Raises Corrupt if it is no regular file, or longer than `limit`, which is not read then."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would hold up `open`
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise Corrupt(f"{path}: it is no regular file")
+        if found.st_size > limit:
+            raise _too_long(path, limit)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(found.st_size + 1)  # takes memory for all that is asked for
+    finally:
+        os.close(fd)
+
+
+def _too_long(path: str, limit: int) -> Corrupt:
+    return Corrupt(f"{path}: it has more than the {limit} bytes that such a file may have")
 
 
 def _discard(file: Any) -> None:

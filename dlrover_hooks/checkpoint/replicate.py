@@ -53,6 +53,7 @@ class Get(Word, frozen=True):
 
     generation: Generation
     rank: int
+    world_size: int
 
 
 class Offer(Word, frozen=True):

@@ -72,7 +72,7 @@ class Replication:
             self._door = None
         try:
             self._door = Door(order.host, order.port, lambda: self._secret, lambda: self._node, self._serve)
-        except OSError as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port, no name of a host
             text = f"this node's keeper cannot listen on {order.host}:{order.port or '*'}: {reason(error)}"
             raise KeeperAway(text, hint="replicas=0 does without replication") from error
 
@@ -135,7 +135,7 @@ class Replication:
         """A caller sends an image, or wants one."""
         word = channel.receive(r.Offer, r.Get)
         if isinstance(word, r.Get):
-            found = self._on_loop(lambda: self._holdings.find(word.generation, word.rank))
+            found = self._on_loop(lambda: self._holdings.find(word.generation, word.rank, word.world_size))
             if found is None:
                 channel.send(r.Refuse(f"{word.generation}, rank {word.rank}, is not held on node {self._node}"))
                 return
@@ -170,9 +170,10 @@ class Replication:
     def _fetch_from(self, at: KeeperAddress, order: wire.Fetch) -> None:
         channel = call(at, order.secret, order.node, within_s=CALL_S)
         try:
-            channel.send(r.Get(order.generation, order.rank))
+            channel.send(r.Get(order.generation, order.rank, order.world_size))
             offer = channel.receive(r.Offer)
-            if (offer.generation, offer.rank) != (order.generation, order.rank):
+            wanted = order.generation, order.rank, order.world_size
+            if (offer.generation, offer.rank, offer.world_size) != wanted:
                 raise Corrupt(f"{channel.who} offers {offer} for {order.generation}, rank {order.rank}")
             self._take(channel, offer)
         finally:

@@ -93,7 +93,7 @@ class Restorer:
         world_size: int,
         save_to: str | None,
         options: dict[str, Any],
-        fetch: Callable[[Generation, int], None],
+        fetch: Callable[[Generation, int, int], None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._line, self._copier, self._seat = line, copier, seat
@@ -130,7 +130,7 @@ class Restorer:
         skeletons = images.image(first).header.inside().skeletons
         own = images.image(self.rank).header.inside().skeletons if same else {}
         index = images.index()
-        if any(stored.sharded for stored in index.values()) and (not same or fitting is None):
+        if fitting is None and any(stored.sharded for stored in index.values()):
             index = images.everything()
         opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier, restore.weights)
         fit = fitting(opening) if fitting is not None else None
@@ -158,20 +158,22 @@ class Restorer:
         if restore.world_size == self.world_size:
             return self.rank, [self.rank]
         held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
-        here = sorted({one.rank for one in held if one.generation == restore.generation})
+        this = restore.generation, restore.world_size
+        here = sorted({one.rank for one in held if (one.generation, one.world_size) == this})
         wanted = self.rank % restore.world_size
         first = wanted if wanted in here or not here else here[wanted % len(here)]
-        mine = here if restore.answers is None else list(restore.answers)
-        return first, mine if self._seat == 0 else []  # seat 0 answers for all that its node holds
+        unasked = here if self._seat == 0 else []
+        return first, unasked if restore.answers is None else list(restore.answers)
 
     def _opener(self, restore: Restore) -> Callable[[int], Image]:
         def ask(rank: int) -> tuple[Any, int]:
-            return self._line.ask(lambda ref: wire.Open(ref=ref, generation=restore.generation, rank=rank))
+            which = {"generation": restore.generation, "rank": rank, "world_size": restore.world_size}
+            return self._line.ask(lambda ref: wire.Open(ref=ref, **which))
 
         def open_slot(rank: int) -> Image:
             reply, fd = ask(rank)
             if isinstance(reply, wire.Refused) and restore.source is Source.PEER:  # not here, or damaged
-                self._fetch(restore.generation, rank)
+                self._fetch(restore.generation, rank, restore.world_size)
                 reply, fd = ask(rank)
             if isinstance(reply, wire.Refused):
                 raise Corrupt(reply.reason, hint=reply.hint)

@@ -9,18 +9,35 @@ stays, and so does what somebody reads (`reading`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from dlrover_hooks.checkpoint.catalog import FRESH, MANIFEST, Fresh, Listed, age, decode, folder, listing
+from dlrover_hooks.checkpoint.catalog import (
+    FRESH,
+    GIVEN_UP,
+    MANIFEST,
+    Fresh,
+    GivenUp,
+    Listed,
+    age,
+    folder,
+    load,
+    look,
+)
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
 
+_log = logging.getLogger("dlrover_hooks")
+_said = set[str]()
+"""Links that were named."""
+RUNS = 1000
+"""So many runs that were given up are remembered: 35 kB."""
 READER = "reading-"
 READ_S = 3600.0
 """A reader that has died is waited for so long."""
@@ -55,9 +72,9 @@ def _spans(one: Manifest, rules: Retention) -> set[tuple[str, int]]:
     return spans
 
 
-def condemned(place: Place, job: str, run: str, keep: int | Retention) -> list[Listed]:
+def condemned(rows: Iterable[Listed], job: str, run: str, keep: int | Retention) -> list[Listed]:
     """Generations of `job`'s `run` that `keep` does not keep, and folders older than its newest, never committed."""
-    rows = list(listing(place))
+    rows = list(rows)
     ours = {
         one.folder: one.manifest
         for one in rows
@@ -70,24 +87,61 @@ def condemned(place: Place, job: str, run: str, keep: int | Retention) -> list[L
     return [
         one
         for one in rows
-        if (one.folder in ours and one.folder not in stays)
-        or (MANIFEST not in one.names and (one.attempt, one.step) < newest)
+        if (one.folder in ours and one.folder not in stays) or (not one.committed and (one.attempt, one.step) < newest)
     ]
 
 
-def retain(place: Place, manifest: Manifest, keep: int | Retention) -> None:
-    """After the commit of `manifest`: remove what is condemned, and all runs before it if it was to start anew."""
-    run = manifest.generation.run
-    if decode(place.read(FRESH), Fresh) == Fresh(job=manifest.job, run=run):
-        older = [one for one in listing(place) if one.manifest is not None and one.manifest.job == manifest.job]
-        for one in older:
-            if one.manifest is not None and one.manifest.generation.run != run:
-                remove(place, one.folder)
+def retain(place: Place, rows: Iterable[Listed], manifest: Manifest, keep: int | Retention) -> None:
+    """After the commit of `manifest`: remove what is condemned, and all runs before it if it was to start anew.
+
+    `rows` (see `catalog.changes`) with the new one among them. Each is looked at again before it is removed.
+    """
+    rows, run = list(rows), manifest.generation.run
+    if load(place, FRESH, Fresh) == Fresh(job=manifest.job, run=run):
+        _give_up(place, [one for one in rows if _is_older(one, manifest)])
         place.remove(FRESH)
-    for one in condemned(place, manifest.job, run, keep):
-        if not being_read(place, one, time.time()):
+    for one in condemned(rows, manifest.job, run, keep):
+        if (now := _same(place, one)) is not None and not being_read(place, now, time.time()):
             remove(place, one.folder)
     place.sweep()
+
+
+def _is_older(one: Listed, manifest: Manifest) -> bool:
+    old = one.manifest
+    return old is not None and old.job == manifest.job and old.generation.run != manifest.generation.run
+
+
+def _give_up(place: Place, older: list[Listed]) -> None:
+    """Remember their runs, since a keeper far away may hold something of them that it still wants to commit."""
+    runs = {one.manifest.generation.run: None for one in older if one.manifest is not None}
+    before = (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
+    place.put(GIVEN_UP, msgspec.json.encode(GivenUp(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
+    for one in older:
+        if _same(place, one) is not None:
+            remove(place, one.folder)
+
+
+def _same(place: Place, one: Listed) -> Listed | None:
+    """What may be removed, as it is now; None if it is no longer what it was, or somebody's link."""
+    if _linked(place, one):
+        return None
+    now = look(place, one.folder)
+    same = now.committed == one.committed and _generation(now) == _generation(one)
+    return now if same and not now.unread else None
+
+
+def _generation(one: Listed) -> Generation | None:
+    return one.manifest.generation if one.manifest is not None else None
+
+
+def _linked(place: Place, one: Listed) -> bool:
+    """Its folder is a link: somebody keeps it elsewhere, and by his own rules. Said once."""
+    if not place.is_link(one.folder):
+        return False
+    if (path := place.path(one.folder)) not in _said:
+        _said.add(path)
+        _log.warning("%s is a link: what retention does not keep is not removed there", path)
+    return True
 
 
 def remove(place: Place, home: str) -> None:
@@ -98,7 +152,7 @@ def remove(place: Place, home: str) -> None:
 
 def being_read(place: Place, one: Listed, now: float) -> bool:
     """Somebody reads it now (`reading`)."""
-    notes = (decode(place.read(f"{one.folder}/{name}"), Reader) for name in one.names if name.startswith(READER))
+    notes = (load(place, f"{one.folder}/{name}", Reader) for name in one.names if name.startswith(READER))
     return any(note is not None and note.until > now for note in notes)
 
 

@@ -15,6 +15,8 @@ from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
 
 PREPARE_WAIT_S = 1.0
 """A save waits at most so long for memory that is under way; then it is skipped, and counted."""
+SPARE_BYTES = 64 << 10
+"""So that a header may grow without a new segment. Who asks for nothing gets so much: it is there for notes."""
 _ALLOCATE_S = 300.0
 
 
@@ -35,6 +37,7 @@ class Room:
         """Made ready, but not taken yet."""
         self._stale: list[Arena] = []
         """Made by keepers that are gone; not closed yet."""
+        self._notes: dict[int, bytes] = {}
         self._lives = 0
         self._wanted = 0
         self._closed = False
@@ -75,6 +78,19 @@ class Room:
             if self._helper is None and self._error is not None:
                 raise self._error
             raise CheckpointError("the memory is being prepared", hint="a save after this one will find it ready")
+
+    def note(self, place: int, data: bytes) -> None:
+        """Leave a note in the memory that there is, and in what comes later. Where there is none, it is asked for.
+
+        Any thread, but one at a time.
+        """
+        with self._changed:
+            self._notes[place] = data
+            for arena in (self._arena, self._next):
+                if arena is not None:
+                    arena.note(place, data)
+            if not self._fits(0):
+                self.prepare(self._wanted)
 
     def lose(self) -> None:
         """The keeper is gone, and what it made is of no use. Any thread."""
@@ -127,7 +143,7 @@ class Room:
             lives, wanted = self._lives, self._wanted
             if self._fits(wanted):  # only the seat was to be taken
                 return False
-        spare = max(wanted // 64, 64 << 10)  # so that a header may grow without a new segment
+        spare = max(wanted // 64, SPARE_BYTES)
         reply, fd = link.call(lambda ref: wire.Allocate(ref=ref, slot_bytes=wanted + spare), timeout_s=_ALLOCATE_S)
         if isinstance(reply, wire.Refused):
             raise KeeperAway(reply.reason, hint=reply.hint)
@@ -139,5 +155,7 @@ class Room:
             self._allocated(reply)
             self._stale += [self._next] if self._next is not None else []
             self._next = arena
+            for place, data in self._notes.items():
+                arena.note(place, data)
             self._changed.notify_all()
             return arena.slot_bytes < self._wanted

@@ -16,6 +16,7 @@ from dlrover_hooks.checkpoint.lifetime import Lifetime
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
 from dlrover_hooks.checkpoint.place import reason
+from dlrover_hooks.checkpoint.room import SPARE_BYTES
 from dlrover_hooks.checkpoint.shards import Shards
 
 _log = logging.getLogger(__name__)
@@ -59,12 +60,15 @@ class Rooms:
         if not verdict.fits:
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=verdict.line, hint=verdict.hint))
             return
-        self._say(seat, verdict)
+        for_images = message.slot_bytes > SPARE_BYTES
+        if for_images:
+            self._say(seat, verdict)
         self._making.add(seat)
         self._crew.submit(
             lambda: Arena.create(seat, message.slot_bytes), lambda made: self._made(peer, message, seat, made)
         )
-        self.look_at_disk(peer.hello, message.slot_bytes)
+        if for_images:
+            self.look_at_disk(peer.hello, message.slot_bytes)
 
     def _without(self, slot_bytes: int) -> int:
         """How many workers of this node have no slots of that size, nor get them now."""
@@ -87,6 +91,7 @@ class Rooms:
                 self.allocate(other, request)
 
     def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
+        self._shards.give_way(segment.seat)
         busy, arena = self._shards.under_way(segment.seat), segment.arena
         reply = wire.Allocated(
             ref=message.ref, complete=self._holdings.complete, persisting=busy, at=wire.whereabouts(arena.fd)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.frozen import Range
-from dlrover_hooks.checkpoint.recipe import Recipe, Sources, pick
+from dlrover_hooks.checkpoint.image import Outgrown
+from dlrover_hooks.checkpoint.recipe import Recipe, Sources
 from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
 
 
 class Changed(CheckpointError):
-    """A tensor is no longer what the recipe takes it for: it has to be laid out anew."""
+    """The tensors, or the state beside them, are no longer what the recipe takes them for: lay them out anew."""
 
 
 class Shot(NamedTuple):
@@ -21,23 +24,28 @@ class Shot(NamedTuple):
 
     generation: Generation
     recipe: Recipe
-    header: tuple[bytes, ...]
+    header: Iterable[bytes]
+    """To be gone through once, see `Recipe.header`."""
     found: Sources
     holds: Callable[[], bool] | None = None
     """Still to be asked before a copy counts: are the tensors what the recipe takes them for?"""
 
     def extent(self, place: int) -> tuple[int, int]:
         """Address and bytes of what goes to a place."""
-        address = self.found.addresses[place] or self.found.on_device[place].data_ptr()
+        address = int(self.found.addresses[place]) or self.found.on_device[place].data_ptr()
         return address, self.recipe.places[place][1]
 
 
 class Target(NamedTuple):
-    """A slot that was begun. `publish(unchanged)` says that it is whole; any thread."""
+    """A slot that was begun. `publish(unchanged)` says that it is whole; any thread.
+
+    `view`: the bytes of the image; `room`: all that the slot has.
+    """
 
     segment: int
     slot: int
     view: memoryview
+    room: memoryview
     publish: Callable[[tuple[Range, ...]], None]
 
     def head(self, shot: Shot) -> None:
@@ -70,8 +78,9 @@ class Writer:
 
     def fill(self, shot: Shot, target: Target, places: Sequence[int], *, alone: bool = False) -> None:
         """Copy what goes to `places` (sorted). `alone`: by this thread only, after `prove`; else `prove` meanwhile."""
-        sources = pick(shot.found.addresses, places)
-        where = shot.recipe.pieces(places), place_of(target.view), sources
+        sources = shot.found.addresses
+        some = sources if len(places) == len(sources) else sources[np.asarray(places, np.intp)]
+        where = shot.recipe.pieces(places), place_of(target.view), some
         if alone:
             self.prove(shot, target)
             Copier(1, native=self.copier.native).fill(*where)
@@ -80,7 +89,10 @@ class Writer:
 
     def prove(self, shot: Shot, target: Target) -> None:
         """Write the header and ask whether the tensors are what it says. Raises Changed."""
-        target.head(shot)
+        try:
+            target.head(shot)
+        except Outgrown:
+            raise Changed(f"{shot.generation} was not saved: it is larger", hint="the next one is saved") from None
         if shot.holds is not None and not shot.holds():
             raise Changed(f"{shot.generation} was not saved: a tensor has another form", hint="the next one is saved")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from typing import Any
 
@@ -25,17 +24,20 @@ from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.will import Will
 from dlrover_hooks.errors import Corrupt
 
+LOOK_S = 2.0
+"""So often the keeper sees whether it can still be found; a trainer looks for it much longer."""
 _log = logging.getLogger(__name__)
 
 
 class Keeper:
     """Loop and state of the process. Everything but the crews' jobs runs on the main thread."""
 
-    def __init__(self, listener: socket.socket, *, life_fd: int | None, linger_s: float, grace_s: float) -> None:
+    def __init__(self, plate: address.Plate, *, life_fd: int | None, linger_s: float, grace_s: float) -> None:
         self.holdings = Holdings()
         launched = life_fd is not None
         self._lifetime = Lifetime(time.monotonic(), launched=launched, linger_s=linger_s, grace_s=grace_s)
-        self._loop = Loop(listener, self._handle, self._lost)
+        self._plate, self._look_at = plate, time.monotonic() + LOOK_S
+        self._loop = Loop(plate.listener, self._handle, self._lost)
         rooms, openings = Crew("room", 2, self._loop.post), Crew("open", 2, self._loop.post)
         self._hashes = Hashes(self._loop.post, self._hashed)
         self._shards = Shards(self._loop.post, self._loop.tell)
@@ -59,7 +61,7 @@ class Keeper:
     def run(self) -> None:
         """Serve until the end."""
         while not self._over:
-            self._loop.turn(self._lifetime.timeout_s(time.monotonic()))
+            self._loop.turn(self._timeout_s(time.monotonic()))
             self._advance(time.monotonic())
         self._replication.close()
 
@@ -72,7 +74,26 @@ class Keeper:
         self._lifetime.end(time.monotonic())
         self._loop.close_door()
 
+    def _timeout_s(self, now: float) -> float | None:
+        timeout_s = self._lifetime.timeout_s(now)
+        if self._lifetime.ending:
+            return timeout_s
+        look_s = max(self._look_at - now, 0.0)
+        return look_s if timeout_s is None else min(timeout_s, look_s)
+
+    def _look(self, now: float) -> None:
+        """Who removes the folder of our socket (a session that ends) must not cost this node its memory."""
+        self._look_at = now + LOOK_S
+        try:
+            if (listener := self._plate.mend()) is not None:
+                _log.warning("the socket %s was removed; it is there again", self._plate.at.socket)
+                self._loop.open_door(listener)
+        except OSError as error:
+            _log.warning("the socket %s was removed, and cannot be made again: %s", self._plate.at.socket, error)
+
     def _advance(self, now: float) -> None:
+        if now >= self._look_at and not self._lifetime.ending:
+            self._look(now)
         if self._lifetime.due(now):
             self.end()
         if self._lifetime.overdue(now):
@@ -114,12 +135,12 @@ class Keeper:
         self._loop.send(peer, wire.Done(ref=message.ref))
 
     def _lost(self, peer: Peer) -> None:
-        """The trainer is gone: give torn slots back, hash what it had published. If it died, look at all it left."""
+        """The trainer is gone: give torn slots back, hash what it had published; unfinished, look at all it left."""
         if peer.hello is not None:
             seat = peer.hello.seat
             self.holdings.roll_back(seat, retired=peer.replaced)
             self._hash_rest(seat)
-            if not peer.left and not peer.replaced:
+            if not peer.finished and not peer.replaced:
                 self._check(seat)
                 self._will.trainer_died()
         if not any(other.asked for other in self._loop.peers):

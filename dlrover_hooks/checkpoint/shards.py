@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,8 +12,20 @@ from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.holdings import Found
 from dlrover_hooks.checkpoint.patience import Attempt, Patience
 from dlrover_hooks.checkpoint.place import reason
-from dlrover_hooks.errors import HooksError
+from dlrover_hooks.errors import CheckpointError, HooksError
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
+
+
+class _LastWill:
+    """One that was ordered. `seats` by rank."""
+
+    def __init__(self, generation: Generation, seats: dict[int, int]) -> None:
+        self.generation, self.seats = generation, seats
+        self._claim = threading.Lock()
+
+    def claim(self) -> bool:
+        """Once True: for the thread that begins it, or for who takes it back before. Any thread."""
+        return self._claim.acquire(blocking=False)
 
 
 class Shards:
@@ -27,8 +40,8 @@ class Shards:
         self._patience = Patience()
         self._under_way: set[tuple[int, Generation]] = set()
         """By seat."""
-        self._willed: set[tuple[int, Generation]] = set()
-        """By seat, what a last will is made of."""
+        self._wills: dict[_LastWill, Callable[[Manifest | Exception], None]] = {}
+        """Those that wait or are under way, and who is to hear how they went."""
         self._files: dict[Generation, dict[int, ShardFile]] = {}
         """By rank; of the newest generations only."""
 
@@ -39,7 +52,8 @@ class Shards:
 
     def under_way(self, seat: int) -> tuple[Generation, ...]:
         """What is being made durable for this seat now."""
-        return tuple({generation for other, generation in self._under_way | self._willed if other == seat})
+        willed = {will.generation for will in self._wills if seat in will.seats.values()}
+        return tuple(willed | {generation for other, generation in self._under_way if other == seat})
 
     def persist(self, found: Found, hello: wire.Hello, order: wire.Persist) -> None:
         """Write one rank's file; the seat is told `Persisted` or `PersistFailed`.
@@ -76,8 +90,8 @@ class Shards:
     def _persisted(self, seat: int, generation: Generation, file: ShardFile | Exception, seconds: float) -> None:
         self._under_way.discard((seat, generation))
         if isinstance(file, Exception):
-            text = str(file) if isinstance(file, HooksError) else reason(file)
-            self._tell(seat, wire.PersistFailed(generation=generation, reason=text))
+            said = (file.message, file.hint) if isinstance(file, HooksError) else (reason(file), "")
+            self._tell(seat, wire.PersistFailed(generation=generation, reason=said[0], hint=said[1]))
             return
         self._files.setdefault(generation, {})[file.rank] = file
         while len(self._files) > SLOTS:
@@ -99,22 +113,18 @@ class Shards:
     ) -> None:
         """Write and commit a whole generation where `saving` says; `then` gets the manifest or what went wrong.
 
-        Its slots count as being persisted meanwhile, and their seats are told the end of it.
+        Its slots count as being persisted meanwhile, and their seats are told the end of it. See `give_way`.
         """
         url, options, keep, job = saving.save_to, saving.storage_options, saving.keep, saving.job
         assert url is not None
         known = self._files.get(generation, {})
-        seats = {found.proof.slot.rank: found.segment.seat for found in ranks}
-        self._willed |= {(seat, generation) for seat in seats.values()}
+        will = _LastWill(generation, {found.proof.slot.rank: found.segment.seat for found in ranks})
+        self._wills[will] = then
 
-        def written(outcome: Manifest | Exception) -> None:
-            self._willed -= {(seat, generation) for seat in seats.values()}
-            for rank, seat in seats.items():
-                self._tell(seat, _end_of(generation, rank, outcome))
-            then(outcome)
-
-        self._crew.submit(
-            lambda: durable.last_will(
+        def write() -> Manifest | None:
+            if not will.claim():
+                return None
+            return durable.last_will(
                 ranks,
                 generation,
                 job=job,
@@ -124,9 +134,21 @@ class Shards:
                 known=known,
                 wanted=wanted,
                 patience=self._patience,
-            ),
-            written,
-        )
+            )
+
+        self._crew.submit(write, lambda outcome: None if outcome is None else self._written(will, outcome))
+
+    def give_way(self, seat: int) -> None:
+        """A trainer of this seat is back and needs slots: a last will that still waits for a slow store is not made."""
+        for will in list(self._wills):
+            if seat in will.seats.values() and will.claim():
+                self._written(will, CheckpointError("its trainer is back, and the store was busy until then"))
+
+    def _written(self, will: _LastWill, outcome: Manifest | Exception) -> None:
+        then = self._wills.pop(will)
+        for rank, seat in will.seats.items():
+            self._tell(seat, _end_of(will.generation, rank, outcome))
+        then(outcome)
 
 
 def _end_of(generation: Generation, rank: int, outcome: Manifest | Exception) -> wire.Wire:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,11 +16,17 @@ import numpy as np
 import torch
 
 from dlrover_hooks.checkpoint import arrays
+from dlrover_hooks.checkpoint.arrays import Glance
 from dlrover_hooks.checkpoint.copying import Copier, Move, place_of
 from dlrover_hooks.checkpoint.header import Whole
 from dlrover_hooks.checkpoint.image import TensorSpec
 from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, need_all
 from dlrover_hooks.errors import UnsupportedState
+
+try:
+    from dlrover_hooks.checkpoint import _look
+except ImportError:  # installed without a compiler
+    _look = None
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -43,6 +50,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Types of tensors that are nothing more than their bytes."""
+_EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""DLPack's way to look at tensors from C, from torch 2.10 on."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -50,8 +59,8 @@ def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     """What has to be laid out for `tensors` (torch tensors and numpy arrays).
 
     Raises:
-        UnsupportedState: a tensor that is sparse, quantized, of partial sums, without storage, or of a type that
-            safetensors lacks.
+        UnsupportedState: a tensor that is sparse, nested, quantized, of partial sums, without (all of) its memory, or
+            of a type that safetensors lacks.
     """
     return tuple(_spec(name, tensor) for name, tensor in tensors.items())
 
@@ -61,6 +70,7 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
         return arrays.spec(name, tensor)
     if hasattr(tensor, "device_mesh"):
         return _shard(name, tensor)
+    _demand_bytes(name, tensor)
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         if tensor.dtype is torch.complex128 and tensor.layout is torch.strided and not tensor.is_meta:
@@ -69,6 +79,25 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
         kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
         raise UnsupportedState(f"{name} is a {kind}, which a safetensors image cannot hold", hint="convert it first")
     return TensorSpec(name, dtype, tuple(tensor.shape), tensor.nbytes)
+
+
+def _demand_bytes(name: str, tensor: Any) -> None:
+    """Raises UnsupportedState unless all elements of `tensor` lie in memory of its own, on the CPU or on CUDA."""
+    dense = tensor.layout is torch.strided and not tensor.is_meta  # others have an error of their own
+    if tensor.is_nested or (dense and not _lies_whole(tensor)):
+        kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__name__} on {tensor.device} without its memory"
+        raise UnsupportedState(f"{name} is a {kind}", hint="save a plain copy of it, or leave it out")
+
+
+def _lies_whole(tensor: torch.Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    try:
+        address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # of subclasses that only stand for other tensors
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return address != 0 and (last + 1) * tensor.itemsize <= held and tensor.device.type in ("cpu", "cuda")
 
 
 def _shard(name: str, tensor: Any) -> TensorSpec:
@@ -169,13 +198,36 @@ def plain(value: Any) -> Any:
     return value if value.is_contiguous() else value.detach().contiguous()
 
 
+def rests(value: Any) -> bool:
+    """May `value` be one of those that `lie_plainly` is asked of?"""
+    if type(value) not in PLAIN or not value.is_cpu:
+        return False
+    return value.is_contiguous() and not (value.is_complex() or value.is_neg())
+
+
 def lie_plainly(values: Sequence[torch.Tensor], single: Iterable[int]) -> bool:
     """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C.
 
     `single`: which have one element. Only of those a view that is to be negated can be contiguous.
     """
     here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
-    return here and not any(values[index].is_neg() for index in single)
+    return here and not any_negative(values, single)
+
+
+def any_negative(values: Sequence[torch.Tensor], single: Iterable[int]) -> bool:
+    """Is one of them, which are contiguous, to be negated? `single`: see `lie_plainly`."""
+    return any(values[index].is_neg() for index in single)
+
+
+def glance(values: Sequence[torch.Tensor], words: int) -> Glance:
+    """Where CPU tensors of types in `PLAIN` begin, and their forms, which take so many `words`.
+
+    In one pass where the C helper is built and torch tells it. Else, or if they take more or less, only their bytes.
+    """
+    found = _look.look(_EXCHANGE, list(values), words) if _look is not None and _EXCHANGE is not None else None
+    if found is not None:
+        return Glance(found[0], found[1], told=True)
+    return Glance(array("Q", addresses(values)).tobytes(), array("Q", map(attrgetter("nbytes"), values)).tobytes())
 
 
 def addresses(values: Iterable[torch.Tensor]) -> list[int]:
@@ -183,13 +235,16 @@ def addresses(values: Iterable[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, values))
 
 
-def sizes(values: Iterable[torch.Tensor]) -> list[int]:
-    """Bytes of each."""
-    return list(map(attrgetter("nbytes"), values))
+def memory(values: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """What keeps the bytes of tensors where they are, whatever becomes of those."""
+    return list(map(torch.Tensor.untyped_storage, values))
 
 
 def address(value: Any) -> int:
-    """Where the bytes of a `plain` array or tensor begin; 0 if they lie on a device."""
-    if isinstance(value, np.ndarray):
-        return int(value.ctypes.data)
-    return value.data_ptr() if value.is_cpu else 0
+    """Where the bytes of an array or tensor begin; 0 if it has given them up."""
+    return int(value.ctypes.data) if isinstance(value, np.ndarray) else part(value).data_ptr()
+
+
+def on_device(value: Any) -> bool:
+    """Do the bytes of `value` lie where only a device reads them?"""
+    return not isinstance(value, np.ndarray) and value.is_cuda

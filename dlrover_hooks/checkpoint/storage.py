@@ -3,6 +3,7 @@
     save_to/latest.json                                 the newest committed generation
     save_to/finished.json                               the run ended at this step
     save_to/fresh.json                                  this run starts anew: its first commit removes the runs before
+    save_to/given-up.json                               runs that were: a late commit of theirs is refused
     save_to/step-0000000100-0000/MANIFEST.json          this generation exists
     save_to/step-0000000100-0000/shard-00001-model-00001-of-00001.safetensors
 
@@ -14,6 +15,7 @@ writers of one tree are one job (`Claim`), its shard files one process per rank,
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,26 +25,34 @@ import msgspec
 from dlrover_hooks.checkpoint.catalog import (
     FINISHED,
     FRESH,
+    GIVEN_UP,
     LATEST,
     MANIFEST,
+    MANIFEST_BYTES,
     Finished,
     Fresh,
+    GivenUp,
     Latest,
+    Listed,
     age,
+    changes,
+    content,
     decode,
     fault,
     folder,
-    manifests,
+    listing,
+    load,
     shard_name,
-    whole,
 )
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, Stream, damaged
+from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, Stream
 from dlrover_hooks.checkpoint.claim import Claim, Owner, holder
 from dlrover_hooks.checkpoint.patience import Attempt
 from dlrover_hooks.checkpoint.place import Place, absolute
 from dlrover_hooks.checkpoint.retention import READER, retain
-from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
+from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, ShardFile
+
+_log = logging.getLogger("dlrover_hooks")
 
 __all__ = [
     "Claim",
@@ -55,7 +65,7 @@ __all__ = [
     "holder",
     "manifest_of",
     "probe",
-    "read",
+    "refuse_given_up",
     "refuse_others",
     "scan",
     "shard_name",
@@ -71,6 +81,10 @@ class Scan(Message, frozen=True):
     finished_step: int | None = None
     damaged: tuple[str, ...] = ()
     """One line for each generation or file that was passed over, with the reason."""
+    lost: tuple[tuple[int, int], ...] = ()
+    """Attempt and step of the generations among them."""
+    heard: int = 0
+    """The greatest attempt of any folder, whole or not, of whatever run."""
 
 
 def probe(url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -124,7 +138,7 @@ def write_shard(
 
 def _committed_file(place: Place, home: str, rank: int) -> ShardFile | None:
     """`rank`'s file of the whole generation in `home`. A MANIFEST of a damaged one is removed."""
-    if (manifest := decode(place.read(f"{home}/{MANIFEST}"), Manifest)) is None:
+    if (manifest := load(place, f"{home}/{MANIFEST}", Manifest)) is None:
         return None
     if fault(manifest, home, place.sizes(home)) is not None:
         place.remove(f"{home}/{MANIFEST}")
@@ -139,7 +153,7 @@ def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview
 
 def _outdate(place: Place, home: str, generation: Generation, job: str) -> None:
     """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
-    old = decode(place.read(f"{home}/{MANIFEST}"), Manifest)
+    old = load(place, f"{home}/{MANIFEST}", Manifest)
     if old is not None and old.job != job:
         raise _occupied(place, old)
     if old is not None and old.generation != generation:
@@ -149,13 +163,44 @@ def _outdate(place: Place, home: str, generation: Generation, job: str) -> None:
 def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None:
     """Let nobody but `job` write at `url` if generations lie there.
 
+    One that cannot be read is taken for the job's own where others of it lie; else there is a warning. It is not
+    written over: the file of that very step is refused until its MANIFEST can be read.
+
     Raises:
         SaveToBusy: they are another job's; names it, its newest step and the ways out.
     """
     place = Place(url, options)
-    others = [manifest for _, manifest in manifests(place) if manifest.job != job]
+    rows = listing(place)
+    _refuse_others(place, rows, job)
+    if not any(one.manifest for one in rows):
+        for one in rows:
+            if one.unread:
+                _log.warning(
+                    "job %s: %s: %s. Whose it is is not known: it stays", job, place.path(one.folder), one.fault
+                )
+
+
+def _refuse_others(place: Place, rows: Iterable[Listed], job: str) -> None:
+    others = [one.manifest for one in rows if one.manifest is not None and one.manifest.job != job]
     if others:
         raise _occupied(place, max(others, key=age))
+
+
+def refuse_given_up(url: str, options: Mapping[str, Any] | None, generation: Generation) -> None:
+    """Of a run that was given up for a fresh one nothing more is committed.
+
+    Raises:
+        Stale: `generation` is of such a run.
+    """
+    place = Place(url, options)
+    if generation.run in _given_up(place):
+        raise Stale(
+            f"{generation} comes too late for {place.url}: the job has started anew there, and its older runs are gone"
+        )
+
+
+def _given_up(place: Place) -> tuple[str, ...]:
+    return (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
 
 
 def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
@@ -170,33 +215,57 @@ def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
 def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) -> None:
     """`run` of `job` starts although there is something to go on with: its first commit removes the runs before it."""
     place = Place(url, options)
-    if any(old.job == job and old.generation.run != run for _, old in manifests(place)):
+    found = [one.manifest for one in listing(place) if one.manifest is not None]
+    if any(old.job == job and old.generation.run != run for old in found):
         place.put(FRESH, msgspec.json.encode(Fresh(job=job, run=run)))
 
 
 def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     """What `job` can be restored from: the whole generations of the run that `latest.json` names. None: of any job.
 
-    Damaged MANIFESTs and files of wrong size are passed over and named in `damaged`. Contents are not hashed here.
+    Damaged MANIFESTs and files of wrong size are passed over and named in `damaged`; so are MANIFESTs that storage does
+    not give, after a second try. Contents are not hashed here.
+
+    Raises:
+        StorageFailed: nothing can be listed, or there is nothing but what storage does not give.
     """
-    place = Place(url, options)
-    bad: list[str] = []
-    found = [manifest for manifest in whole(place, bad) if job in (None, manifest.job)]
+    place, rows = _look_twice(url, options)
+    lost = [one for one in rows if one.committed and one.fault is not None]
+    bad = [f"{place.path(one.folder)}: {one.fault}" for one in lost]
+    gone = _given_up(place)
+    found = [one.manifest for one in rows if one.manifest is not None and one.fault is None]
+    found = [one for one in found if job in (None, one.job) and one.generation.run not in gone]
     found.sort(key=age, reverse=True)
-    run = _current_run(place, found, job, bad)
-    ended = decode(place.read(FINISHED), Finished)
+    if not found and any(one.unread for one in lost):  # to train from step 0 instead is nobody's wish
+        raise StorageFailed("; ".join(bad), hint="let this user read them, or remove what is beyond repair")
+    run = _current_run(place, found, job, gone, bad)
+    ended = load(place, FINISHED, Finished)
     finished = ended.step if ended is not None and job in (None, ended.job) and ended.run == run else None
     return Scan(
         manifests=tuple(manifest for manifest in found if manifest.generation.run == run),
         finished_step=finished,
         damaged=tuple(bad),
+        lost=tuple((one.attempt, one.step) for one in lost),
+        heard=max((row.attempt for row in rows), default=0),
     )
 
 
-def _current_run(place: Place, found: list[Manifest], job: str | None, bad: list[str]) -> str | None:
-    data = place.read(LATEST)
+def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[Place, list[Listed]]:
+    """Again, with the file system opened anew, if something was not given: a glitch, or credentials that expired."""
+    place = Place(url, options)
+    rows = listing(place)
+    if any(one.unread for one in rows):
+        place = Place(url, options)
+        rows = listing(place)
+    return place, rows
+
+
+def _current_run(
+    place: Place, found: list[Manifest], job: str | None, gone: tuple[str, ...], bad: list[str]
+) -> str | None:
+    data = content(place, LATEST)
     latest = decode(data, Latest)
-    if latest is not None and job in (None, latest.job):
+    if latest is not None and job in (None, latest.job) and latest.generation.run not in gone:
         home = place.path(latest.folder)
         if latest.generation not in (manifest.generation for manifest in found) and home not in str(bad):
             bad.append(f"{home}: {LATEST} names {latest.generation}, which is not there")
@@ -205,7 +274,7 @@ def _current_run(place: Place, found: list[Manifest], job: str | None, bad: list
         bad.append(f"{place.path(LATEST)}: cannot be read, the run saved last is taken")
     if found:
         return max(found, key=lambda manifest: manifest.created_at).generation.run
-    ended = decode(place.read(FINISHED), Finished)
+    ended = load(place, FINISHED, Finished)
     return ended.run if ended is not None and job in (None, ended.job) else None
 
 
@@ -215,9 +284,12 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
     Raises:
         StorageFailed: a file is missing or short (nothing is committed then), or the tree cannot be written.
         SaveToBusy: generations of another job lie there.
+        Stale: the job has started anew since, with another run.
     """
     place, home = Place(url, options), folder(manifest.generation)
-    refuse_others(url, options, manifest.job)
+    rows = changes(place)
+    _refuse_others(place, rows, manifest.job)
+    refuse_given_up(url, options, manifest.generation)
     sizes = place.sizes(home)
     why = fault(manifest, home, sizes)
     if why is not None:
@@ -229,23 +301,24 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
             place.remove(f"{home}/{stray}")
     _make_exist(place, f"{home}/{MANIFEST}", manifest)
     _point_latest(place, manifest)
-    retain(place, manifest, keep)
+    this = Listed(home, manifest.generation.step, manifest.generation.attempt, manifest=manifest, committed=True)
+    retain(place, [*(one for one in rows if one.folder != home), this], manifest, keep)
 
 
 def _make_exist(place: Place, name: str, manifest: Manifest) -> None:
     """Write the MANIFEST. One that is there stays, and so does whoever is quicker."""
-    data = place.read(name)
-    if data is not None and decode(data, Manifest) is None:
-        place.remove(name)
-    if data is None or decode(data, Manifest) is None:
+    data = content(place, name, MANIFEST_BYTES)
+    if decode(data, Manifest) is None:
+        if data is not None:
+            place.remove(name)
         place.put_new(name, msgspec.json.encode(manifest))
-    found = decode(place.read(name), Manifest)
+    found = load(place, name, Manifest)
     if found is None or found.files != manifest.files:
         raise StorageFailed(f"{place.path(name)} is not that of {manifest.generation} of job {manifest.job!r}")
 
 
 def _point_latest(place: Place, manifest: Manifest) -> None:
-    now = decode(place.read(LATEST), Latest)
+    now = load(place, LATEST, Latest)
     new = Latest(job=manifest.job, generation=manifest.generation, folder=folder(manifest.generation))
     same_run = now is not None and now.job == new.job and now.generation.run == new.generation.run
     if now is None or not same_run or now.generation < new.generation:
@@ -259,36 +332,6 @@ def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step
     place.put(FINISHED, msgspec.json.encode(Finished(job=job, run=run, step=step)))
 
 
-def read(url: str, options: Mapping[str, Any] | None, manifest: Manifest, rank: int) -> memoryview:
-    """Saved `rank`'s whole file, every chunk verified, in memory of its own (writable, not shared).
-
-    Raises:
-        Corrupt: size or hash is wrong; names file, chunk and generation.
-        StorageFailed: it cannot be read.
-    """
-    place, generation = Place(url, options), manifest.generation
-    file = next((one for one in manifest.files if one.rank == rank), None)
-    if file is None:
-        raise Corrupt(f"{generation} at {place.url} has no file of rank {rank}")
-    name = f"{folder(generation)}/{file.name}"
-    size = place.sizes(folder(generation)).get(file.name)
-    if size is None:
-        raise StorageFailed(f"cannot read {place.path(name)} of {generation}: No such file")
-    if size != file.nbytes or file.name != shard_name(rank):  # before memory is taken for what may be a lie
-        raise Corrupt(f"{place.path(name)} of {generation}: expected {file.nbytes} bytes, found {size}")
-    buffer = memoryview(bytearray(file.nbytes))
-    got = place.fill(name, buffer)
-    if got != file.nbytes:
-        found = f"{got}" if got < file.nbytes else f"more than {file.nbytes}"
-        raise Corrupt(f"{place.path(name)} of {generation}: expected {file.nbytes} bytes, found {found}")
-    if file.chunk_bytes != CHUNK_BYTES:
-        raise Corrupt(f"{place.path(name)} of {generation}: hashed in chunks of {file.chunk_bytes}, not {CHUNK_BYTES}")
-    chunk = damaged(buffer, file.chunks)
-    if chunk is not None:
-        raise Corrupt(f"{place.path(name)} of {generation}: chunk {chunk} does not match its hash")
-    return buffer
-
-
 def manifest_of(url: str, options: Mapping[str, Any] | None, generation: Generation) -> Manifest:
     """The MANIFEST of `generation`.
 
@@ -297,7 +340,7 @@ def manifest_of(url: str, options: Mapping[str, Any] | None, generation: Generat
     """
     place = Place(url, options)
     home = folder(generation)
-    manifest = decode(place.read(f"{home}/{MANIFEST}"), Manifest)
+    manifest = load(place, f"{home}/{MANIFEST}", Manifest)
     if manifest is None or manifest.generation != generation:
         raise Corrupt(f"{place.path(home)}/{MANIFEST} of {generation}: missing, unreadable or of another run")
     return manifest

@@ -47,24 +47,27 @@ class StoredImage:
             self.header = parse(self.view[:end], self._file.nbytes)
         except Corrupt as error:
             self.close()
+            if error.message.startswith(self._name):
+                raise
             raise Corrupt(f"{self._name} of {self._generation}: {error.message}") from error
         except BaseException:
             self.close()
             raise
 
     def _checked(self, file: ShardFile | None, rank: int) -> ShardFile:
-        where = f"{self._generation} at {self._place.url}"
+        home = self._place.path(self._home)
         if file is None or file.name != shard_name(rank):
-            raise Corrupt(f"{where} has no file of rank {rank}" + (f", but {file.name!r}" if file else ""))
+            other = f", but {file.name!r}" if file else ""
+            raise Corrupt(f"{home}: {self._generation} has no file of rank {rank}{other}")
         found = self._place.sizes(self._home).get(file.name)
+        where = f"{home}/{file.name}"  # names step and attempt, too
+        if found is None:
+            raise Corrupt(f"{where}: there is no such file")
         if found != file.nbytes:
-            raise Corrupt(
-                f"{self._place.path(self._home)}/{file.name} of {self._generation}: "
-                f"expected {file.nbytes} bytes, found {found}"
-            )
+            raise Corrupt(f"{where}: expected {file.nbytes} bytes, found {found}")
         if file.chunk_bytes != CHUNK_BYTES or len(file.chunks) != -(-file.nbytes // CHUNK_BYTES):
             raise Corrupt(
-                f"{where}, rank {rank}: {len(file.chunks)} hashes of {file.chunk_bytes} bytes each "
+                f"{where}: {len(file.chunks)} hashes of {file.chunk_bytes} bytes each "
                 f"are not those of {file.nbytes} bytes in chunks of {CHUNK_BYTES}"
             )
         return file
@@ -96,7 +99,7 @@ class StoredImage:
     def _verify(self, chunk: int) -> None:
         piece = self.view[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
         if xxhash.xxh3_64_hexdigest(piece) != self._file.chunks[chunk]:
-            raise Corrupt(f"{self._name} of {self._generation}: chunk {chunk} does not match its hash")
+            raise Corrupt(f"{self._name}: chunk {chunk} does not match its hash")
 
     def check(self) -> None:
         """It is this process's own copy."""

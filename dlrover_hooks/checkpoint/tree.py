@@ -10,13 +10,15 @@ from __future__ import annotations
 import base64
 import datetime
 import enum
+import functools
 import itertools
 import json
+import logging
 import math
 import operator
 import pathlib
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +37,9 @@ _ARRAY_KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "u
 }
 _BROKEN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 """What decoding raises on a damaged skeleton; too deep nesting is a RuntimeError."""
+_FACTORIES: dict[str, Any] = {one.__name__: one for one in (bool, int, float, str, list, dict, set, tuple)}
+_EXACT = {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset}
+_log = logging.getLogger("dlrover_hooks")
 _HINT = "keep it out of the state, or turn it into numbers, strings, lists, dicts and tensors first"
 
 
@@ -49,7 +54,7 @@ class Known(NamedTuple):
     """A dict of nothing but torch tensors, or of such dicts, as it was written before: its names, its JSON."""
 
     form: tuple[Any, ...]
-    """Its type, its keys, and those of the dicts in it."""
+    """Its type, its keys, and those of the dicts in it, one after the other, with how many each has."""
     names: list[str]
     json: msgspec.Raw
 
@@ -129,10 +134,15 @@ class _Writer:
             raise UnsupportedState(f"{path} contains itself", hint=_HINT)
         self._inside.add(id(value))
         try:
+            if type(value) not in _EXACT and not isinstance(value, tuple):
+                _narrowed(type(value), path)
             if isinstance(value, dict):
-                leaves = self._leaves(value) if self._memo is not None and value else None
+                seen = self._memo is not None and value and type(value) in (dict, OrderedDict)
+                leaves = self._leaves(value) if seen else None
                 return self._known(value, path, leaves) if leaves is not None else self._dict(value, path)
-            if isinstance(value, tuple) and type(value) is not tuple and not self._is_torch(value, "Size"):
+            if self._is_torch(value, "Size"):
+                return {"$size": list(value)}
+            if isinstance(value, tuple) and type(value) is not tuple:
                 hint = "a named tuple cannot be made without its class: keep tuple(value) or value._asdict()"
                 return self._unsupported(value, path, hint)
             if isinstance(value, (set, frozenset)):
@@ -150,6 +160,13 @@ class _Writer:
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, path)}
+        if isinstance(value, Counter):
+            return {"$counter": self._pairs(value, path)}
+        if isinstance(value, defaultdict):
+            factory = next((name for name, one in _FACTORIES.items() if one is value.default_factory), None)
+            if factory is None and value.default_factory is not None:
+                _narrowed(defaultdict, path)
+            return {"$default": [factory, self._pairs(value, path)]}
         if all(type(key) is str for key in value):
             return {
                 (f"${key}" if key[:1] == "$" else key): self.encode(one, f"{path}.{key}") for key, one in value.items()
@@ -166,17 +183,21 @@ class _Writer:
         tensors = list(itertools.chain.from_iterable(map(dict.values, value.values())))
         if not self._plain.issuperset(map(type, tensors)):
             return None
-        return _Leaves((type(value), list(value), list(map(list, value.values()))), tensors)
+        inner = list(itertools.chain.from_iterable(value.values())), list(map(len, value.values()))
+        return _Leaves((type(value), list(value), *inner), tensors)
 
     def _known(self, value: dict[Any, Any], path: str, leaves: _Leaves) -> Any:
         """`_dict`, remembered: of the same form as the last time at this path, it is written the same."""
         assert self._memo is not None
         known = self._memo.get(path)
-        if known is None or known.form != leaves.form or not self.tensors.keys().isdisjoint(known.names):
+        if known is None or known.form != leaves.form or not self._free(known.names):
             return self._remember(value, path, leaves, self._memo)
         self.tensors.update(zip(known.names, leaves.tensors, strict=True))
         self._unseen += known.names
         return known.json
+
+    def _free(self, names: list[str]) -> bool:
+        return not self.tensors or self.tensors.keys().isdisjoint(names)
 
     def _remember(self, value: dict[Any, Any], path: str, leaves: _Leaves, memo: Memo) -> Any:
         before = len(self.tensors)
@@ -217,6 +238,7 @@ class _Writer:
         if self._is_torch(value, "device"):
             return {"$device": str(value)}
         if isinstance(value, str):
+            _narrowed(type(value), path)
             return str(value)
         return self._unsupported(value, path)
 
@@ -255,6 +277,16 @@ class _Writer:
                 self._on_unsupported = ask
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedState(f"{path} is a {kind}, which cannot be saved without pickle", hint=hint)
+
+
+@functools.cache
+def _narrowed(kind: type, path: str) -> None:
+    """Say once that not all of an object is kept: without its class nobody can make it."""
+    if kind is defaultdict:
+        _log.warning("%s is a defaultdict whose factory cannot be saved: it comes back without one", path)
+    else:
+        base = next(one for one in kind.__mro__ if one in _EXACT or one is str)
+        _log.warning("%s is a %s.%s: it comes back as a %s", path, kind.__module__, kind.__qualname__, base.__name__)
 
 
 def _address(tensor: Any) -> int:
@@ -301,6 +333,17 @@ def _array(name: str, tensors: Mapping[str, Any]) -> Any:
     return found.numpy() if hasattr(found, "numpy") else found
 
 
+def _default(body: Any, tensors: Mapping[str, Any]) -> Any:
+    name, pairs = body
+    return defaultdict(None if name is None else _FACTORIES[name], _pairs(pairs, tensors))
+
+
+def _size(body: Any) -> Any:
+    import torch
+
+    return torch.Size(body)
+
+
 def _dtype(name: str) -> Any:
     import torch
 
@@ -331,6 +374,9 @@ _TAGS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "$frozenset": lambda body, tensors: frozenset(_decode(body, tensors)),
     "$ordered": lambda body, tensors: OrderedDict(_pairs(body, tensors)),
     "$dict": lambda body, tensors: dict(_pairs(body, tensors)),
+    "$counter": lambda body, tensors: Counter(dict(_pairs(body, tensors))),
+    "$default": _default,
+    "$size": lambda body, _: _size(body),
     "$bytes": lambda body, _: base64.b64decode(body),
     "$bytearray": lambda body, _: bytearray(base64.b64decode(body)),
     "$complex": lambda body, tensors: complex(*_decode(body, tensors)),

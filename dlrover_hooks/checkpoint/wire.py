@@ -60,6 +60,7 @@ class Fetch(Wire, frozen=True):
     node: str
     generation: Generation
     rank: int
+    world_size: int
     at: tuple[KeeperAddress, ...]
     secret: Secret
 
@@ -123,6 +124,7 @@ class Persist(Wire, frozen=True):
 
     generation: Generation
     rank: int
+    world_size: int
     url: str
     options: dict[str, Any] = {}
 
@@ -132,6 +134,11 @@ class Open(Wire, frozen=True):
 
     generation: Generation
     rank: int
+    world_size: int
+
+
+class Recall(Wire, frozen=True):
+    """What the trainers of this node, the dead among them, have noted for who goes on. Answer: Recalled."""
 
 
 class Drop(Wire, frozen=True):
@@ -177,6 +184,10 @@ class Opened(Wire, frozen=True):
     image_bytes: int
     seat: int
     at: Whereabouts | None = None
+
+
+class Recalled(Wire, frozen=True):
+    notes: tuple[bytes, ...] = ()
 
 
 class Replicating(Wire, frozen=True):
@@ -231,6 +242,7 @@ class PersistFailed(Wire, frozen=True):
 
     generation: Generation
     reason: str
+    hint: str = ""
     gone: bool = False
 
 
@@ -256,9 +268,9 @@ class Replaced(Wire, frozen=True):
 
 SaveNotice = Hashed | Persisted | PersistFailed
 Notice = SaveNotice | Damaged | Space | Storing | Replaced | Unreplicated
-Reply = Welcome | Allocated | Opened | Replicating | Refused | Done
+Reply = Welcome | Allocated | Opened | Recalled | Replicating | Refused | Done
 Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
-Request |= Replicate | Fetch
+Request |= Replicate | Fetch | Recall
 CARRY_FD = (Allocated, Opened, Adopt)
 _any = msgspec.json.Decoder(Request | Reply | Notice)
 

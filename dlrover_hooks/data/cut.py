@@ -22,6 +22,12 @@ class Source(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Leased(Source, Protocol):
+    """A dataset that the master lends out; see `dlrover_hooks.data.leased`."""
+
+    def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
+
+
 class Cut:
     """The datasets of one session. Training thread only."""
 

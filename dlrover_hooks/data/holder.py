@@ -15,6 +15,7 @@ from dlrover_hooks.data.leases import Borrower, Caller, Claim
 from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.data.sources import Stream
 from dlrover_hooks.errors import MasterAway, MasterError, UsageError
+from dlrover_hooks.forks import Here
 from dlrover_hooks.protocol import LedgerState
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Holder:
     def __init__(self, line: Line, dataset: ShardDataset, batch_size: int, epochs: int) -> None:
         self.line, self.dataset, self.epochs = line, dataset, epochs
         self._batch_size = batch_size
+        self.here = Here()
         self._ledger: p.Ledger | None = None
         self._ends: dict[str, int] = {}
 
@@ -50,7 +52,8 @@ class Holder:
         return self._ledger is not None
 
     def borrow(self, epoch: int) -> Borrower:
-        """Start taking leases of `epoch`."""
+        """Start taking leases of `epoch`. Raises UsageError in a forked child."""
+        self.refuse_forked()
         line, dataset = self.line, self.dataset
         claim = Claim(line.job, line.incarnation, dataset.name, self.ledger.fence, epoch)
         return Borrower(
@@ -61,6 +64,14 @@ class Holder:
             exact=not line.free,
             reopen=self.reopen,
         )
+
+    def refuse_forked(self) -> None:
+        """Raise UsageError in a forked child: the leases are its parent's."""
+        if not self.here:
+            raise UsageError(
+                f"dataset {self.dataset.name!r} is lent to process {self.here.pid}, not to what was forked from it",
+                hint="iterate it where it was made; `num_workers` of the DataLoader reads in processes of its own",
+            )
 
     def finished(self, epoch: int) -> bool:
         """Is nothing of `epoch` left, here or elsewhere?"""

@@ -239,6 +239,7 @@ class LeasedLoader:
     def _quiet(self, token: object) -> None:
         if self._live is not token:
             raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
+        self.holder.refuse_forked()
         self._at_quiet_point()
 
     def _at_quiet_point(self) -> None:
@@ -366,7 +367,8 @@ class LeasedLoader:
         vars(self.inner)["_iterator"] = None
         shut_down(rows)
         if self._own is not None:
-            let_go(self._own)
+            if self.holder.here:
+                let_go(self._own)
             self._own = self._holder = None
 
     def _leave(self) -> None:

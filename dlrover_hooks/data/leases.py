@@ -125,14 +125,20 @@ class Borrower:
         self._ready: deque[Held] = deque()
         self._ends: dict[str, int] = {}
         self._starving, self._closing = True, False
+        self._overdue = False
+        """What is committed next is to be told at once."""
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes the thread; `put` never blocks."""
         self._answered = threading.Event()
         self._pace = Pace()
         self._held: dict[int, Held] = {}
         self._told_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-leases", daemon=True)
-        self._thread.start()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="dlrover-hooks-leases", daemon=True)
+        thread.start()
+        return thread
 
     # ---- the training thread -----------------------------------------------------------------------------------------
 
@@ -171,14 +177,14 @@ class Borrower:
         """Raise what ended the thread, if something did and there is no lease left. `twice` is raised at once."""
         if self.twice is not None:
             raise self.twice
-        if self.error is not None and not self._ready:
+        if self.error is not None and not self.ready:
             raise self.error
 
     def committed(self, held: Held, upto: int) -> None:
         """Positions of `held` before `upto` are in the model."""
         self._pace.done(upto - held.committed)
         held.committed = upto
-        if upto >= held.end and (self._ends or self.state is not LedgerState.OPEN):
+        if self._overdue or (upto >= held.end and (self._ends or self.state is not LedgerState.OPEN)):
             self._bell.put(None)  # somebody waits for it; else it travels with the next request
 
     def stop(self, held: Held, at: int, *, failed: str = "", failed_upto: int = 0) -> None:
@@ -227,11 +233,12 @@ class Borrower:
             closing = self._closing  # read once: what is decided here must hold to the end of this turn
             if closing or self._ends:
                 self._give_up(closing)
+            self._overdue = self._late_s() <= 0.0  # before looking: what is committed from here on rings
             acks, want = self._acks(), self._want()
             waiting = self.state is LedgerState.WAITING
             if closing or self.state is LedgerState.FINISHED:
                 return self._request(0, acks) if acks else None
-            if (want and not waiting) or (acks and (self._late_s() <= 0.0 or self._awaited())):
+            if (want and not waiting) or (acks and (self._overdue or self._awaited())):
                 return self._request(want, acks)
             if self._ends and not self._held:
                 return dict(self._ends)
@@ -239,7 +246,7 @@ class Borrower:
                 job, incarnation, name, fence, epoch = self.claim
                 return p.AwaitShards(job, incarnation, name, fence, epoch, timeout_s=POLL_S)
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=max(0.01, self._late_s()) if self._held else None)
+                self._bell.get(timeout=max(0.0, self._late_s()) if self._held and not self._overdue else None)
 
     def _give_up(self, everything: bool) -> None:
         """Leases that are not begun go back, and at the end what is not done of the others."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, default_collate, default_convert
 from torch.utils.hooks import RemovableHandle
 
+from dlrover_hooks import config
 from dlrover_hooks.data.batch import Tail
 from dlrover_hooks.data.batches import END, Batches
 from dlrover_hooks.data.leased import is_leased, leased_loader
@@ -55,7 +56,7 @@ def elastic_loader(
     Args:
         loader: over a map-style dataset or a ShardDataset; see `ElasticLoader` for samplers that yield batches.
         optimizer: its steps mark; without it, call `sampler.mark()`.
-        global_batch_size: samples per optimizer step over all ranks; None = what the first start had.
+        global_batch_size: samples per step over all ranks; None = the environment's, else what the first start had.
         order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
         tail: None = "drop" where the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
         seed_samples: random numbers drawn by the dataset come from (seed, position), see `dlrover_hooks.data.seeds`.
@@ -293,7 +294,7 @@ def _elastic(
     return ElasticSampler(
         loader.dataset,  # pyright: ignore[reportArgumentType]
         batch_size=loader.batch_size,
-        global_batch_size=global_batch_size,
+        global_batch_size=config.global_batch_size() if global_batch_size is None else global_batch_size,
         shuffle=shuffle,
         order=order,
         block=block,

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from dlrover_hooks.runtime.parent import die_with_parent as _die_with_parent
+
+ALIVE = set[int]()
+"""Children of this process that are not reaped yet."""
+
+
+class Process(Protocol):
+    """What is needed of a `Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Child:
@@ -30,18 +43,23 @@ class Child:
         env: Mapping[str, str],
         pass_fds: Sequence[int] = (),
         die_with_parent: bool = False,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.name, self.started_at = name, time.monotonic()
-        self._process = subprocess.Popen(
+        self._process: Process = subprocess.Popen(
             command,
             env=dict(env),
             pass_fds=pass_fds,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
             preexec_fn=_die_with_parent if die_with_parent else None,
         )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
+        ALIVE.add(self.pid)
 
     def fileno(self) -> int:
         return self._pidfd
@@ -55,10 +73,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
+    def ask_to_end(self) -> None:
+        """SIGTERM to the process alone: DataLoader workers that died of it would break the step that it saves."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
     def end(self, grace_s: float = 0.0) -> int:
-        """SIGTERM, `grace_s` to obey, then SIGKILL; returns the exit code. Closes the pidfd."""
+        """SIGTERM, `grace_s` to obey, then SIGKILL to all; returns the exit code. Closes the pidfd."""
         if grace_s > 0:
-            self.signal(signal.SIGTERM)
+            self.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         self.signal(signal.SIGKILL)
@@ -75,12 +98,8 @@ class Child:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+            ALIVE.discard(self.pid)
         return code
-
-
-def _die_with_parent() -> None:
-    """Runs between fork and exec: a system call only, nothing that could take a lock."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def described(exit_code: int) -> str:

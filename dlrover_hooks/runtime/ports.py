@@ -31,3 +31,25 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise LaunchError("no free port between 20000 and 30000 for the process group's store")
+
+
+class Port:
+    """A free port that stays free until `release`: bound, so that no other program gets it from the kernel.
+
+    torch's store, which sets SO_REUSEADDR like this socket, can listen there all the same.
+    """
+
+    def __init__(self) -> None:
+        for _ in range(100):
+            self.number = free_port()
+            self._held = socket.socket()
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                self._held.bind(("", self.number))
+                return
+            self._held.close()
+        raise LaunchError("no free port between 20000 and 30000 for the process group's store")
+
+    def release(self) -> None:
+        """Idempotent."""
+        self._held.close()

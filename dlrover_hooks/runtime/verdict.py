@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from dlrover_hooks.protocol import JobView
+from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView
 from dlrover_hooks.runtime.child import Child, described
+from dlrover_hooks.runtime.last_words import Words
+from dlrover_hooks.runtime.options import Options
 
 DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
-AGAIN = 75
-"""A worker's exit code, see `config.tell_launcher`: the master declared it dead by mistake, start it again."""
+_PASSED_ON = {REQUEUE: "it is preempted; start it again to go on", BAD_NODE: "this node is bad; replace it"}
+"""A worker's own exit codes that become its launcher's, and no other one's."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -24,39 +26,131 @@ class Verdict(msgspec.Struct, frozen=True):
     text: str
 
 
-def culprit(dead: Iterable[Child]) -> Child:
+class End(msgspec.Struct, frozen=True):
+    """How a worker ended. `exit_code` None: the master has lost it, nobody saw it end. `here`: on this node."""
+
+    name: str
+    exit_code: int | None
+    here: bool = True
+    words: Words | None = None
+    """Its own last ones, if an exception ended it."""
+
+    @property
+    def has_cause(self) -> bool:
+        """It is not the echo of another worker's end."""
+        return _standing(self) < _ECHO
+
+    def __str__(self) -> str:
+        if self.exit_code is None:
+            return f"{self.name} was lost (silent for too long)"
+        return f"{self.name} died ({described(self.exit_code)})"
+
+
+def end_of(child: Child, words: Words | None = None) -> End:
+    """Of a worker of this node that has ended."""
+    return End(child.name, child.exit_code(), words=words)
+
+
+def left_by_itself(ends: Mapping[str, End]) -> bool:
+    """All have left because somebody is preempted. Whom the master declared dead has last words."""
+    return bool(ends) and all(end.exit_code == REQUEUE and end.words is None for end in ends.values())
+
+
+def culprit(ends: Iterable[End]) -> End:
     """Who most likely took the others along: a signal's victim, then one that knows why, then any that failed."""
-    return min((child for child in dead if child.exit_code()), key=lambda child: _standing(child.exit_code() or 0))
+    return min(ends, key=lambda end: (_standing(end), not end.here))
 
 
-def knows_why(exit_code: int | None) -> bool:
-    """This end has a cause of its own: it is not the echo of another worker's."""
-    return exit_code is not None and _standing(exit_code) < _ECHO
+_ECHO = 3
 
 
-_ECHO = 2
+def _standing(end: End) -> int:
+    if end.exit_code == BAD_NODE:
+        return 0
+    if end.exit_code is None or end.exit_code < 0:
+        return 1
+    return 2 if end.exit_code in (AGAIN, REQUEUE, USAGE) else _ECHO
 
 
-def _standing(exit_code: int) -> int:
-    return 0 if exit_code < 0 else 1 if exit_code in (AGAIN, USAGE) else _ECHO
+def judge(cause: End, view: JobView | None, began_at: int, *, node: str, failures: int, max_restarts: int) -> Verdict:
+    """What follows from `cause`, the newest of so many failures of the job, for the launcher of `node`.
 
+    What a script says of itself is judged on its own node.
 
-def judge(cause: Child, view: JobView | None, began_at: int, *, restarts: int, max_restarts: int) -> Verdict:
-    """What follows from the end of `cause`. `view`: the job, None if the master did not say; `began_at`: the step."""
-    code = cause.exit_code() or USER_ERROR
-    what = f"{cause.name} died ({described(code)})"
+    Args:
+        view: the job, None if the master did not say.
+        began_at: the step.
+    """
+    code = cause.exit_code or -1
+    what = str(cause)
+    others_go = view is not None and view.parting.nodes and node not in view.parting.nodes
+    if cause.here and code in _PASSED_ON and not (code == REQUEUE and others_go):
+        return Verdict(code, f"{what}: {_PASSED_ON[code]}")
     if view is not None and view.finished:
         return Verdict(USER_ERROR, f"{what}: {finished_before(view.finished_step)}")
-    if code == USAGE:
+    if code == USAGE and cause.here:
         return Verdict(USAGE, f"{what}: a setting must be mended first, see its traceback above; not restarted")
     if view is not None:
         what += f" at step {view.step}"
-        if code > 0 and code != AGAIN and view.step <= began_at:
+        if cause.here and code > 0 and code not in (AGAIN, REQUEUE) and view.step <= began_at:
             where = "no further than where it started" if began_at else "before any progress"
             return Verdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
-    if restarts >= max_restarts:
-        return Verdict(GAVE_UP, f"{what}; gave up after {counted(restarts, 'restart')} (--max-restarts)")
+    if failures > max_restarts:
+        spent = counted(max_restarts, "restart")
+        return Verdict(GAVE_UP, f"{what}; gave up after {spent} (--max-restarts) of the job, on whatever node")
     return Verdict(None, what)
+
+
+class Blame:
+    """How often in a row this node's workers took the job along, without a new step in between: is it the node?
+
+    Only once the job has made steps, and where other nodes take part: one alone cannot be told from its script. An exit
+    code is the script's word, so only a signal or silence counts: broken devices, memory, drivers end processes so.
+    """
+
+    MOST = 3
+
+    def __init__(self, node: str) -> None:
+        self._node, self._times, self._step = node, 0, -1
+
+    def falls(self, cause: End, view: JobView | None) -> str:
+        """Why this node is to be replaced, now that `cause` has ended; empty if it is not."""
+        others = view is not None and any(member.node != self._node for member in view.members)
+        step = view.step if view is not None else 0
+        if not step or not others or not cause.here or (cause.exit_code or -1) > 0:
+            self._times = 0
+            return ""
+        self._times = 1 if step > self._step else self._times + 1
+        self._step = max(step, self._step)
+        if self._times < self.MOST:
+            return ""
+        return f"{cause}: for the {self.MOST}rd time in a row on node {self._node}, at step {step}; replace that node"
+
+
+def too_few(options: Options, left: int, node: str = "") -> str:
+    """Why the job, or `node`, cannot go on with so many workers."""
+    least, where = (options.workers.least, f"of node {node}") if node else (options.min_workers, "of the job")
+    return f"{counted(left, 'worker')} {where} left, and {least} needed: nobody is replaced with --fault-level shrink"
+
+
+def nobody_came(options: Options, waited_s: float, missing: str) -> str:
+    """Why no round has formed. `missing`: nodes that are lost."""
+    if not options.several_nodes:
+        return f"the master formed no round of {options.workers} workers within {waited_s:g} s"
+    who = f"node {missing} is lost" if missing else "others did not come"
+    return (
+        f"no round of {options.nodes} nodes with {options.workers} workers each formed within {waited_s:g} s: {who} "
+        "(--replace-timeout)"
+    )
+
+
+def no_place(options: Options, waited_s: float, view: JobView) -> str:
+    """Why a node that came late, or as one too many, goes home. The job trains without it."""
+    live = sum(member.alive for member in view.members)
+    return (
+        f"{counted(live, 'worker')} train without this node, and no place for it became free within {waited_s:g} s "
+        f"(--nnodes {options.nodes}, --replace-timeout)"
+    )
 
 
 def finished_before(step: int | None) -> str:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 
 class Run:
-    """The records of one run: per life (restart) and rank a file of lines. `read` may be called while it grows."""
+    """The records of one run: per life (round) and rank a file of lines. `read` may be called while it grows."""
 
     def __init__(self, records: Path) -> None:
         self.records = records

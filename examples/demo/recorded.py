@@ -24,7 +24,7 @@ class Recorded(train.CharacterGPT):
     """One line per training step, straight to the file: a `kill -9` loses nothing that was trained."""
 
     def on_train_start(self) -> None:
-        name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{self.global_rank}.jsonl"
+        name = f"{os.environ['DLROVER_HOOKS_ROUND']}-{self.global_rank}.jsonl"
         path = Path(os.environ["DEMO_RECORDS"]) / name
         self.record = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # Lightning sets it elsewhere

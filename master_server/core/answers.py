@@ -12,20 +12,24 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import checkpoints, choice, membership, shards
-from dlrover_hooks.master.core.effects import Effect
+from dlrover_hooks.master.core import checkpoints, choice, kv, membership, preemption, shards
+from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
-from dlrover_hooks.master.core.job import Effects, Job, Remembered, committing, knows, seat
+from dlrover_hooks.master.core.job import Effects, Job, Remembered, committing, in_round, knows, seat
 from dlrover_hooks.protocol import (
     ROUTES,
     Attach,
+    ChangeKeys,
     Done,
     Exited,
+    Hold,
     Join,
+    KeyValues,
     Leave,
     Loaded,
     Message,
     OpenLedger,
+    Preempt,
     TakeLeases,
     Vote,
     Voted,
@@ -97,6 +101,14 @@ def _vote(job: Job, event: Vote, now: float, effects: Effects) -> Voted:
     return checkpoints.voted(job.saves)
 
 
+def _change_keys(job: Job, event: ChangeKeys, now: float, effects: Effects) -> KeyValues:
+    del now
+    in_round(job, event.incarnation, event.round)
+    values = kv.change(job.keys, event.changes)
+    effects += [Wake(topic=topic) for topic in sorted({key_topic(job.name, one.key) for one in event.changes})]
+    return KeyValues(values)
+
+
 def _committed(job: Job, event: Committed, now: float, effects: Effects) -> Done:
     del effects
     checkpoints.committed(job.saves, job.settings, event.generation, now)
@@ -121,7 +133,10 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Loaded: choice.loaded,
     Exited: membership.exited,
     Leave: membership.leave,
+    Preempt: preemption.preempt,
+    Hold: preemption.hold,
     Vote: _vote,
+    ChangeKeys: _change_keys,
     OpenLedger: shards.open_ledger,
     TakeLeases: shards.take,
     Lost: membership.lost,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.protocol import Cadence, Generation, Manifest, Retention, ShardFile, Vote, Voted, VoteKind
+from dlrover_hooks.protocol import Cadence, Generation, Manifest, Retention, ShardFile, Unstored, Vote, Voted, VoteKind
 
 OPEN = 8
 """So many generations of one attempt may be voted on at once; the oldest gives way."""
@@ -21,6 +21,8 @@ STALL = 0.035
 """CheckFreq's bound (FAST'21): saving may hold up training by 3.5 %."""
 SAMPLES = 33
 """Timings are the median of so many reports."""
+MARGIN, MARGIN_S = 256, 2.0
+"""Ranks hear of `persist_from` late, so it may lie ahead of them: by so many steps at most, and by so many seconds."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -47,6 +49,8 @@ class Open(msgspec.Struct):
     in_storage: int = 0
     complete: bool = False
     closed: bool = False
+    hopeless: bool = False
+    """A rank has passed it by: it never gets complete, and those who have it were told so."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -75,11 +79,16 @@ class Saves(msgspec.Struct):
     committing: list[Commit] = []
     committed: list[Kept] = []
     newest_committed: Generation | None = None
+    unstored: Unstored | None = None
     cadence: Cadence = Cadence()
     newest_step: int = 0
+    passed: int = 0
+    """The greatest `Vote.passed` of any rank."""
     persisted_step: int = 0
     persisted_at: float = 0.0
     failures: int = 0
+    margin: int = 1
+    """How many steps ahead the next persist is announced: twice as many after a failure, one less after a good one."""
     votes: int = 0
     commits: int = 0
     step_times: list[float] = []
@@ -91,6 +100,7 @@ def begin(saves: Saves, settings: Settings, step: int, complete: Generation | No
     saves.open = []
     saves.newest_complete = complete
     saves.newest_step = saves.persisted_step = step
+    saves.passed = 0
     saves.persisted_at = now
     saves.cadence = Cadence(every=_every(saves, settings))
     _schedule(saves, settings, now)
@@ -105,12 +115,11 @@ def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) ->
         )
     saves.votes += 1
     _measure(saves, event)
-    entry = _entry(saves, settings, event.generation, event.world_size)
-    commit = None
-    if entry is not None and not entry.closed:
-        commit = _COUNT[event.kind](saves, settings, job, entry, event, now)
-    elif entry is None and event.kind is VoteKind.FAILED:
-        _give_up(saves, settings)
+    saves.newest_step = max(saves.newest_step, event.generation.step)
+    if event.kind is VoteKind.REFUSED:
+        saves.unstored = Unstored(generation=event.generation, rank=event.rank, reason=event.reason)
+    commit = _count(saves, settings, job, event, now) if event.kind is not VoteKind.SKIPPED else None
+    _pass_by(saves, event)
     if event.step_s > 0:
         saves.cadence = msgspec.structs.replace(saves.cadence, every=_every(saves, settings))
     _schedule(saves, settings, now)
@@ -119,7 +128,22 @@ def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) ->
 
 def voted(saves: Saves) -> Voted:
     """The answer to a vote."""
-    return Voted(newest_complete=saves.newest_complete, newest_committed=saves.newest_committed, cadence=saves.cadence)
+    return Voted(
+        newest_complete=saves.newest_complete,
+        newest_committed=saves.newest_committed,
+        cadence=saves.cadence,
+        may_complete=may_complete(saves),
+    )
+
+
+def may_complete(saves: Saves) -> tuple[int, ...]:
+    """Steps of generations that a rank which holds them must keep: each may become the newest complete one."""
+    newest = saves.newest_complete
+    return tuple(
+        entry.generation.step
+        for entry in saves.open
+        if not (entry.complete or entry.hopeless) and (newest is None or entry.generation > newest)
+    )
 
 
 def committed(saves: Saves, settings: Settings, generation: Generation, now: float) -> bool:
@@ -156,7 +180,6 @@ def _take(saves: Saves, generation: Generation) -> Commit | None:
 def _entry(saves: Saves, settings: Settings, generation: Generation, world_size: int) -> Open | None:
     """The open generation of that step, None if it is older than all that may be open."""
     step = generation.step
-    saves.newest_step = max(saves.newest_step, step)
     for entry in saves.open:
         if entry.generation.step == step:
             return entry
@@ -164,13 +187,26 @@ def _entry(saves: Saves, settings: Settings, generation: Generation, world_size:
         return None
     nothing: list[ShardFile | None] = [None] * world_size
     entry = Open(generation=generation, world_size=world_size, memory=[False] * world_size, stored=nothing)
+    entry.hopeless = step < saves.passed
     saves.open.append(entry)
     saves.open.sort(key=lambda one: one.generation.step)
     if len(saves.open) > OPEN:
-        oldest = saves.open.pop(1 if _kept_for_storage(saves) == 0 else 0)
-        if oldest.in_storage and not oldest.closed:
+        least = saves.open.pop(_least_needed(saves))
+        if least.in_storage and not least.closed:
             _give_up(saves, settings)
     return entry
+
+
+def _least_needed(saves: Saves) -> int:
+    """Index of the oldest hopeless one of no use to storage, or of the oldest that is not being made durable.
+
+    The newest stays: it may be the last one of the training, which some rank could only make at a second try.
+    """
+    kept = _kept_for_storage(saves)
+    hopeless = (
+        index for index, one in enumerate(saves.open[:-1]) if one.hopeless and not one.in_storage and index != kept
+    )
+    return next(hopeless, 1 if kept == 0 else 0)
 
 
 def _kept_for_storage(saves: Saves) -> int | None:
@@ -191,7 +227,7 @@ def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event
     del job, now
     entry.in_memory += not entry.memory[event.rank]
     entry.memory[event.rank] = True
-    if entry.complete or entry.in_memory < entry.world_size:
+    if entry.complete or entry.hopeless or entry.in_memory < entry.world_size:
         return None
     entry.complete = True
     if saves.newest_complete is None or saves.newest_complete < entry.generation:
@@ -228,18 +264,48 @@ def _count_failed(saves: Saves, settings: Settings, job: str, entry: Open, event
     _give_up(saves, settings)
 
 
-_COUNT = {VoteKind.MEMORY: _count_memory, VoteKind.STORED: _count_stored, VoteKind.FAILED: _count_failed}
+_COUNT = {
+    VoteKind.MEMORY: _count_memory,
+    VoteKind.STORED: _count_stored,
+    VoteKind.FAILED: _count_failed,
+    VoteKind.REFUSED: _count_failed,
+}
+
+
+def _count(saves: Saves, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
+    entry = _entry(saves, settings, event.generation, event.world_size)
+    if entry is not None and not entry.closed:
+        return _COUNT[event.kind](saves, settings, job, entry, event, now)
+    if entry is None and event.kind in (VoteKind.FAILED, VoteKind.REFUSED):
+        _give_up(saves, settings)
+    return None
+
+
+def _pass_by(saves: Saves, event: Vote) -> None:
+    """What this rank has left behind without a vote can never become complete: others need not keep it."""
+    saves.passed = max(saves.passed, event.passed)
+    for entry in saves.open:
+        if entry.generation.step < event.passed and not (entry.complete or entry.memory[event.rank]):
+            entry.hopeless = True
 
 
 def _give_up(saves: Saves, settings: Settings) -> None:
-    """A persist failed: count it; the next generation nobody has voted for is due."""
+    """A persist failed: count it; another one is due. If that fails, too, the next one is announced earlier."""
     saves.failures += 1
     if settings.save_to is not None:
-        saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=saves.newest_step + 1)
+        saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=_ahead(saves))
+    saves.margin = min(2 * saves.margin, MARGIN)
+
+
+def _ahead(saves: Saves) -> int:
+    """A step that no rank has come to, as far as is known, and that all may hear of in time."""
+    most = math.ceil(MARGIN_S / statistics.median(saves.step_times)) if saves.step_times else MARGIN
+    return saves.newest_step + max(1, min(saves.margin, most))
 
 
 def _persisted(saves: Saves, step: int, now: float) -> None:
     saves.persisted_step, saves.persisted_at = max(saves.persisted_step, step), now
+    saves.margin = max(1, saves.margin - 1)
     saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=None)
 
 
@@ -250,8 +316,9 @@ def _schedule(saves: Saves, settings: Settings, now: float) -> None:
     every = settings.persist_every
     if isinstance(every, int):
         start = (saves.persisted_step // every + 1) * every
+        start = max(start, _ahead(saves)) if saves.margin > 1 else start
     elif now - saves.persisted_at >= seconds(every):
-        start = saves.newest_step + 1
+        start = _ahead(saves)
     else:
         return
     saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=start)

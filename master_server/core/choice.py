@@ -7,8 +7,9 @@ import msgspec
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master.core import checkpoints, replicas, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
+from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, enter, seat
-from dlrover_hooks.master.core.restore import Neighbour, Refusal
+from dlrover_hooks.master.core.restore import Neighbour
 from dlrover_hooks.master.core.rounds import Member, Round
 from dlrover_hooks.protocol import Attach, Attached, Done, Loaded, Phase, Restore, Source
 
@@ -17,7 +18,10 @@ REFUSALS = 64
 
 
 def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
-    """A worker is up: note what it holds; with the last one, pick what to load. Raises Stale, BadRequest."""
+    """A worker is up: note what it holds; with the last one, pick what to load. Raises Stale, BadRequest.
+
+    Said again when all have attached, it can only say that the worker does not recover after all.
+    """
     current, member = seat(job, event.incarnation)
     settings = Settings(
         save_to=event.save_to.rstrip("/") if event.save_to else None,
@@ -33,10 +37,13 @@ def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
     if current.phase is Phase.ATTACHING:
         _offer(job, member, event, settings, first=current.attached == 0)
         if not member.attached:
-            member.attached, member.pid = True, event.pid
+            member.attached, member.pid, member.recovers = True, event.pid, event.recovers
             current.attached += 1
         if current.attached == current.world_size:
             _choose(job, current, now, effects)
+    elif member.recovers and not event.recovers:  # what it has in its loop now ends with the round
+        member.recovers = False
+        effects.append(Wake(topic=watch_topic(job.name)))  # its agent is the one to let newcomers in
     return Attached(run=job.run, round=current.number, rank=member.rank, world_size=current.world_size)
 
 
@@ -47,10 +54,10 @@ def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first
     if event.held or member.local_rank == 0:
         job.offers.held[member.node] = event.held
     if event.keeper is not None:
-        job.offers.neighbours[member.node] = Neighbour(keeper=event.keeper, domain=event.domain)
+        job.offers.neighbours[member.node] = Neighbour(event.keeper, event.domain, event.sends)
         job.secret = job.secret if job.secret.key else event.secret
     if member.rank == 0:
-        job.offers.stored = event.stored
+        job.offers.stored, job.offers.damaged, job.offers.heard = event.stored, event.damaged, event.heard
         url = restore.folder(settings.resume) if restore.is_url(settings.resume) else settings.save_to
         job.offers.stored_url = url
 
@@ -61,14 +68,17 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     fresh = virgin and (job.fresh or job.settings.resume == "never")
     chosen = None if fresh else _candidate(job, current, virgin=virgin)
     whole = chosen if chosen is not None and not chosen.weights else None
-    required = (virgin and job.settings.resume == "require") or restore.takes_weights(job.settings.resume)
+    required = job.settings.resume == "require" or restore.takes_weights(job.settings.resume)
     job.plan.restore = chosen
-    job.plan.replicas_to = replicas.ring({name: one.domain for name, one in job.offers.neighbours.items()})
+    job.plan.replicas_to = replicas.ring({name: one.domain for name, one in job.offers.neighbours.items() if one.sends})
     job.plan.holders = replicas.holders(job.offers, chosen)
-    job.plan.answers = replicas.answers(job.plan.holders)
+    job.plan.answers = replicas.answers(job.plan.holders, current.members.values())
+    job.plan.lost = _lost(job) if chosen is None and not fresh else 0
     job.plan.refused = _refusal(job) if chosen is None and required else None
     job.restored_from = chosen.source if chosen else None
     job.attempt = max(job.attempt, whole.generation.attempt if whole else 0, _heard(job, fresh=fresh)) + 1
+    if job.plan.lost and not required:
+        job.run = _another_run(job)
     current.attempt = job.attempt
     step = whole.generation.step if whole else 0
     complete = whole.generation if whole is not None and whole.source is not Source.STORAGE else None
@@ -82,6 +92,17 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
 
 def _heard(job: Job, *, fresh: bool) -> int:
     return 0 if fresh else restore.newest_attempt(job.offers, job.run)
+
+
+def _lost(job: Job) -> int:
+    """How many generations there are that cannot be loaded."""
+    refused = (one.generation for one in job.refusals if one.generation.run == job.run)
+    return len({(one.attempt, one.step) for one in refused} | set(job.offers.damaged))
+
+
+def _another_run(job: Job) -> str:
+    """Whoever starts anew because nothing could be loaded leaves the old run, and what retention would take of it."""
+    return f"{job.proposed[:-4]}{job.attempt % (1 << 16):04x}"
 
 
 def _candidate(job: Job, current: Round, *, virgin: bool) -> Restore | None:
@@ -119,6 +140,11 @@ def _weights(job: Job, ranks: dict[str, list[int]]) -> Restore | None:
 
 def _refusal(job: Job) -> str:
     where = job.offers.stored_url or "memory (no save_to is set)"
+    if job.plan.lost:
+        return (
+            f'resume="{job.settings.resume}": none of {job.plan.lost} checkpoints of job {job.name!r} in memory and in '
+            f"{where} could be loaded: {'; '.join(job.plan.fallbacks) or 'they are damaged, see the warnings above'}."
+        )
     return f'resume="{job.settings.resume}": no whole generation of job {job.name!r} was found in memory or in {where}.'
 
 
@@ -150,9 +176,9 @@ def _reject(job: Job, current: Round, member: Member, reason: str, now: float, e
     """The choice cannot be loaded: the same members form a new round without it."""
     bad = job.plan.restore
     if bad is not None:
-        job.refusals.append(Refusal(generation=bad.generation, source=bad.source))
+        job.refusals.append(restore.refusal(bad))
         del job.refusals[:-REFUSALS]
-        text = f"{bad.generation} from {bad.source.value}: rank {member.rank} could not load it: {reason or '?'}"
+        text = f"{bad.generation} from {bad.source.value}: rank {member.rank}: {reason or 'no reason given'}"
         job.plan.fallbacks += (text,)
     job.rounds.number += 1
     current.renumber(job.rounds.number, f"{job.name}/{job.run}/{job.rounds.number}")

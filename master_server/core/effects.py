@@ -64,6 +64,16 @@ def watch_topic(job: str) -> str:
     return f"watch {job}"
 
 
+def parting_topic(job: str) -> str:
+    """Woken when it is agreed where the round parts, or cannot be any more."""
+    return f"parting {job}"
+
+
+def key_topic(job: str, key: str) -> str:
+    """Woken when `key` of the round's store changed."""
+    return f"key {job}\n{key}"
+
+
 def shards_topic(job: str, name: str) -> str:
     """Woken when positions of ledger `name` came back, an epoch of it ended, or its fence rose."""
     return f"shards {job}\n{name}"

@@ -9,13 +9,23 @@ import math
 
 import msgspec
 
+from dlrover_hooks.errors import Stale
 from dlrover_hooks.master.core import rounds, seating
 from dlrover_hooks.master.core.checkpoints import Commit, Saves, Settings
-from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, Wake, WriteFinished, plan_topic
+from dlrover_hooks.master.core.effects import (
+    CommitGeneration,
+    Deadline,
+    Effect,
+    Wake,
+    WriteFinished,
+    plan_topic,
+    watch_topic,
+)
+from dlrover_hooks.master.core.kv import Keys
 from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers, Refusal
 from dlrover_hooks.master.core.rounds import Member, Round, Rounds
-from dlrover_hooks.protocol import Phase, Restore, Secret, Source
+from dlrover_hooks.protocol import Ending, Phase, Restore, Secret, Source
 
 Effects = list[Effect]
 
@@ -35,12 +45,26 @@ class Choice(msgspec.Struct):
     restore: Restore | None = None
     refused: str | None = None
     fallbacks: tuple[str, ...] = ()
+    lost: int = 0
     replicas_to: dict[str, str] = {}
     """By node, the one that keeps its replicas."""
     holders: tuple[tuple[str, ...], ...] = ()
     """By saved rank, the nodes that hold its image of what is restored from memory, its own one first."""
     answers: dict[str, tuple[int, ...]] = {}
-    """By node, what `Restore.answers` says there; empty where no image is held twice."""
+    """By incarnation, what `Restore.answers` says to it; empty where each local rank 0 answers for its node."""
+
+
+class Leaving(msgspec.Struct):
+    """Who is preempted in the current round (`nodes` empty: nobody), and where its members leave: see `preemption`."""
+
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+    until: float = math.inf
+    """When the first of them goes, by the clock of `now`."""
+    promised: dict[str, int] = {}
+    """By live member: the last quiet point it has passed. `passed`: the greatest of all."""
+    passed: int = -1
+    step: int | None = None
 
 
 class Job(msgspec.Struct):
@@ -48,6 +72,8 @@ class Job(msgspec.Struct):
 
     name: str
     run: str
+    proposed: str = ""
+    """By the last join, for a new run."""
     fresh: bool = False
     attempt: int = 0
     rounds: Rounds = msgspec.field(default_factory=Rounds)
@@ -58,10 +84,17 @@ class Job(msgspec.Struct):
     refusals: list[Refusal] = []
     secret: Secret = Secret()
     ledgers: Ledgers = msgspec.field(default_factory=Ledgers)
+    leaving: Leaving = msgspec.field(default_factory=Leaving)
+    keys: Keys = msgspec.field(default_factory=Keys)
+    """Of the current round."""
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
     finish_written: bool = False
+    ending: Ending | None = None
+    """An agent has given the job up, for all; until somebody launches it again."""
+    failures: int = 0
+    """See `JobView`: what the launchers' budget of restarts is counted by."""
     replies: dict[str, dict[str, Remembered]] = {}
     """By incarnation and channel."""
     alarm: float = math.inf
@@ -95,11 +128,30 @@ def seat(job: Job, incarnation: str) -> tuple[Round, Member]:
     return job.rounds.round, member
 
 
+def in_round(job: Job, incarnation: str, number: int) -> Round:
+    """Round `number`, if it is the current one and has that live member. Raises Stale."""
+    current, _ = seat(job, incarnation)
+    if current.number == number:
+        return current
+    raise Stale(
+        f"Round {number} of job {job.name!r} is over: it is at round {current.number}.", hint="Wait for the next round."
+    )
+
+
 def enter(job: Job, current: Round, phase: Phase, effects: Effects) -> None:
     """The round is in `phase` now: whoever waits for the plan must hear of it."""
     current.phase = phase
     job.plan.number += 1
     effects.append(Wake(topic=plan_topic(job.name)))
+    tell_of_newcomers(job, effects)
+
+
+def tell_of_newcomers(job: Job, effects: Effects) -> None:
+    """Whoever may let them in must hear of it, whether they came just now or before the round began to train."""
+    waiting = rounds.newcomers(job.rounds)
+    if waiting != job.rounds.told:
+        job.rounds.told = waiting
+        effects.append(Wake(topic=watch_topic(job.name)))
 
 
 EVERY_S = 1.0
@@ -127,11 +179,12 @@ def committing(job: Job, commit: Commit) -> CommitGeneration:
 
 
 def finishing(job: Job) -> Effects:
-    """The effect that writes down the end, if that is still to be done."""
-    url = job.settings.save_to
-    if not job.finished or job.finish_written or url is None:
+    """The effect that writes down the end, if that is still to be done, and storage has what the run ended with."""
+    url, step, durable = job.settings.save_to, job.finished_step or 0, job.saves.newest_committed
+    if not job.finished or job.finish_written or url is None or durable is None:
         return []
-    step = job.finished_step or 0
+    if (durable.attempt, durable.step) < (job.attempt, step):
+        return []
     return [WriteFinished(job=job.name, url=url, options=job.settings.options, run=job.run, step=step)]
 
 

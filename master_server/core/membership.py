@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import rounds, seating, shards
+from dlrover_hooks.master.core import preemption, rounds, seating, shards
 from dlrover_hooks.master.core.checkpoints import Saves, Settings
 from dlrover_hooks.master.core.effects import RoundFormed, Wake, plan_topic, round_topic, watch_topic
 from dlrover_hooks.master.core.events import Lost, Tick
-from dlrover_hooks.master.core.job import Choice, Effects, Job, arm, finishing, knows
+from dlrover_hooks.master.core.job import (
+    Choice,
+    Effects,
+    Job,
+    Leaving,
+    arm,
+    finishing,
+    knows,
+    tell_of_newcomers,
+)
+from dlrover_hooks.master.core.kv import Keys
 from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers
 from dlrover_hooks.master.core.rounds import Rounds
-from dlrover_hooks.protocol import Departure, Done, Exited, Join, Joined, Leave, Phase, Secret
+from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase, Secret
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
@@ -21,18 +33,46 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
 
     Raises Stale, BadRequest.
     """
+    if event.agents and event.max_workers == 0:
+        if job.rounds.number == 0:
+            raise Stale(f"Job {job.name!r} has had no round: nobody has said how many it wants.", hint="Join anew.")
+        low, high = job.rounds.min_workers, job.rounds.max_workers
+        event = msgspec.structs.replace(event, min_workers=low, max_workers=high)
     if _starts_anew(job, event):
         rounds.check(Rounds(), event)
         _reset(job, event)
     if job.finished:
         return Joined(job=job.name, run=job.run, finished=True, finished_step=job.finished_step)
+    newcomer = _is_newcomer(job, event)
+    if newcomer and event.shrinks and job.standing > len(rounds.predecessors(job.rounds, event)):
+        raise _no_growth(job, event)
     rounds.check(job.rounds, event)
+    predecessors = rounds.predecessors(job.rounds, event)
+    launched = newcomer and not event.launcher  # by somebody, again
+    anew = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
+    job.proposed = event.proposed_run
     if not job.run:  # holders without a seat came first
         job.run, job.fresh = event.proposed_run, event.fresh
-    broken = any([rounds.part(job.rounds, name, rounds.LOST) for name in rounds.predecessors(job.rounds, event)])
+    broken = any([rounds.part(job.rounds, name, rounds.LOST) for name in predecessors])
+    job.failures = 0 if anew else job.failures + broken
+    if launched:
+        job.ending = None
     broken = rounds.add(job.rounds, event, now) or broken
     _after_membership(job, now, effects, broken=broken)
     return Joined(job=job.name, run=job.run)
+
+
+def _is_newcomer(job: Job, event: Join) -> bool:
+    """A round has formed, and it had no part in the last one."""
+    current = job.rounds.round
+    return current is not None and event.incarnation not in current.agents and event.incarnation not in current.members
+
+
+def _no_growth(job: Job, event: Join) -> BadRequest:
+    return BadRequest(
+        f"Job {job.name!r} goes on with what is left of it and does not grow: node {event.node!r} is refused.",
+        hint="Launch it with --fault-level elastic if newcomers are to be taken in, hot if they are to replace others.",
+    )
 
 
 def _starts_anew(job: Job, event: Join) -> bool:
@@ -56,8 +96,8 @@ def _reset(job: Job, event: Join) -> None:
     job.plan = Choice(number=job.plan.number)
     job.run, job.fresh, job.attempt = event.proposed_run, event.fresh, 0
     job.settings, job.saves, job.offers, job.ledgers = Settings(), Saves(), Offers(), Ledgers()
-    job.refusals, job.replies, job.restored_from, job.secret = [], {}, None, Secret()
-    job.finished, job.finished_step, job.finish_written = False, None, False
+    job.refusals, job.replies, job.restored_from, job.secret, job.leaving = [], {}, None, Secret(), Leaving()
+    job.finished, job.finished_step, job.finish_written, job.ending, job.failures = False, None, False, None, 0
 
 
 def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
@@ -69,14 +109,17 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     """A launcher saw its worker end. Raises Stale, BadRequest."""
     if event.worker in job.ledgers.free:  # its launcher has no seats either, so nobody knows it here
         return _part(job, event.worker, rounds.LOST, now, effects)
-    if not rounds.knows(job.rounds, event.incarnation):
+    reapers = rounds.reapers(job.rounds, event.worker)
+    unseated = event.newcomer and not rounds.had_seat(job.rounds, event.worker)
+    if event.incarnation not in reapers and not (unseated or rounds.knows(job.rounds, event.incarnation)):
         raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
-    current = job.rounds.round
-    member = current.members.get(event.worker) if current else None
-    holder = member.agent if member is not None else job.rounds.seats.get(event.worker, event.incarnation)
-    if holder != event.incarnation:
+    if reapers and event.incarnation not in reapers:
         raise BadRequest(f"Worker {event.worker!r} of job {job.name!r} belongs to another agent.")
-    return _part(job, event.worker, rounds.LOST, now, effects)
+    job.failures += unseated and event.exit_code not in _POLITE
+    member = job.rounds.round.members.get(event.worker) if job.rounds.round else None
+    if member is not None:
+        member.exit_code = event.exit_code
+    return _part(job, event.worker, _POLITE.get(event.exit_code, rounds.LOST), now, effects)
 
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
@@ -85,9 +128,14 @@ def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
         rounds.member_of(job.rounds, job.name, event.incarnation)
     if event.reason is Departure.DONE and rounds.knows(job.rounds, event.incarnation):
         job.finished_step = max(event.step, job.finished_step or 0)
+    if event.ending is not None:
+        job.ending = event.ending
+        effects += [Wake(topic=topic(job.name)) for topic in (watch_topic, round_topic)]
     return _part(job, event.incarnation, event.reason.value, now, effects)
 
 
+_POLITE = {0: rounds.DONE, REQUEUE: Departure.PREEMPTED.value}
+"""Exit codes that are no failure."""
 _DEATHS = (rounds.LOST, Departure.FAILED.value)
 """It may have died of what it held. Of a round's members only the first: the others die of the break."""
 
@@ -98,8 +146,10 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
     current = job.rounds.round
     was_broken = current is not None and current.phase is Phase.BROKEN
     broken = rounds.part(job.rounds, incarnation, how)
+    job.failures += broken and how in _DEATHS  # the others die of the break, so it counts once
     counts = how in _DEATHS and not (was_broken and incarnation not in job.ledgers.free)
     shards.part(job, incarnation, effects, lost=counts)
+    preemption.part(job, incarnation, effects)
     if current is not None and not job.finished and current.done == current.world_size:
         _finish(job, effects)
     _after_membership(job, now, effects, broken=broken)
@@ -109,7 +159,7 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
 def _finish(job: Job, effects: Effects) -> None:
     job.finished = True
     job.finished_step = job.finished_step or 0
-    effects.append(Wake(topic=watch_topic(job.name)))
+    effects += [Wake(topic=topic(job.name)) for topic in (watch_topic, round_topic)]
     effects += finishing(job)
 
 
@@ -127,8 +177,10 @@ def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -
     if broken:
         job.plan.number += 1
         effects += [Wake(topic=watch_topic(job.name)), Wake(topic=plan_topic(job.name))]
-    if seating.form(job.rounds, f"{job.name}/{job.run}", now):
-        job.offers = Offers()
+    tell_of_newcomers(job, effects)
+    if not job.finished and job.ending is None and seating.form(job.rounds, f"{job.name}/{job.run}", now):
+        job.finished_step = None  # whoever was done before has to do it again
+        job.offers, job.keys, job.leaving = Offers(), Keys(), Leaving()
         job.plan = Choice(number=job.plan.number)
         _forget_replies(job)
         effects.append(RoundFormed(job=job.name))

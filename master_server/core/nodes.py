@@ -91,14 +91,17 @@ def opened(nodes: Nodes, name: Name, now: float) -> None:
     heard(nodes, name, now, lease_of(nodes, pulse) if pulse.beats else GRACE_S)
 
 
-def closed(nodes: Nodes, name: Name, now: float) -> None:
-    """A watch connection ended: with the last one, death is suspected unless somebody speaks soon."""
+def closed(nodes: Nodes, name: Name, now: float, *, answered: bool = False) -> None:
+    """A watch connection ended: with the last one, death is suspected unless somebody speaks soon.
+
+    Who was `answered` asks again at once. But when a thousand are told of one break, the last of them is heard late.
+    """
     pulse = nodes.pulses.get(name)
     if pulse is None:
         return
     pulse.ears = max(0, pulse.ears - 1)
     if pulse.ears == 0:
-        pulse.suspect_until = now + nodes.suspicion_s
+        pulse.suspect_until = now + (nodes.lease_s if answered else nodes.suspicion_s)
         if pulse.beats:
             pulse.until = min(pulse.until, now + nodes.lease_s)
         _queue(nodes, name, pulse)

@@ -6,6 +6,7 @@ Pure. Nothing here counts as a vote: a replica never makes a generation memory-c
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from itertools import cycle
 
 import msgspec
@@ -48,22 +49,28 @@ def holders(offers: Offers, chosen: Restore | None) -> tuple[tuple[str, ...], ..
     return tuple(tuple(nodes) for nodes in found)
 
 
-def answers(holders: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:
-    """By node, the saved ranks it answers for, each by one node only. Empty if none is held twice."""
-    if all(len(nodes) == 1 for nodes in holders):
+def answers(holders: tuple[tuple[str, ...], ...], members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
+    """By incarnation, the saved ranks it answers for: the lowest local rank for its node, each for other ranks.
+
+    Empty if that is what local rank 0 does unasked: it is there on each node, and no image is held twice.
+    """
+    first: dict[str, Member] = {}
+    for member in sorted(members, key=lambda one: one.local_rank):
+        first.setdefault(member.node, member)
+    if all(len(nodes) == 1 and first[nodes[0]].local_rank == 0 for nodes in holders):
         return {}
     found: dict[str, list[int]] = defaultdict(list)
     for rank, nodes in enumerate(holders):
-        found[nodes[0]].append(rank)
-    return {node: tuple(ranks) for node, ranks in found.items()}
+        found[first[nodes[0]].incarnation].append(rank)
+    return {name: tuple(ranks) for name, ranks in found.items()}
 
 
-def restore_for(job: Job, node: str) -> Restore | None:
-    """The choice, as workers of `node` are told it."""
-    chosen, by_node = job.plan.restore, job.plan.answers
-    if chosen is None or not by_node:
+def restore_for(job: Job, member: Member) -> Restore | None:
+    """The choice, as `member` is told it."""
+    chosen, by_member = job.plan.restore, job.plan.answers
+    if chosen is None or not by_member:
         return chosen
-    return msgspec.structs.replace(chosen, answers=by_node.get(node, ()))
+    return msgspec.structs.replace(chosen, answers=by_member.get(member.incarnation, ()))
 
 
 def located(job: Job, generation: Generation, rank: int) -> Located:
@@ -76,8 +83,11 @@ def located(job: Job, generation: Generation, rank: int) -> Located:
 
 
 def replication_of(job: Job, member: Member) -> Replication | None:
-    """What `member` tells its node's keeper; None where another member does, or nobody."""
-    if member.local_rank != 0 or member.node not in job.offers.neighbours:
+    """What `member` tells its node's keeper; None where another member does, or nobody.
+
+    That of local rank 0 may be gone: each that recovers tells it, if it has offered its keeper.
+    """
+    if (member.local_rank and not member.recovers) or member.node not in job.offers.neighbours:
         return None
     to = job.plan.replicas_to.get(member.node)
     return Replication(secret=job.secret, to=job.offers.neighbours[to].keeper if to is not None else None)

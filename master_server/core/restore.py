@@ -18,17 +18,24 @@ from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Manifest, Re
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """One (generation, source) that a rank could not load."""
+    """What a rank could not load."""
 
     generation: Generation
     source: Source
+    world_size: int
+
+
+def refusal(bad: Restore) -> Refusal:
+    """`bad` is not to be chosen again."""
+    return Refusal(generation=bad.generation, source=bad.source, world_size=bad.world_size)
 
 
 class Neighbour(msgspec.Struct, frozen=True):
-    """A node whose keeper takes part in replication."""
+    """A node whose keeper takes part in replication, or (not `sends`) only has its images fetched."""
 
     keeper: KeeperAddress
     domain: str = ""
+    sends: bool = True
 
 
 class Offers(msgspec.Struct):
@@ -37,6 +44,9 @@ class Offers(msgspec.Struct):
     held: dict[str, tuple[Held, ...]] = {}
     stored: tuple[Manifest, ...] = ()
     stored_url: str | None = None
+    damaged: tuple[tuple[int, int], ...] = ()
+    heard: int = 0
+    """See `Attach`."""
     neighbours: dict[str, Neighbour] = {}
     """By node."""
 
@@ -121,25 +131,22 @@ def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str
 
 def newest(candidates: list[Restore], run: str, refused: list[Refusal]) -> Restore | None:
     """The newest candidate of `run` that nobody refused; the nearest source first, then the greater URL."""
-    able = [
-        found
-        for found in candidates
-        if found.generation.run == run and Refusal(generation=found.generation, source=found.source) not in refused
-    ]
+    able = [found for found in candidates if found.generation.run == run and refusal(found) not in refused]
     return max(able, key=_age, default=None)
 
 
 _NEARNESS = {Source.MEMORY: 2, Source.PEER: 1, Source.STORAGE: 0}
 
 
-def _age(found: Restore) -> tuple[int, int, int, str]:
+def _age(found: Restore) -> tuple[int, int, int, int, str]:
+    """Of two at one step the one of more ranks: each finds its own random state there, a lone image is one rank's."""
     generation = found.generation
-    return generation.attempt, generation.step, _NEARNESS[found.source], found.url or ""
+    return generation.attempt, generation.step, _NEARNESS[found.source], found.world_size, found.url or ""
 
 
 def newest_attempt(offers: Offers, run: str) -> int:
     """The greatest attempt anybody has heard of, whole or not."""
     held = (slot.generation for slots in offers.held.values() for slot in slots)
     stored = (manifest.generation for manifest in offers.stored)
-    known = [generation.attempt for source in (held, stored) for generation in source if generation.run == run]
-    return max(known, default=0)
+    known = (generation.attempt for source in (held, stored) for generation in source if generation.run == run)
+    return max((offers.heard, *known))

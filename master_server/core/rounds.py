@@ -12,6 +12,8 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.protocol import Departure, Join, Phase, Seat, Seated
 
 LOST = "lost"
+REPLACED = "replaced"
+"""Its agent has asked for its seat anew."""
 DONE = Departure.DONE.value
 
 
@@ -23,7 +25,10 @@ class Waiting(msgspec.Struct):
 
 
 class Member(msgspec.Struct):
-    """One seat of the round. `gone`: how it left, None while it lives. `rejoined`: it waits for the next round."""
+    """One seat of the round. `gone`: how it left, None while it lives. `rejoined`: it waits for the next round.
+
+    `launcher` reaps its process. `recovers`: see `Attach`.
+    """
 
     incarnation: str
     agent: str
@@ -35,6 +40,9 @@ class Member(msgspec.Struct):
     loaded: bool = False
     rejoined: bool = False
     gone: str | None = None
+    launcher: str = ""
+    recovers: bool = False
+    exit_code: int | None = None
 
     @property
     def live(self) -> bool:
@@ -49,7 +57,7 @@ class Round(msgspec.Struct):
     phase: Phase
     members: dict[str, Member]
     agents: dict[str, tuple[str, ...]]
-    """Incarnations in the order of the joined seats, by agent."""
+    """Incarnations in the order of the joined seats, by agent; and by launcher, those that joined for themselves."""
     nodes: dict[str, int]
     """Node rank by node name."""
     master_addr: str
@@ -92,6 +100,11 @@ class Rounds(msgspec.Struct):
     places: dict[str, int] = {}
     """Age of a place: the order in which (node, local rank) was first seen."""
     places_seen: int = 0
+    parted: tuple[str, ...] = ()
+    """Members that rounds before the current one have lost, the youngest last: their launchers' word may come late.
+    O(workers): of the oldest nobody speaks any more."""
+    told: int = 0
+    """The `newcomers` that watchers were woken for last."""
 
 
 def member_of(rounds: Rounds, job: str, incarnation: str) -> Member:
@@ -139,12 +152,12 @@ def _check_incarnations(rounds: Rounds, join: Join) -> None:
             hint="Make a new uuid for each worker process.",
         )
     members = rounds.round.members if rounds.round else {}
-    for name in names:
+    for name in sorted(names):
         holder = rounds.seats.get(name, join.incarnation)
         member = members.get(name)
         if member is not None and not member.live:
             raise Stale(f"Incarnation {name!r} has already left job {join.job!r} ({member.gone}).", hint=REJOIN)
-        if holder != join.incarnation or (member is not None and member.agent != join.incarnation):
+        if holder != join.incarnation or (member is not None and join.incarnation not in (member.agent, name)):
             raise BadRequest(
                 f"Job {join.job!r}: incarnation {name!r} belongs to another agent.",
                 hint="Make a new uuid for each worker process.",
@@ -241,9 +254,9 @@ def _displaced(rounds: Rounds, join: Join) -> list[str]:
 
 
 def _leave_for(rounds: Rounds, join: Join) -> bool:
-    """The agent's members either join again or are over, since their seats are asked for anew."""
+    """Who spoke for a seat either joins again for it, or it is over. A member may speak for itself from now on."""
     current = rounds.round
-    mine = current.agents.get(join.incarnation, ()) if current else ()
+    mine = _spoken_for(current, join.incarnation) if current else ()
     again = {seat.incarnation for seat in join.seats}
     for name in mine:
         assert current is not None
@@ -253,11 +266,16 @@ def _leave_for(rounds: Rounds, join: Join) -> bool:
         if name in again:
             member.rejoined, current.missing = True, current.missing - 1
         else:
-            _end(current, member, LOST)
+            drop(rounds, name)  # it may have joined for itself
+            _end(current, member, REPLACED)
     if not mine or current is None or current.phase is Phase.BROKEN:
         return False
     current.phase = Phase.BROKEN
     return True
+
+
+def _spoken_for(current: Round, incarnation: str) -> tuple[str, ...]:
+    return (incarnation,) if incarnation in current.members else current.agents.get(incarnation, ())
 
 
 def _end(current: Round, member: Member, how: str) -> None:
@@ -289,6 +307,19 @@ def part(rounds: Rounds, incarnation: str, how: str) -> bool:
     return True
 
 
+def reapers(rounds: Rounds, worker: str) -> set[str]:
+    """Who may say that `worker` ended: who joined for it, and who started it. Empty: nobody has heard of it."""
+    member = rounds.round.members.get(worker) if rounds.round else None
+    found = {member.agent, member.launcher} if member is not None else set[str]()
+    waiting = rounds.waiting.get(rounds.seats.get(worker, ""))
+    return found | ({waiting.join.incarnation, waiting.join.launcher} if waiting is not None else set())
+
+
+def had_seat(rounds: Rounds, worker: str) -> bool:
+    """In the current round, or not long ago."""
+    return worker in rounds.parted or (rounds.round is not None and worker in rounds.round.members)
+
+
 def knows(rounds: Rounds, incarnation: str) -> bool:
     """Is this a waiting agent or seat, or an agent or live member of the current round?"""
     if incarnation in rounds.waiting or incarnation in rounds.seats:
@@ -300,18 +331,41 @@ def knows(rounds: Rounds, incarnation: str) -> bool:
     return incarnation in current.agents if member is None else member.live
 
 
+def newcomers(rounds: Rounds) -> int:
+    """Seats that could be added to the round that trains now: whole joins, as many as there is room for."""
+    current = rounds.round
+    if not rounds.waiting or current is None or current.phase is not Phase.TRAINING:
+        return 0
+    if current.done:  # the round is ending
+        return 0
+    room = rounds.max_workers - sum(member.live for member in current.members.values())
+    fitting = 0
+    for count in sorted(len(waiting.join.seats) for waiting in rounds.waiting.values()):
+        fitting += count if fitting + count <= room else 0
+    return fitting
+
+
+def regroups(current: Round, incarnation: str) -> bool:
+    """It is the one to make room for newcomers: a member that recovers, or the agent of members that do not."""
+    member = current.members.get(incarnation)
+    if member is not None:
+        return member.recovers
+    return not any(current.members[name].recovers for name in current.agents.get(incarnation, ()))
+
+
 def seated(rounds: Rounds, job: str, agent: str, after: int) -> Seated | None:
     """What `AwaitRound` answers: None while there is nothing newer than `after`. Raises Stale for a stranger."""
     if agent in rounds.waiting:
         return None
     current = rounds.round
-    if current is None or agent not in current.agents:
+    names = _spoken_for(current, agent) if current is not None else ()
+    if current is None or not names:
         raise Stale(
             f"Agent {agent!r} waits for no round of job {job!r}: it was lost or never joined.", hint="Join again."
         )
     if current.number <= after:
         return None
-    mine = [current.members[name] for name in current.agents[agent]]
+    mine = [current.members[name] for name in names]
     return Seated(
         round=current.number,
         ranks=tuple(member.rank for member in mine),

@@ -1,4 +1,9 @@
-"""When a round forms and who sits where: whole joins, the old order first, then the age of the places."""
+"""When a round forms and who sits where: whole joins, members of the round before first, then the age of the places.
+
+The oldest survivor of the round before gets rank 0 (DL-84), the others keep their ranks where the world size allows it.
+A newcomer takes the rank of the place (node, local rank) that it comes to, if that is free, so that a replaced worker
+finds its image.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,16 @@ from dlrover_hooks.protocol import Join, Phase, Seat
 
 def due(rounds: Rounds) -> float | None:
     """When the last call ends, if that is all a new round waits for."""
-    if not _enough(rounds):
-        return None
+    return _last_call(rounds) if _enough(rounds) else None
+
+
+def _last_call(rounds: Rounds) -> float:
     return rounds.last_join_at + rounds.last_call_s
+
+
+def _survived(rounds: Rounds) -> bool:
+    """Members of the round before live on, and (see `_enough`) all of them are back: they do not wait for others."""
+    return rounds.round is not None and any(member.live for member in rounds.round.members.values())
 
 
 def _enough(rounds: Rounds) -> bool:
@@ -22,13 +34,16 @@ def form(rounds: Rounds, prefix: str, now: float) -> bool:
     """Seat a new round if it is time. Returns True if one was formed."""
     if not _enough(rounds):
         return False
-    if len(rounds.seats) < rounds.max_workers and now < rounds.last_join_at + rounds.last_call_s:
+    if len(rounds.seats) < rounds.max_workers and not _survived(rounds) and now < _last_call(rounds):
         return False
     chosen = _choose(rounds)
     order = _order(rounds, chosen)
     if len(order) < rounds.min_workers:
         return False
     rounds.number += 1
+    before = rounds.round.members.values() if rounds.round else ()
+    parted = (*rounds.parted, *sorted(member.incarnation for member in before if not member.live))
+    rounds.parted = parted[-4 * len(order) - 64 :]
     rounds.round = _seat(rounds.number, f"{prefix}/{rounds.number}", order)
     for join in chosen:
         del rounds.waiting[join.incarnation]
@@ -68,7 +83,25 @@ def _order(rounds: Rounds, joins: list[Join]) -> list[tuple[Join, Seat]]:
         pairs.sort(key=lambda pair: pair[1].rank or 0)
         return pairs if [seat.rank for _, seat in pairs] == list(range(len(pairs))) else []
     pairs.sort(key=lambda pair: (_standing(rounds, pair[0].node, pair[1]), pair[1].incarnation))
-    return pairs
+    ranks: dict[int, tuple[Join, Seat]] = {}
+    others: list[tuple[Join, Seat]] = []
+    heirs = _heirs(rounds)
+    for join, seat in pairs:
+        old = _old_rank(rounds, seat)
+        rank = heirs.get(place_name(join.node, seat)) if old is None else old if ranks else 0
+        if rank is not None and rank < len(pairs) and rank not in ranks:
+            ranks[rank] = join, seat
+        else:
+            others.append((join, seat))
+    holes = (rank for rank in range(len(pairs)) if rank not in ranks)
+    ranks |= dict(zip(holes, others, strict=False))
+    return [ranks[rank] for rank in range(len(pairs))]
+
+
+def _heirs(rounds: Rounds) -> dict[str, int]:
+    """By place, the rank of the round before."""
+    members = rounds.round.members.values() if rounds.round else ()
+    return {f"{member.node}/{member.local_rank}": member.rank for member in members}
 
 
 def _seat(number: int, prefix: str, order: list[tuple[Join, Seat]]) -> Round:
@@ -84,18 +117,28 @@ def _seat(number: int, prefix: str, order: list[tuple[Join, Seat]]) -> Round:
             node=join.node,
             local_rank=seat.local_rank,
             rank=rank,
+            launcher=join.launcher or join.incarnation,
+            recovers=join.agents,
         )
     return Round(
         number=number,
-        phase=Phase.ATTACHING,
+        phase=Phase.TRAINING if all(join.agents for join in joins.values()) else Phase.ATTACHING,
         members=members,
-        agents={name: tuple(seat.incarnation for seat in join.seats) for name, join in joins.items()},
+        agents=_agents(joins),
         nodes=nodes,
         master_addr=order[0][0].host,
         master_port=order[0][0].port,
         store_prefix=prefix,
         missing=len(members),
     )
+
+
+def _agents(joins: dict[str, Join]) -> dict[str, tuple[str, ...]]:
+    agents = {name: tuple(seat.incarnation for seat in join.seats) for name, join in joins.items()}
+    for join in joins.values():
+        if join.launcher not in ("", join.incarnation):
+            agents[join.launcher] = (*agents.get(join.launcher, ()), *(seat.incarnation for seat in join.seats))
+    return agents
 
 
 def _forget_places(rounds: Rounds) -> None:

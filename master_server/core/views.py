@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import replicas, rounds, shards
-from dlrover_hooks.master.core.effects import plan_topic, round_topic, shards_topic, watch_topic
-from dlrover_hooks.master.core.job import Job, knows
+from dlrover_hooks.errors import GivenUp, Stale
+from dlrover_hooks.master.core import checkpoints, kv, preemption, replicas, rounds, shards
+from dlrover_hooks.master.core.effects import (
+    key_topic,
+    parting_topic,
+    plan_topic,
+    round_topic,
+    shards_topic,
+    watch_topic,
+)
+from dlrover_hooks.master.core.job import Job, in_round, knows
 from dlrover_hooks.master.core.jobs import Master, job_named
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.protocol import (
+    AwaitKeys,
+    AwaitParting,
     AwaitPlan,
     AwaitRound,
     AwaitShards,
@@ -19,14 +28,18 @@ from dlrover_hooks.protocol import (
     Heartbeat,
     Jobs,
     JobView,
+    KeyNames,
+    KeyValues,
     Leases,
     LedgerView,
     ListJobs,
+    ListKeys,
     Locate,
     Located,
     MemberView,
     Message,
     Notice,
+    Parting,
     Phase,
     Plan,
     Seated,
@@ -35,7 +48,7 @@ from dlrover_hooks.protocol import (
     Watch,
 )
 
-Poll = AwaitRound | AwaitPlan | AwaitShards | Watch
+Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
@@ -43,11 +56,14 @@ def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
     return _TABLE[type(request)](state, nodes, request)
 
 
-def topic(request: Poll) -> str:
-    """What a waiting request waits for."""
+def topics(state: Master, request: Poll) -> tuple[str, ...]:
+    """What a waiting request waits for, any of them."""
     if isinstance(request, AwaitShards):
-        return shards_topic(request.job, request.name)
-    return _TOPIC[type(request)](request.job)
+        return (shards_topic(request.job, request.name),)
+    if isinstance(request, AwaitKeys):
+        key = kv.missing(job_named(state, request.job).keys, request.keys)
+        return (key_topic(request.job, key or ""), watch_topic(request.job))
+    return (_TOPIC[type(request)](request.job),)
 
 
 def nothing(request: Message) -> Message | None:
@@ -76,11 +92,15 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         members=views,
         newest_complete=job.saves.newest_complete,
         newest_committed=job.saves.newest_committed,
+        unstored=job.saves.unstored,
         restored_from=job.restored_from,
         finished=job.finished,
         finished_step=job.finished_step if job.finished else None,
         begun_step=_begun_step(job, current),
         save_to=job.settings.save_to,
+        parting=preemption.told(job),
+        ending=job.ending,
+        failures=job.failures,
     )
 
 
@@ -101,12 +121,19 @@ def _member(nodes: Nodes, job: str, member: rounds.Member) -> MemberView:
         alive=member.live,
         step=pulse.step if pulse else 0,
         vitals=pulse.vitals if pulse else None,
+        recovers=member.recovers,
+        gone=member.gone or "",
+        exit_code=member.exit_code,
     )
 
 
 def _round(state: Master, nodes: Nodes, request: AwaitRound) -> Seated | None:
     del nodes
     job = job_named(state, request.job)
+    if job.finished and request.incarnation in job.rounds.waiting:
+        raise Stale(f"Job {job.name!r} is finished: no round will form any more.", hint="Join again to hear the rest.")
+    if job.ending is not None and request.incarnation in job.rounds.waiting:
+        raise GivenUp(f"Job {job.name!r} was given up: {job.ending.why}", hint="Launch it again on all nodes.")
     return rounds.seated(job.rounds, job.name, request.incarnation, request.after)
 
 
@@ -123,10 +150,11 @@ def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
         phase=current.phase,
         attempt=job.attempt,
         run=job.run,
-        restore=replicas.restore_for(job, member.node),
+        restore=replicas.restore_for(job, member),
         cadence=job.saves.cadence,
         refused=job.plan.refused,
         fallbacks=job.plan.fallbacks,
+        lost=job.plan.lost,
         replication=replicas.replication_of(job, member),
     )
 
@@ -149,6 +177,9 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         broken=current is not None and current.phase is Phase.BROKEN,
         newest_complete=job.saves.newest_complete,
         cadence=job.saves.cadence,
+        may_complete=checkpoints.may_complete(job.saves),
+        parting=preemption.summons(job),
+        waiting=rounds.newcomers(job.rounds),
     )
 
 
@@ -160,17 +191,49 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
         if job.finished:
             return Notice(round=job.rounds.number, finished=True)
         raise Stale(f"Incarnation {request.incarnation!r} is in no round of job {job.name!r}.", hint=rounds.REJOIN)
-    if current is None or current.number <= request.after:
+    if current is None:
         return None
     broken = current.phase is Phase.BROKEN
-    if not broken and not job.finished:
+    if current.number > request.after and (broken or job.finished):
+        return Notice(round=current.number, broken=broken, finished=job.finished)
+    if job.ending is not None and request.incarnation not in current.members:
+        return Notice(round=current.number, finished=True)
+    waiting = rounds.newcomers(job.rounds)
+    if waiting == request.waiting or not rounds.regroups(current, request.incarnation):
         return None
-    return Notice(round=current.number, broken=broken, finished=job.finished)
+    return Notice(round=current.number, waiting=waiting)
+
+
+def _parting(state: Master, nodes: Nodes, request: AwaitParting) -> Parting | None:
+    del nodes
+    return preemption.awaited(job_named(state, request.job), request)
 
 
 def _shards(state: Master, nodes: Nodes, request: AwaitShards) -> Leases | None:
     del nodes
     return shards.state(job_named(state, request.job), request)
+
+
+def _keys(state: Master, nodes: Nodes, request: AwaitKeys) -> KeyValues | None:
+    del nodes
+    job = job_named(state, request.job)
+    current = in_round(job, request.incarnation, request.round)
+    key = kv.missing(job.keys, request.keys)
+    if key is None:
+        return KeyValues(tuple(job.keys.values[name] for name in request.keys))
+    if current.phase is Phase.BROKEN:
+        raise Stale(
+            f"Round {current.number} of job {job.name!r} lost a member: nobody may be left to set {key!r}.",
+            hint="Join again.",
+        )
+    return None
+
+
+def _key_names(state: Master, nodes: Nodes, request: ListKeys) -> KeyNames:
+    del nodes
+    job = job_named(state, request.job)
+    in_round(job, request.incarnation, request.round)
+    return KeyNames(tuple(job.keys.values))
 
 
 def _ledger(state: Master, nodes: Nodes, request: ShowLedger) -> LedgerView:
@@ -187,11 +250,21 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     Heartbeat: _beat,
     Watch: _watch,
     AwaitShards: _shards,
+    AwaitKeys: _keys,
+    ListKeys: _key_names,
+    AwaitParting: _parting,
     ShowLedger: _ledger,
 }
 _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitRound: round_topic,
     AwaitPlan: plan_topic,
+    AwaitParting: parting_topic,
     Watch: watch_topic,
 }
-_NOTHING: dict[type[Message], Message] = {AwaitRound: Seated(), AwaitPlan: Plan(), AwaitShards: Leases()}
+_NOTHING: dict[type[Message], Message] = {
+    AwaitRound: Seated(),
+    AwaitPlan: Plan(),
+    AwaitShards: Leases(),
+    AwaitKeys: KeyValues(),
+    AwaitParting: Parting(again=True),
+}

@@ -1,19 +1,22 @@
 """What a checkpoint costs beside memcpy and beside other savers, in one run: `make bench-checkpoint` (DL-90, DL-91).
 
-Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike; `eager_*`, `first_save_*` and
-`lazy_exposed_ms` are or compare minima. Writes build/bench/checkpoint.json. BENCH_ARGS: `--pairs N` (at least 15),
-`--only GROUP`.
+Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike; `eager_*`, `first_save_*`,
+`vs_*` and `lazy_exposed_ms` are or compare minima. Each group of figures has a process to itself, as a training run
+has. Writes build/bench/checkpoint.json. BENCH_ARGS: `--pairs N` (at least 15), `--only GROUP`,
+`--with-dlrover [PYTHON]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from rich.console import Console
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.protocol import Restore, Source
-from tests.benchmarks import peers, steps
+from tests.benchmarks import dlrover, loop, peers, steps
 from tests.benchmarks.report import REPOSITORY, report
 from tests.benchmarks.saver import Gpt, Memcpy, engine, nbytes, small_state, timed
 
@@ -70,12 +73,11 @@ def eager(pairs: int) -> Figures:
     seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
     with engine() as ours:
         ours.prepare(state)
-        ours.save(state)
+        ours.saved(state)
         for _ in range(pairs):
             for name, copier in ways.items():
-                ours.hashed()
                 ours.use(copier)
-                seconds[name].append(timed(lambda: ours.save(state)))
+                seconds[name].append(ours.saved(state))
             seconds["memcpy"].append(timed(memcpy))
     return {f"eager_{name}_over_memcpy": least(seconds, name) for name in ways} | {
         "memcpy_gb_s": nbytes(state) / 1e9 / min(seconds["memcpy"]),
@@ -90,12 +92,11 @@ def small(pairs: int) -> Figures:
     seconds: dict[str, list[float]] = {"memcpy": [], "C": [], "plain": []}
     with engine() as ours:
         ours.prepare(state)
-        ours.save(state)
+        ours.saved(state)
         for _ in range(3 * pairs):
             for name, native in (("C", True), ("plain", False)):
-                ours.hashed()
                 ours.use(Copier(native=native))
-                seconds[name].append(timed(lambda: ours.save(state)))
+                seconds[name].append(ours.saved(state))
             seconds["memcpy"].append(timed(memcpy))
     return {
         "small5000_over_memcpy": median(seconds, "C", "memcpy"),
@@ -112,9 +113,8 @@ def first(pairs: int) -> Figures:
     for _ in range(pairs):
         with engine() as ours:
             ready.append(ours.prepare(state))
-            seconds["first"].append(timed(lambda: ours.save(state)))
+            seconds["first"].append(ours.saved(state))
             seconds["memcpy"].append(timed(memcpy))
-            ours.hashed()
     return {"first_save_over_memcpy": least(seconds, "first"), "prepare_s": statistics.median(ready)}
 
 
@@ -154,10 +154,10 @@ def keeper(pairs: int) -> Figures:
             ours.save(state)
             ours.checkpointer.persist(ours.hashed())
             ours.notice(wire.Persisted)
-        seconds, gigabytes = sum(process.cpu_times()[:2]) - before, rounds * nbytes(state) / 1e9
+        seconds, readable = sum(process.cpu_times()[:2]) - before, rounds * nbytes(state) / 1e9
     return {
-        "keeper_cpu_s_per_gb": seconds / gigabytes,
-        "persist_gb_s": gigabytes / (time.perf_counter() - began),
+        "keeper_cpu_s_per_gb": seconds / readable,
+        "persist_gb_s": readable / (time.perf_counter() - began),
     }
 
 
@@ -175,45 +175,90 @@ def others(pairs: int) -> Figures:
         }
         seconds: dict[str, list[float]] = {name: [] for name in ("ours", *them)}
         ours.prepare(state)
-        ours.save(state)
         for turn in range(pairs + 1):
-            ours.hashed()
-            row = {"ours": timed(lambda: ours.save(state))}
+            os.sync()  # what the one before has left to be written is nobody's but its own
+            row = {"ours": ours.saved(state)}
             for title, peer in them.items():
+                os.sync()
                 row[title] = timed(peer.save)
                 peer.settle()
             for title, taken in row.items() if turn else ():  # the first turn warms up
                 seconds[title].append(taken)
         for peer in them.values():
             peer.close()
-    return {
-        "vs_torch_save": median(seconds, "ours", "torch_save"),
-        "vs_dcp_async": median(seconds, "our_dcp_async", "dcp_async"),
-        "vs_lightning_async": median(seconds, "our_lightning_io", "lightning_async"),
-    } | {f"{title}_ms": 1e3 * statistics.median(times) for title, times in seconds.items()}
+    pairs_of = {
+        "vs_torch_save": ("ours", "torch_save"),
+        "vs_dcp_async": ("our_dcp_async", "dcp_async"),
+        "vs_lightning_async": ("our_lightning_io", "lightning_async"),
+    }
+    least_of = {title: min(seconds[mine]) / min(seconds[theirs]) for title, (mine, theirs) in pairs_of.items()}
+    medians = {f"{title}_median": median(seconds, *pair) for title, pair in pairs_of.items()}
+    return least_of | medians | {f"{title}_ms": 1e3 * statistics.median(times) for title, times in seconds.items()}
 
 
-def groups(pairs: int) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    for measure in (eager, small, first, restore, keeper, others):
-        yield measure.__name__, lambda measure=measure: measure(pairs)
-    yield "lazy", lambda: steps.lazy(pairs)
-    yield "auto", lambda: steps.auto(pairs)
+GROUPS: dict[str, Callable[[int], Figures]] = {
+    "eager": eager,
+    "small": small,
+    "first": first,
+    "restore": restore,
+    "keeper": keeper,
+    "others": others,
+    "lazy": steps.lazy,
+    "session": loop.session,
+    "auto": steps.auto,
+    "dlrover": dlrover.against,
+}
+
+
+def measure(group: str, pairs: int, out: Path) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    out.write_text(json.dumps(GROUPS[group](pairs)))
+
+
+def measured(group: str, pairs: int, python: str) -> Figures:
+    """`measure` elsewhere; an interrupt ends it, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        here = [python, "-m", "tests.benchmarks.bench_checkpoint"]
+        command = [*here, "--pairs", str(pairs), "--only", group, "--measure", str(out)]
+        subprocess.run(command, env=os.environ | {"XDG_RUNTIME_DIR": folder}, check=True)
+        return json.loads(out.read_text())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", help="one group of figures, such as lazy")
+    parser.add_argument("--only", choices=GROUPS, help="one group of figures, such as lazy")
+    parser.add_argument(
+        "--with-dlrover",
+        nargs="?",
+        const=sys.executable,
+        metavar="PYTHON",
+        help="beside DLRover's flash checkpoint, too; PYTHON: one that has dlrover and this package",
+    )
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    console, found = Console(), Figures()
+    if given.measure:
+        measure(given.only, given.pairs, given.measure)
+        return 0
     (REPOSITORY / "build" / "bench").mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_RUNTIME_DIR"] = folder
-        for title, measure in groups(given.pairs):
-            if given.only in (None, title):
-                with console.status(title):
-                    found |= measure()
+    console, found = Console(), Figures()
+    for group in [given.only] if given.only else GROUPS:
+        python = sys.executable
+        if group == "dlrover":
+            python = given.with_dlrover or python
+            if given.with_dlrover is None and given.only is None:
+                continue
+            if why := dlrover.missing(python):
+                console.print(f"dlrover: {why}", markup=False, soft_wrap=True)
+                continue
+        began = time.perf_counter()
+        with console.status(group):
+            found |= measured(group, given.pairs, python)
+        console.print(f"{group}: measured in {time.perf_counter() - began:.0f} s")
+    if not found:
+        return 0
     conditions: dict[str, Any] = {
         "pairs": given.pairs,
         "cores": psutil.cpu_count(),

@@ -36,10 +36,11 @@ class Gpt:
         self._batch = torch.randint(0, 256, (1, tokens))
         self.step()
 
-    def step(self) -> None:
+    def step(self, batch: torch.Tensor | None = None) -> None:
         """Forward, backward, optimizer."""
+        batch = self._batch if batch is None else batch
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(self._batch)[0], self._batch[0])
+        loss = nn.functional.cross_entropy(self.model(batch)[0], batch[0])
         loss.backward()
         self.optimizer.step()
 
@@ -103,6 +104,12 @@ class Engine:
         self.saves += 1
         saved = self.checkpointer.save(self.saves, {"state": state}, behind=behind)
         assert saved is not None, self.checkpointer.error
+
+    def saved(self, state: dict[str, Any]) -> float:
+        """Seconds that a save takes; the keeper is idle again, so that what is timed next has the machine to itself."""
+        seconds = timed(lambda: self.save(state))
+        self.hashed()
+        return seconds
 
     def notice(self, kind: type[Any]) -> Any:
         while True:

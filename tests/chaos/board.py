@@ -84,9 +84,11 @@ class Board:
         """It begins to save that step."""
         self._row(rank)[0] = pack(now)
 
-    def published(self, rank: int, now: Age, saved: bool) -> None:
-        """Its save has returned."""
+    def published(self, rank: int, now: Age, saved: bool, blind: bool) -> None:
+        """Its save has returned. `blind`: it knew nothing of the others, for the master was away."""
         row = self._row(rank)
+        if blind:
+            row[14] = pack(now)
         row[12 if saved else 13] += np.uint64(1)
         if saved:
             row[4 + now[1] % RING] = pack(now)
@@ -118,14 +120,23 @@ class Board:
     def whole(self, world: int) -> Age:
         """The newest that must be whole in memory: restored, heard of as complete, or published by all ranks.
 
-        Nothing, if a rank has left a save out near it: another one may then write over what is complete before it has
-        heard so, when the first one has given up what was complete before.
+        Nothing, if near it a rank has left a save out and one has saved blindly, as it does while the master is away.
         """
         rows = [self._row(rank).copy() for rank in range(world)]
         common = set.intersection(*({unpack(word) for word in row[4 : 4 + RING]} for row in rows))
         newest = max(max(common, default=NOTHING), self.known(world))
-        skipped = max(unpack(row[3]) for row in rows)
-        return newest if skipped < (newest[0], max(newest[1] - 4, 0)) or skipped == NOTHING else NOTHING
+        near = (newest[0], max(newest[1] - RING // 2, 0))
+        skipped, blind = (max(unpack(row[word]) for row in rows) for word in (3, 14))
+        return NOTHING if skipped != NOTHING and min(skipped, blind) >= near else newest
+
+    def made(self, rank: int, now: Age) -> bool:
+        """It has published that step."""
+        return pack(now) in self._row(rank)[4 : 4 + RING]
+
+    def steps(self, rank: int) -> int:
+        """Of this life, that it has begun to save."""
+        row = self._row(rank)
+        return unpack(row[0])[1] - unpack(row[1])[1]
 
     def saves(self, rank: int) -> tuple[int, int]:
         """Made and skipped in this life."""

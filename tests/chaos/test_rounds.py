@@ -111,7 +111,6 @@ class Rounds:
 
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_killed_in_every_phase(
     batch: int, chaos_rounds: int, chaos_seed: int, tmp_path: Path, runtime: Path, record_property: Any
 ) -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.checkpoint.catalog import LATEST, Latest
-from tests.chaos.board import age
-from tests.chaos.cluster import Cluster, left_nothing
+from tests.chaos.board import Age, age
+from tests.chaos.cluster import WAIT_S, Cluster, Notice, left_nothing
 from tests.chaos.test_damage import held, up, whole
 from tests.chaos.traps import Phase, Store
+from tests.images import read_back
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Store if mode])
@@ -39,8 +40,7 @@ def test_bad_storage_costs_no_memory_save(mode: Store, chaos_seed: int, runtime:
             cluster.mend()
             floor = cluster.floor()
             assert up(cluster) >= floor
-            if mode != Store.HANGS:  # what the life before had under way holds a second slot then
-                cluster.trained_on(5)
+            cluster.trained_on(5)
             assert latest_is_whole(url, cluster.job)
         if mode in (Store.FAILS, Store.FULL):
             durable = cluster.committed()
@@ -53,10 +53,14 @@ def test_bad_storage_costs_no_memory_save(mode: Store, chaos_seed: int, runtime:
 
 
 def counted(cluster: Cluster) -> None:
-    """Saves are left out, and counted, where no slot is free; but they never stop."""
+    """Saves are left out, and counted, where no slot is free; how many is a matter of speed. `trained_on` proves that
+    they never stop.
+    """
     for rank in range(cluster.world):
+        steps = cluster.board.steps(rank)
         made, skipped = cluster.board.saves(rank)
-        assert made > 2, f"rank {rank}: {made} made, {skipped} skipped"
+        assert made > 0
+        assert steps - 1 <= made + skipped <= cluster.board.steps(rank), f"rank {rank}: {made} made, {skipped} skipped"
 
 
 def latest_is_whole(url: str, job: str) -> Any:
@@ -64,8 +68,21 @@ def latest_is_whole(url: str, job: str) -> Any:
     latest = msgspec.json.decode((Path(url) / LATEST).read_bytes(), type=Latest)
     manifest = storage.manifest_of(url, None, latest.generation)
     for rank in range(manifest.world_size):
-        storage.read(url, None, manifest, rank)
+        read_back(url, manifest, rank)
     return manifest.job == job
+
+
+def behind_rank_0(cluster: Cluster, phase: Phase) -> tuple[Notice, Age]:
+    """Catch rank 1 in a save that rank 0 has made, as both made the one before: either may leave one out."""
+    while True:
+        behind = cluster.catch(phase, WAIT_S, who="rank 1")
+        assert behind is not None
+        attempt, step = cluster.board.reached(1)
+        cluster.until(lambda now=(attempt, step): cluster.board.reached(0) > now, "the step of rank 0")
+        before = attempt, step - 1
+        if cluster.board.made(0, (attempt, step)) and cluster.board.made(0, before) and cluster.board.made(1, before):
+            return behind, (attempt, step)
+        behind.let_go()
 
 
 @pytest.mark.parametrize("phase", [Phase.COPYING, Phase.COPIED, Phase.PUBLISHED])
@@ -76,10 +93,7 @@ def test_one_rank_dies_a_step_ahead_of_the_other(phase: Phase, runtime: Path, tm
         assert up(cluster) == (0, 0)
         for _ in range(3):
             cluster.trained_on(3)
-            behind = cluster.catch(phase, 20.0, who="rank 1")
-            assert behind is not None
-            now = cluster.board.reached(1)
-            cluster.until(lambda now=now: cluster.board.reached(0) > now, "the step of rank 0")
+            behind, now = behind_rank_0(cluster, phase)
             cluster.kill(*cluster.ranks)
             behind.let_go()
             slots = held(cluster)

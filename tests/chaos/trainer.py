@@ -124,10 +124,10 @@ class Trainer:
         self.session.stepped()
         self.session.before_fetch(self.now[1])
         if self.session.batch_requested(self.now[1]):
-            before = self.session.skipped_saves
+            before, blind = self.session.skipped_saves, self.engine.others.away
             self.session.cut(self.now[1], self.state.tree())
             if self.session._cut_at == self.now[1]:
-                self.board.published(rank, self.now, self.session.skipped_saves == before)
+                self.board.published(rank, self.now, self.session.skipped_saves == before, blind)
         self.board.heard(rank, age(self.engine._newest_complete))
 
     def _meet(self) -> None:

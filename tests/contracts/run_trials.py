@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.contracts.trial import Given, Trial
+from tests.pace import pace
 
 FRAMEWORKS = ("torch", "accelerate", "fabric", "lightning")
 
@@ -46,6 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
+        pace()
     for framework in sys.argv[1].split(","):
         for plan in map(json.loads, sys.argv[2:]):
             os.environ.update(plan.get("environ", {}))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from tests import ranks
+from tests.contracts.run_trials import FRAMEWORKS
 from tests.e2e.master_process import LiveMaster
+
+HERE = [name for name in FRAMEWORKS if importlib.util.find_spec(name if name != "fabric" else "lightning")]
+"""Frameworks that are installed."""
 
 
 def plan(name: str, job: str, given: dict[str, Any], crashes: Any, **more: Any) -> str:
@@ -18,11 +23,13 @@ def plan(name: str, job: str, given: dict[str, Any], crashes: Any, **more: Any) 
 
 
 def spawn(
-    world: int, plans: list[str], master: LiveMaster | None = None, frameworks: Iterable[str] = ()
+    world: int, plans: list[str], master: LiveMaster | None = None, frameworks: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """What all ranks of one group reported."""
     command = [sys.executable, str(ranks.ROOT / "tests/contracts/run_trials.py"), ",".join(frameworks), *plans]
-    return ranks.run(command, world, master, timeout_s=150)
+    alike = frameworks if len(frameworks) == 1 else HERE  # so that one server forks all groups of several
+    warm = ["torch._dynamo", *(f"tests.contracts.{name}_trial" for name in alike)]
+    return ranks.run(command, world, master, timeout_s=500, warm=warm)
 
 
 def survived(lives: list[dict[str, Any]]) -> list[tuple[int, int, str, int]]:

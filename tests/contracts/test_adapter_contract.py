@@ -6,21 +6,18 @@ What they did is judged here. A new framework: its `<framework>_trial.py`, and i
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.contracts.run_trials import FRAMEWORKS
-from tests.contracts.spawn import by_step, plan, spawn, survived
+from tests.contracts.spawn import HERE, by_step, plan, spawn, survived
 from tests.contracts.trial import EVALUATED
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import named_job
 
-HERE = [name for name in FRAMEWORKS if importlib.util.find_spec(name if name != "fabric" else "lightning")]
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]  # the first test of a fixture waits for all trials
 Lives = Callable[[str, str], list[dict[str, Any]]]
 
 ALONE: dict[str, dict[str, Any]] = {

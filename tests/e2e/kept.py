@@ -22,9 +22,10 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
+from tests.e2e.session_life import pause
 
 RUN = uuid.uuid4().hex
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -148,7 +149,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
         with contextlib.suppress(LookupError):
             if found := true():
                 return found
-        os.sched_yield()
+        pause()  # on a slow machine the others need the core
     raise AssertionError(f"not within {WAIT_S} s: {what}")
 
 

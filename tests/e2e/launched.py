@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
+import weakref
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,21 +36,22 @@ class Launched:
             "-m",
             "dlrover_hooks",
             "run",
-            "--job",
-            self.job,
+            *(() if job == "-" else ("--job", self.job)),
             *options,
             str(path),
             str(self.lives),
         ]
-        self.temporary = folder / "temporary"
+        # all of a test have one; its name is short, as multiprocessing's sockets lie there, which have no long ones
+        self.temporary = Path(tempfile.gettempdir(), f"launched-{zlib.crc32(bytes(folder)):08x}")
         self.temporary.mkdir(exist_ok=True)
+        weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary)} | environment
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
 
     def read(self) -> list[dict]:
         return [json.loads(line) for line in self.lives.read_text().splitlines()]
 
-    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 30.0) -> list[dict]:
+    def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 60.0) -> list[dict]:
         deadline = time.monotonic() + timeout_s
         while not condition(lives := self.read()):
             assert time.monotonic() < deadline, (lives, self.process.poll())
@@ -54,11 +59,11 @@ class Launched:
             pause()
         return lives
 
-    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
+    def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, errors
 
-    def child(self, word: str, timeout_s: float = 20.0) -> psutil.Process:
+    def child(self, word: str, timeout_s: float = 60.0) -> psutil.Process:
         """The launcher's child with `word` in its command line, such as "keeper", as soon as there is one."""
         launcher, deadline = psutil.Process(self.process.pid), time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -86,7 +91,7 @@ def pause() -> None:
     select.select([], [], [], 0.02)
 
 
-def all_gone(pids: list[int], timeout_s: float = 5.0) -> bool:
+def all_gone(pids: list[int], timeout_s: float = 15.0) -> bool:
     """True once none of them runs any more (a zombie waiting for init to reap it does not run)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -46,9 +46,9 @@ class LiveMaster:
             self._process = subprocess.Popen(
                 command, pass_fds=(fd, self._life_read), env=env, stderr=log, stdout=log, start_new_session=True
             )
-        assert requests.get(self.url + "/healthz", timeout=20).json()["pid"] == self.pid, self.log.read_text()
+        assert requests.get(self.url + "/healthz", timeout=60).json()["pid"] == self.pid, self.log.read_text()
 
-    def client(self, incarnation: str, *, deadline_s: float = 20.0) -> MasterClient:
+    def client(self, incarnation: str, *, deadline_s: float = 60.0) -> MasterClient:
         """The client of that incarnation; closed with the master."""
         if incarnation not in self._clients:
             self._clients[incarnation] = MasterClient(
@@ -68,14 +68,14 @@ class LiveMaster:
     def _end(self, signum: int) -> int:
         assert self._process is not None
         self._process.send_signal(signum)
-        return self._process.wait(10)
+        return self._process.wait(60)
 
     def end_life(self) -> int:
         """Close the owner's end of the life pipe."""
         assert self._process is not None
         os.close(self._life_end)
         self._life_end = -1
-        return self._process.wait(10)
+        return self._process.wait(60)
 
     def close(self) -> None:
         """Everything of this fixture ends."""

@@ -24,7 +24,7 @@ from tests.e2e.session_life import until
 
 RUN = "0123456789abcdef" * 2
 SECRET = Secret("5ec2e7" * 8)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def state(seed: int, size: int = 1000, frozen: int = 0) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from dlrover_hooks import config
+from dlrover_hooks.checkpoint import room
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.protocol import Departure, Generation, JobView, ShowJob
 from dlrover_hooks.session import Restored, Session
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 def pause() -> None:
@@ -130,6 +131,12 @@ class Life:
         """Wait until the newest step is committed."""
         until(lambda: self.view().newest_committed == self.generation, f"{self.generation} in storage")
 
+    def unhindered(self) -> None:
+        """Wait until nothing of the life before is being written: what is due meanwhile is left out."""
+        engine = self.session._engine
+        assert engine is not None
+        until(lambda: not engine._persisting, "the end of what the life before left behind")
+
     def leave(self, reason: Departure = Departure.FAILED) -> None:
         self.session.leave(reason, self.at)
 
@@ -143,6 +150,7 @@ class Life:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
+    room.PREPARE_WAIT_S = WAIT_S  # as in tests/e2e/conftest.py
     np.random.seed(1000 + given.get("rank", 0))
     life = Life(**given)
     print(json.dumps(life.told()), flush=True)

@@ -29,7 +29,7 @@ def test_a_killed_trainers_newest_generation_becomes_durable(kept: Kept, tmp_pat
     tree = kept.trainer(save_to=str(tmp_path)).load(Restore(Generation(0, 7, RUN), 1, Source.STORAGE)).tree
     assert (tree["state"]["w"] == 7).all()
     keeper.terminate()
-    assert keeper.wait(20) == 0
+    assert keeper.wait(60) == 0
     assert committed(tmp_path) == [Generation(0, 7, RUN)]
 
 
@@ -54,13 +54,26 @@ def test_a_generation_spread_over_nodes_is_left_to_its_ranks(kept: Kept, tmp_pat
     assert list(tmp_path.glob("step-*")) == []
 
 
-def test_who_says_goodbye_or_saves_nowhere_leaves_no_files(kept: Kept, tmp_path: Path) -> None:
-    kept.keeper()
+def test_a_trainer_that_leaves_unfinished_is_served_like_a_dead_one(kept: Kept, tmp_path: Path) -> None:
+    """Ctrl-C and exceptions say goodbye first; the machine may be gone before anybody comes back."""
+    keeper = kept.keeper()
     trainer = kept.trainer(save_to=str(tmp_path))
     trainer.save(1, state(1))
     trainer.close()
+    until(lambda: committed(tmp_path), "a commit")
+    assert keeper.poll() is None
+
+
+def test_who_is_finished_or_saves_nowhere_leaves_no_files(kept: Kept, tmp_path: Path) -> None:
+    keeper = kept.keeper()
     kept.dead_trainer(2)
-    assert kept.trainer().held()
+    asking = kept.trainer()
+    assert asking.held()
+    asking.close()
+    trainer = kept.trainer(save_to=str(tmp_path))
+    trainer.save(3, state(3))
+    trainer.close(finished=True)
+    assert keeper.wait(60) == 0
     assert list(tmp_path.glob("step-*")) == []
 
 

@@ -23,12 +23,12 @@ def evidence() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(600)
 def test_shot_three_times_and_bit_identical(tmp_path: Path) -> None:
     """Two workers, a kill -9 of each and of the master: exactly once, difference exactly 0.0, restored from memory."""
     options = ["--epochs", "2", "--windows", "1200", "--out", str(tmp_path), "--seed", "7"]
     command = [sys.executable, str(DEMO / "demo.py"), *options]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=160)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert found.returncode == 0, found.stdout + found.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["kills"] >= 3

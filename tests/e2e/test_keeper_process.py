@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import random
-import re
+import shutil
 import signal
 import socket
-import subprocess
 import time
 import uuid
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from dlrover_hooks.checkpoint import storage, wire
+from dlrover_hooks import config
+from dlrover_hooks.checkpoint import stock, storage, wire
 from dlrover_hooks.checkpoint.address import address, welcome
 from dlrover_hooks.checkpoint.arena import PAGE, Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.errors import Corrupt, KeeperAway
-from dlrover_hooks.protocol import Generation, Held, Manifest, Restore, Source
+from dlrover_hooks.protocol import Generation, KeeperAddress, Restore, Secret, Source
 from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, segment, state, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -279,119 +279,6 @@ def test_garbage_on_the_socket_ends_that_line_only(kept: Kept) -> None:
     assert len(trainer.held()) == 1
 
 
-def test_flipped_bit_in_a_slot_is_refused_by_slot_and_chunk(kept: Kept) -> None:
-    keeper = kept.keeper()
-    trainer = kept.trainer()
-    held: dict[int, Held] = {}
-    for step in (1, 2):
-        trainer.save(step, state(step, 3 << 20))
-        kept.notice(wire.Hashed)
-    held = {one.generation.step: one for one in trainer.held()}
-    arena = segment(keeper.pid)
-    arena.view(held[2].slot)[(4 << 20) + 5] ^= 1
-    arena.close()
-    with pytest.raises(Corrupt, match=rf"slot {held[2].slot} of seat 0, step 2 .*chunk 1 "):
-        trainer.load(Restore(held[2].generation, 1, Source.MEMORY))
-    assert [one.generation.step for one in trainer.held()] == [1]
-    assert trainer.load(Restore(held[1].generation, 1, Source.MEMORY)).tree["state"]["step"] == 1
-
-
-def test_what_was_not_copied_again_must_be_what_it_was(kept: Kept) -> None:
-    """DL-90: a bit that flips in a kept chunk while nobody looks makes the slot worthless, and the trainer hears of it.
-
-    Once everything is copied again the slot counts again; so it does where only other chunks were written.
-    """
-    keeper = kept.keeper()
-    trainer = kept.trainer()
-    trainer.save(1, state(1, 4 << 20))
-    kept.notice(wire.Hashed)
-    ours = trainer._room.take(0)
-    slot = next(slot for slot in ours.slots() if slot.generation)
-    chunk = 4 << 20
-    kept_ranges = ((chunk - 5, 2 * chunk + 5), (3 * chunk, slot.image_bytes))  # chunk 1, and 3 with the short last one
-
-    def again(step: int, *unchanged: tuple[int, int]) -> None:
-        ours.begin(slot.index)
-        ours.view(slot.index)[100] = 32  # in chunk 0
-        ours.publish(slot.index, Generation(0, step, RUN), 0, 1, slot.image_bytes)
-        trainer._line.tell(wire.Published(slot=slot.index, seq=ours.seq(slot.index), unchanged=unchanged))
-
-    again(2, *kept_ranges)
-    assert kept.notice(wire.Hashed).generation.step == 2
-    arena = segment(keeper.pid)
-    arena.view(slot.index)[2 * chunk + 7] ^= 1  # nobody has vouched for chunk 2
-    again(3, *kept_ranges)
-    assert kept.notice(wire.Hashed).generation.step == 3
-    arena.view(slot.index)[slot.image_bytes - 1] ^= 1
-    arena.close()
-    again(4, *kept_ranges)
-    until(lambda: trainer.damaged, "the keeper's word")
-    assert trainer.damaged is not None
-    assert trainer.damaged.generation.step == 4
-    assert f"slot {slot.index} of seat 0" in trainer.damaged.reason
-    assert "chunk 4, not copied again, changed since it was hashed" in trainer.damaged.reason
-    assert trainer.held() == ()
-    trainer.damaged = None
-    again(5, *kept_ranges)  # before the word came
-    until(lambda: trainer.damaged, "the keeper's word")
-    again(6)
-    assert kept.notice(wire.Hashed).generation.step == 6
-    assert [one.generation.step for one in trainer.held()] == [6]
-
-
-def test_persist_commit_and_damage(kept: Kept, tmp_path: Path) -> None:
-    """A flipped or shortened shard file is refused by name when it is loaded."""
-    kept.keeper()
-    trainer = kept.trainer(save_to=str(tmp_path))
-    trainer.save(7, state(7))
-    generation = kept.notice(wire.Hashed).generation
-    trainer.persist(generation)
-    file = kept.notice(wire.Persisted).file
-    storage.commit(str(tmp_path), None, Manifest("job", generation, 1, (file,), 1.0), 2)
-    restore = Restore(generation, 1, Source.STORAGE, str(tmp_path))
-    assert trainer.load(restore).tree["state"]["step"] == 7
-    path = tmp_path / storage.folder(generation) / file.name
-    good = path.read_bytes()
-    for bad, why in ((good[:-1], "bytes"), (good[:-1] + bytes([good[-1] ^ 1]), "chunk 0")):
-        path.write_bytes(bad)
-        with pytest.raises(Corrupt, match=rf"{file.name} of step 7.*{why}"):
-            trainer.load(restore)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-def test_full_disk_fails_the_durable_copy_only(kept: Kept, tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("cannot mount here")
-    try:
-        kept.keeper()
-        trainer = kept.trainer(save_to=str(tmp_path))
-        trainer.save(1, state(1, 1 << 16))
-        generation = kept.notice(wire.Hashed).generation
-        trainer.persist(generation)
-        for step in range(2, 6):  # memory checkpoints go on meanwhile
-            assert trainer.save(step, state(step, 1 << 16)) is not None
-            kept.notice(wire.Hashed)
-        assert 1 in {one.generation.step for one in trainer.held()}, "a slot being persisted was written over"
-        failed = kept.notice(wire.PersistFailed)
-        assert failed.generation == generation
-        assert "No space left" in failed.reason
-        assert "free some space" in failed.reason
-    finally:
-        kept.close()
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_too_large_a_state_is_refused_with_a_reason(kept: Kept) -> None:
-    kept.keeper()
-    link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
-    link.call(lambda ref: wire.Hello(ref=ref, seat=0, job="job"))
-    reply, _ = link.call(lambda ref: wire.Allocate(ref=ref, slot_bytes=1 << 50))
-    assert re.match(r"3 slots of 1126 TB need 3378 TB; .* are free: does not fit$", reply.reason)
-    assert "fewer workers" in reply.hint
-    link.close()
-
-
 def test_fresh_run_forgets_and_reuses_the_pages(kept: Kept) -> None:
     kept.keeper()
     trainer = kept.trainer()
@@ -424,6 +311,68 @@ def test_a_forked_child_does_not_keep_the_line_open(kept: Kept, runtime: Path) -
     assert keeper.wait(WAIT_S) == 0
     os.close(alive)
     os.close(gone)
+
+
+@pytest.mark.parametrize("wrong", [{"port": 99999}, {"host": "a" * 300}], ids=["port", "host"])
+def test_an_order_that_cannot_be_done_costs_no_memory(
+    kept: Kept, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The keeper says why and lives on, with all that it holds; so does an address where nobody can be."""
+    kept.keeper()
+    trainer = kept.trainer()
+    saved = trainer.save(1, state(1))
+    assert saved is not None
+    kept.notice(wire.Hashed)
+    link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
+    order: dict[str, Any] = {"node": "n", "host": "127.0.0.1"}
+    answer, _ = link.call(lambda ref: wire.Replicate(ref=ref, **order | wrong))
+    assert isinstance(answer, wire.Refused)
+    assert "cannot listen on" in answer.reason
+    there = KeeperAddress("m", **{"host": "127.0.0.1", "port": 1} | wrong)
+    answer, _ = link.call(lambda ref: wire.Replicate(ref=ref, secret=Secret("a" * 64), to=there, **order))
+    assert isinstance(answer, wire.Replicating)
+    until(lambda: "cannot be reached" in caplog.text, "the trainer hears that its image has no replica")
+    link.close()
+    assert [one.generation for one in trainer.held()] == [saved.generation]
+
+
+def test_a_removed_runtime_folder_costs_no_memory(kept: Kept, runtime: Path) -> None:
+    """Logging out removes /run/user/UID under a run that goes on: the next life finds what the last one left."""
+    kept.keeper()
+    trainer = kept.trainer()
+    saved = trainer.save(1, state(1))
+    assert saved is not None
+    kept.notice(wire.Hashed)
+    shutil.rmtree(runtime)
+    trainer.close()
+    second = kept.trainer()
+    assert [one.generation for one in second.held()] == [saved.generation]
+
+
+def test_a_launched_worker_without_a_keeper_goes_on_from_storage(tmp_path: Path) -> None:
+    """It has no keeper to start: that is the launcher's. Another worker starts its own, or says why it cannot."""
+    given, launched = config.load({}, job="job", save_to=str(tmp_path)), {"DLROVER_HOOKS_INCARNATION": "one"}
+    trainer = Checkpointer("job", "node", 0, start_keeper=False, deadline_s=0.1)
+    assert stock.attach(given, config.place(launched), "one", trainer).held == ()
+    trainer.begin(RUN, 0, 0, 1)
+    assert trainer.save(1, state(1)) is None
+    assert trainer.skipped == 1
+    with pytest.raises(KeeperAway):
+        stock.attach(given, config.place({}), "one", trainer)
+    trainer.close()
+
+
+def test_a_keeper_that_nobody_finds_removes_nothing_of_its_successor(kept: Kept, runtime: Path) -> None:
+    first = kept.keeper("--linger-s", "0")
+    trainer = kept.trainer()
+    trainer.held()
+    until(lambda: not first.send_signal(signal.SIGSTOP), "it does not look")
+    shutil.rmtree(runtime)
+    second = kept.keeper()
+    first.send_signal(signal.SIGCONT)
+    trainer.close()
+    assert first.wait(WAIT_S) == 0
+    assert kept.keeper_pid() == second.pid
 
 
 def test_no_keeper_is_an_error_with_a_deadline(kept: Kept) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def test_keeper_then_worker_killed(tmp_path: Path) -> None:
         assert life["at"] >= newest
         run.wait_for(lambda _: bool(list(url.glob("step-*/MANIFEST.json"))))
         assert life["at"] in {one.generation.step for one in storage.scan(str(url), None, run.job).manifests}
+    finally:
+        run.process.send_signal(signal.SIGINT)
+        run.end()
+    assert run.leftovers() == []
+
+
+@pytest.mark.slow
+def test_the_runtime_folder_goes_and_the_worker_dies(tmp_path: Path) -> None:
+    """A logout removes XDG_RUNTIME_DIR under a run. The next life looks where the launcher did, and finds it all."""
+    session = tmp_path / "xdg"
+    session.mkdir(0o700)
+    run = Launched(tmp_path, ALIVE + SCRIPT, XDG_RUNTIME_DIR=str(session))
+    try:
+        first = run.wait_for(lambda lives: len(completed(lives, lives[0]["pid"] if lives else 0)) > 2)[0]
+        shutil.rmtree(session)
+        run.child("script.py").send_signal(signal.SIGKILL)
+        lives = run.wait_for(lambda lives: any(life["pid"] != first["pid"] for life in lives))
+        second = next(life for life in lives if life["pid"] != first["pid"])
+        assert (second["source"], second["right"]) == ("memory", True)
     finally:
         run.process.send_signal(signal.SIGINT)
         run.end()

@@ -9,6 +9,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -92,7 +93,7 @@ def test_a_dead_master_is_restarted_on_its_socket(launch: Callable[..., Launched
         """
         import urllib.request
         def master():
-            return json.load(urllib.request.urlopen(os.environ["DLROVER_HOOKS_MASTER"] + "/healthz", timeout=30))["pid"]
+            return json.load(urllib.request.urlopen(os.environ["DLROVER_HOOKS_MASTER"] + "/healthz", timeout=60))["pid"]
         old = master()
         os.kill(old, signal.SIGKILL)
         deadline = time.monotonic() + 20
@@ -150,7 +151,7 @@ def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable
     assert len(family) == 4, [child.cmdline() for child in family]
     run.process.kill()
     run.process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     for process in alive:
         process.kill()
     assert not alive
@@ -192,7 +193,7 @@ def test_one_launcher_for_each_job(launch: Callable[..., Launched]) -> None:
     """A second launch of a job that lives here is refused at once, naming the first; it leaves nothing (DL-77)."""
     first = launch("note(); threading.Event().wait(600)")
     first.wait_for(lambda lives: len(lives) == 1)
-    code, errors = launch("note()", job=first.job).end(timeout_s=10)
+    code, errors = launch("note()", job=first.job).end(timeout_s=60)
     assert code == 78
     assert f"pid {first.process.pid}" in errors
     assert len(first.read()) == 1
@@ -208,6 +209,27 @@ def test_a_signal_is_heard_while_the_master_is_not(launch: Callable[..., Launche
     run = launch("note()")
     run.child("dlrover_hooks.master").suspend()
     run.process.send_signal(signal.SIGTERM)
-    code, errors = run.end(timeout_s=20)
+    code, errors = run.end(timeout_s=60)
     assert code == 143, errors
     assert run.leftovers() == []
+
+
+def test_log_dir_keeps_what_each_worker_said(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    """By round and rank, also of a replacement; its stderr only there, as --redirects says, its stdout seen, too."""
+    script = """
+        life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("life", life, "of rank", os.environ["RANK"], flush=True)
+        sys.stderr.write("trouble" + chr(10))
+        note()
+        life or threading.Event().wait(600)
+        """
+    run = launch(script, "-n", "2", "--log-dir", "logs", "-r", "2", "--tee", "0:1")
+    os.kill(run.wait_for(lambda lives: len(lives) == 2)[0]["pid"], signal.SIGKILL)
+    code, errors = run.end()
+    assert code == 0, errors
+    assert "trouble" not in errors
+    found = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in (tmp_path / "logs").rglob("*.log")}
+    assert found == {
+        "1/0/stdout.log": "life 0 of rank 0\n", "2/0/stdout.log": "life 1 of rank 0\n",
+        **{f"{number}/{rank}/stderr.log": "trouble\n" for number in (1, 2) for rank in (0, 1)},
+    }  # fmt: skip

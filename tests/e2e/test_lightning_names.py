@@ -22,7 +22,6 @@ def left(folder: Path) -> tuple[list[str], list[str]]:
         return found, [row["step"] for row in csv.DictReader(file)]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
 def test_a_killed_run_leaves_the_files_of_an_unbroken_one(tmp_path: Path) -> None:
     """Killed at step 12, resumed at 7: the files of steps 8, 10 and 12 and of the epoch's end are written again. A
@@ -33,7 +32,7 @@ def test_a_killed_run_leaves_the_files_of_an_unbroken_one(tmp_path: Path) -> Non
     foreign.parent.mkdir(parents=True)
     foreign.write_text("of somebody else")
     launched = Launched(tmp_path, SCRIPT, FOLDER=str(tmp_path / "out"))
-    _, errors = launched.process.communicate(timeout=100)
+    _, errors = launched.process.communicate(timeout=200)
     assert launched.process.returncode == 0, errors
     assert launched.read() == [{"restored": 7}]
     assert foreign.read_text() == "of somebody else"

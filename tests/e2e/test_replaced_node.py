@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,12 +92,10 @@ class House:
 
 
 @pytest.fixture
-def house(live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        made = House(live_master)
-        yield made
-        made.close()
+def house(live_master: LiveMaster, runtime: Path) -> Iterator[House]:
+    made = House(live_master)
+    yield made
+    made.close()
 
 
 def trained(house: House, workers: list[Worker], steps: int) -> list[dict[str, Any]]:

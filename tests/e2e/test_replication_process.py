@@ -105,7 +105,7 @@ def test_a_node_whose_keeper_died_gets_its_own_images_back(ring: Ring) -> None:
     b.save(2)
     a.has(2, "b")
     with contextlib.closing(call(b.at, SECRET, "x", within_s=WAIT_S)) as channel:
-        channel.send(r.Get(Generation(2, 2, RUN), 1))
+        channel.send(r.Get(Generation(2, 2, RUN), 1, 2))
         assert channel.receive(r.Offer).rank == 1
 
 

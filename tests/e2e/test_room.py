@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint import line, room, wire
 from dlrover_hooks.checkpoint.room import PREPARE_WAIT_S
 from tests.e2e.kept import Kept, ended, memfds, state, until
 
@@ -30,19 +30,20 @@ def test_a_save_into_prepared_memory_takes_no_page_fault(kept: Kept) -> None:
     assert trainer.skipped == 0
 
 
-def test_memory_under_way_skips_saves_and_blocks_none(kept: Kept) -> None:
-    """The keeper is stopped meanwhile: `prepare` returns at once, a save after PREPARE_WAIT_S, counted and said."""
+def test_memory_under_way_skips_saves_and_blocks_none(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper is stopped meanwhile: `prepare` does not wait, a save PREPARE_WAIT_S, counted and said. Whoever waits
+    for the keeper waits for minutes.
+    """
+    monkeypatch.setattr(room, "PREPARE_WAIT_S", PREPARE_WAIT_S)
     keeper = kept.keeper()
     trainer = kept.trainer()
     trainer.take_seat()
     os.kill(keeper.pid, signal.SIGSTOP)
     began = time.monotonic()
     trainer.prepare(1 << 20)
-    assert time.monotonic() - began < 0.5
     assert not trainer.ready
-    began = time.monotonic()
     assert trainer.save(1, state(1)) is None
-    assert time.monotonic() - began < PREPARE_WAIT_S + 0.5
+    assert PREPARE_WAIT_S <= time.monotonic() - began < PREPARE_WAIT_S + 20.0
     assert trainer.skipped == 1
     assert "the memory is being prepared" in str(trainer.error)
     os.kill(keeper.pid, signal.SIGCONT)
@@ -72,7 +73,12 @@ def test_a_larger_segment_is_prepared_beside_the_old_one(kept: Kept) -> None:
     assert trainer.skipped == 0
 
 
-def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(kept: Kept) -> None:
+@pytest.mark.parametrize("reconnect_s", [line.RECONNECT_S, 0.05])
+def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, reconnect_s: float
+) -> None:
+    """DL-90: also one that takes longer to start than a try waits, as on a loaded machine: a later try finds it."""
+    monkeypatch.setattr(line, "RECONNECT_S", reconnect_s)
     trainer = kept.trainer(start_keeper=True, linger_s=0)
     trainer.prepare(1 << 20)
     until(lambda: trainer.ready, "the memory")
@@ -80,8 +86,12 @@ def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(kept: Kept) -> Non
     os.kill(pid, signal.SIGKILL)
     until(lambda: ended(pid), "the keeper's end")
     until(lambda: not trainer.ready, "the news")
-    trainer.prepare(1 << 20)
-    until(lambda: trainer.ready, "memory in a new keeper")
+
+    def prepared() -> bool:
+        trainer.prepare(1 << 20)
+        return trainer.ready
+
+    until(prepared, "memory in a new keeper")
     kept.kill_at_end(kept.keeper_pid())
     assert trainer.save(1, state(1)) is not None
     kept.notice(wire.Hashed)

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +17,10 @@ import pytest
 from dlrover_hooks.protocol import LedgerView, ShowLedger
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.session_life import pause, until
+from tests.ranks import environments
+from tests.warm import Forked, warm
 
-ROOT = Path(__file__).parents[2]
+WARM = ("torch._dynamo", "dlrover_hooks.integrations.torch", "tests.e2e.shards_worker")
 JOB = "shards"
 
 
@@ -29,19 +29,17 @@ class Crew:
 
     def __init__(self, folder: Path, master: LiveMaster) -> None:
         self.folder, self.master = folder, master
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._own = {"MASTER": master.url, "TOKEN": master.token or "", "JOB": JOB}
+        self.processes: list[Forked] = []
 
-    def start(self, **options: Any) -> subprocess.Popen[bytes]:
+    def start(self, **options: Any) -> Forked:
         number = len(self.processes)
-        command = [sys.executable, "-m", "tests.e2e.shards_worker", str(self.folder / f"log{number}")]
-        command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        env |= {"DLROVER_HOOKS_MASTER": self.master.url, "DLROVER_HOOKS_TOKEN": self.master.token or ""}
-        env |= {"DLROVER_HOOKS_JOB": JOB, "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"err{number}").open("wb") as errors:
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=errors, start_new_session=True)
-        self.processes.append(process)
-        return process
+        arguments = ["-m", "tests.e2e.shards_worker", str(self.folder / f"log{number}")]
+        arguments += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        (env,) = environments(1, None, **{f"DLROVER_HOOKS_{name}": value for name, value in self._own.items()})
+        with (self.folder / f"out{number}").open("wb") as out, (self.folder / f"err{number}").open("wb") as errors:
+            self.processes.append(warm(WARM, env).start(arguments, env, (out, errors)))
+        return self.processes[-1]
 
     def log(self, number: int) -> list[Any]:
         path = self.folder / f"log{number}"
@@ -54,7 +52,7 @@ class Crew:
     def trained(self, number: int, batches: int) -> None:
         until(lambda: len(self.log(number)) >= batches or self.processes[number].poll() is not None, f"{batches} steps")
 
-    def ended(self, process: subprocess.Popen[bytes], within_s: float = 40.0) -> None:
+    def ended(self, process: Forked, within_s: float = 150.0) -> None:
         number = self.processes.index(process)
         assert process.wait(within_s) == 0, (self.folder / f"err{number}").read_text()[-3000:]
 
@@ -65,7 +63,7 @@ class Crew:
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)
+                process.wait(60)
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ def test_every_sample_is_acknowledged_once(crew: Crew, pytestconfig: pytest.Conf
         which = rng.randrange(3)
         if live[which].poll() is None:
             os.killpg(live[which].pid, signal.SIGKILL)
-            live[which].wait(10)
+            live[which].wait(60)
             live[which] = crew.start(n=n, epochs=epochs, step_s=speeds[which])
     for process in live:
         crew.ended(process)
@@ -113,7 +111,7 @@ def test_a_worker_that_is_alone_in_killing_itself_loses_nothing(crew: Crew) -> N
     first = crew.start(n=400, step_s=0.005)
     crew.trained(0, 20)
     os.killpg(first.pid, signal.SIGKILL)
-    first.wait(10)
+    first.wait(60)
     crew.ended(crew.start(n=400))
     counts = collections.Counter(sample for _, sample in crew.seen())
     assert sorted(counts) == list(range(400))
@@ -151,7 +149,7 @@ def test_an_error_leaves_no_rank_waiting(crew: Crew, tmp_path: Path) -> None:
     """One rank cannot go on: the others hear of it at the next step instead of hanging in a collective."""
     ranks = [crew.start(n=200, rank=rank, store=tmp_path / "store", good=40 if rank else 0) for rank in range(2)]
     for process in ranks:
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1
     words = [(tmp_path / f"err{number}").read_text() for number in range(2)]
     assert "another rank failed to read its data" in words[0]
     assert "changed since it was split" in words[1]

@@ -11,7 +11,7 @@ from tests.e2e.launched import Launched
 def test_a_crash_after_the_end_is_not_restarted(launch: Callable[..., Launched]) -> None:
     """The job is over at the master: what fails afterwards is the script's, and a restart has nothing to train."""
     run = launch("note(); attach(); beat(5); leave(5); raise ValueError('in test')", member=True)
-    code, errors = run.end(timeout_s=20)
+    code, errors = run.end(timeout_s=60)
     assert code == 1, errors
     assert "training was finished at step 5; the script failed afterwards" in errors
     assert len(run.read()) == 1
@@ -37,7 +37,7 @@ def test_members_of_a_dead_launcher_do_not_block_the_next(launch: Callable[..., 
     first.wait_for(lambda lives: len(lives) == 2)
     first.process.kill()
     first.end()
-    code, errors = launch("note()", "-n", "2", "--journal", "job.db", job=first.job).end(timeout_s=20)
+    code, errors = launch("note()", "-n", "2", "--journal", "job.db", job=first.job).end(timeout_s=60)
     assert code == 0, errors
     assert len(first.read()) == 4
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +15,15 @@ import pytest
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.session_life import until
 from tests.e2e.visits_worker import EPOCHS, SAMPLES
-from tests.ranks import ROOT, environments
+from tests.ranks import environments
+from tests.warm import Forked, warm
 
 WORLDS = (3, 1, 4, 2)
+WARM = {
+    "leased": ("torch._dynamo", "dlrover_hooks.integrations.torch"),
+    "lightning": ("torch._dynamo", "dlrover_hooks.integrations.lightning"),
+    "accelerate": ("torch._dynamo", "dlrover_hooks.integrations.accelerate"),
+}
 KILL_MASTER = (False, True, True, False)
 
 
@@ -34,17 +38,15 @@ def master(tmp_path: Path) -> Iterator[LiveMaster]:
 class Ranks:
     """All ranks of one world; `lines` is what they have said so far."""
 
-    def __init__(self, folder: Path, master: LiveMaster, job: str, world: int, *words: object) -> None:
+    def __init__(self, folder: Path, master: LiveMaster, job: str, world: int, loop: str, *words: object) -> None:
         self.files = [folder / f"{world}.{rank}" for rank in range(world)]
-        self.processes = []
-        command = [sys.executable, "-m", "tests.e2e.visits_worker", *map(str, words)]
+        self.processes: list[Forked] = []
+        arguments = ["-m", "tests.e2e.visits_worker", loop, *map(str, words)]
         for rank, (file, env) in enumerate(
             zip(self.files, environments(world, master, DLROVER_HOOKS_JOB=job), strict=True)
         ):
             with file.open("wb") as out, file.with_suffix(f".{rank}.err").open("wb") as err:
-                self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
-                )
+                self.processes.append(warm(WARM[loop], env).start(arguments, env, (out, err)))
 
     def lines(self, rank: int = 0) -> list[dict[str, Any]]:
         found = self.files[rank].read_text().splitlines()
@@ -69,7 +71,6 @@ class Ranks:
 
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("loop", ["leased", "lightning", "accelerate"])
 def test_the_surviving_model_saw_each_sample_once(loop: str, job: str, tmp_path: Path, master: LiveMaster) -> None:
     """DL-58, DL-63..69, DL-87, DL-88, ED-25, EZ-11..15: three workers, one, four and two. In each world but the last a
@@ -84,10 +85,10 @@ def test_the_surviving_model_saw_each_sample_once(loop: str, job: str, tmp_path:
         ranks = Ranks(tmp_path, master, job, world, loop, rng.randrange(world), at)
         try:
             if kill_master:
-                until(lambda ranks=ranks, at=at: ranks.reached(at - 2), "some steps", within_s=40.0)
+                until(lambda ranks=ranks, at=at: ranks.reached(at - 2), "some steps", within_s=100.0)
                 master.kill()
                 master.restart()
-            until(ranks.over if at >= 0 else lambda ranks=ranks: all_over(ranks), "the end", within_s=60.0)
+            until(ranks.over if at >= 0 else lambda ranks=ranks: all_over(ranks), "the end", within_s=100.0)
             codes = [process.poll() for process in ranks.processes]
             assert codes == [0] * world if at < 0 else -signal.SIGKILL in codes, ranks.errors()
         finally:

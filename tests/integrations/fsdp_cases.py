@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.data.loader import elastic_loader
@@ -44,11 +45,23 @@ def build(kind: str, mesh_shape: list[int] | None = None) -> Any:
     model: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     model.register_buffer("mean", torch.arange(5.0, dtype=torch.float64))
     if kind == "fsdp":
-        names = ("replicate", "shard")[-len(mesh_shape) :] if mesh_shape else None
-        mesh = dist.init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names) if mesh_shape else None
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
+        shard(model, mesh_shape)
     return DistributedDataParallel(model) if kind == "ddp" else model
+
+
+def shard(model: Any, mesh_shape: list[int] | None = None) -> None:
+    names = ("replicate", "shard")[-len(mesh_shape) :] if mesh_shape else None
+    mesh = dist.init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names) if mesh_shape else None
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+
+
+def average_of(kind: str) -> Any:
+    """Sharded as the model is."""
+    average: Any = AveragedModel(build("plain"), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    if kind == "fsdp":
+        shard(average.module)
+    return average
 
 
 def whole(value: Any) -> torch.Tensor:
@@ -59,8 +72,11 @@ def digests(checkpoints: AsyncCheckpointer) -> dict[str, str]:
     """Of each tensor of the state, gathered. A collective where the model is sharded."""
     state = checkpoints._whole.save()
     tensors = {f"model.{name}": value for name, value in state["model"].items()}
-    for name, moments in state["optimizer"]["state"].items():
+    optimizers = [state["optimizer"], *(one.state_dict() for one in checkpoints._extra[:1])]
+    for name, moments in (item for one in optimizers for item in one["state"].items()):
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+    for one in checkpoints._extra[1:]:
+        tensors |= {f"average.{name}": value for name, value in one.state_dict().items()}
     return {name: digest(whole(tensor)) for name, tensor in tensors.items()}
 
 
@@ -75,15 +91,20 @@ def train(
     *,
     finish: bool = False,
     mesh: list[int] | None = None,
+    beside: bool = False,
     **shared: Any,
 ) -> dict[str, Any]:
-    """Up to step `upto`, then stop there, or finish. Digests of the state by step, and the last weights."""
+    """Up to step `upto`, then stop there, or finish. Digests of the state by step, and the last weights.
+
+    `beside`: the last layer has an optimizer of its own, and the model a moving average.
+    """
     model = build(kind, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW((model[0] if beside else model).parameters(), lr=0.01)
+    extra: list[Any] = [torch.optim.AdamW(model[2].parameters(), lr=0.02), average_of(kind)] if beside else []
     loader = EvenLoader(elastic_loader(DataLoader(Rows(), 1, shuffle=True), global_batch_size=BATCH))
     seen: dict[int, dict[str, str]] = {}
     checkpoints = AsyncCheckpointer(
-        model=model, optimizer=optimizer, loader=loader, job=job, **{"save_every": 1, **shared}
+        model=model, optimizer=optimizer, loader=loader, job=job, extra=extra, **{"save_every": 1, **shared}
     )
     first, source = checkpoints.step, checkpoints.restored.source.value if checkpoints.restored else None
     try:
@@ -101,8 +122,11 @@ def train(
                     )
                     ((model(x) - y).square().mean() * scale).backward()
                     if loader.step_ends:
-                        optimizer.step()
-                        optimizer.zero_grad()
+                        for one in (optimizer, *extra[:1]):
+                            one.step()
+                            one.zero_grad()
+                        for one in extra[1:]:
+                            one.update_parameters(model)
             seen[checkpoints.step] = digests(checkpoints)
     except Stop:
         pass

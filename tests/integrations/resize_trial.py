@@ -16,7 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from tests.pace import pace
 
+pace()
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 SAMPLES, EPOCHS, BATCH = 43, 3, 2

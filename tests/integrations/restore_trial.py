@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from tests.pace import pace
 
+pace()
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 SAMPLES, EPOCHS, BATCH = 23, 2, 2

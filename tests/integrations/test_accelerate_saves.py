@@ -6,7 +6,6 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,14 @@ from safetensors.torch import load_file
 
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
+from dlrover_hooks.integrations.accelerate_saves import Saves
 from tests.contracts.trial import Given, Setup, loss_of
+from tests.disks import small_disk
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.test_lightning_io import same
 from tests.ranks import run
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its state in singletons."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.filterwarnings("ignore")]
 
 
 class Average:
@@ -79,7 +70,7 @@ class Run:
 
         gate = threading.Event()
         self.accelerator._saves = Saves(self.accelerator.accelerator)
-        self.accelerator._saves._behind.add("held", lambda: gate.wait(30))
+        self.accelerator._saves._behind.add("held", lambda: gate.wait(60))
         return gate
 
 
@@ -196,11 +187,10 @@ def test_what_cannot_be_copied_is_written_within_the_step(
     run.accelerator.close()
 
 
-@pytest.mark.timeout(120)
 def test_ranks_make_one_folder(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
     """Each writes its own random state; the folder appears once all have. Stock Accelerate reads it."""
     command = [sys.executable, "-m", "tests.integrations.accelerate_saves_trial", str(tmp_path / "saved"), job]
-    ranks = run(command, 2, live_master, timeout_s=110)
+    ranks = run(command, 2, live_master, timeout_s=200)
     names = sorted(os.listdir(tmp_path / "saved"))
     assert names == ["elastic_data.json", "model.safetensors", "optimizer.bin", "random_states_0.pkl",
                      "random_states_1.pkl"]  # fmt: skip
@@ -210,3 +200,17 @@ def test_ranks_make_one_folder(job: str, tmp_path: Path, live_master: LiveMaster
         assert states["torch_manual_seed"].tolist() == rank["random"]
         assert all(weights[name].tolist() == rank[f"module.{name}"] for name in weights)
     assert not [name for name in os.listdir(tmp_path) if "behind" in name]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
+    """DL-91: whatever the library that wrote says of it."""
+    with small_disk(tmp_path / "disk") as disk:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(256, 256))
+        saves = Saves(accelerator)
+        saves.save(disk / "state", safe_serialization=False)
+        with pytest.raises(StorageFailed, match=r"cannot write .*state: No space left on device") as failed:
+            saves.close()
+        assert "free some space" in failed.value.hint
+        assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,10 @@ def test_torch_dcp_and_hugging_face_read_a_plain_loop(job: str, tmp_path: Path) 
     twin.load_state_dict(found["optimizer"])
     assert str(twin.state_dict()) == str(optimizer.state_dict())
 
-    assert exported("dcp", url, tmp_path / "dcp").exit_code == 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert exported("dcp", url, tmp_path / "dcp").exit_code == 0
+    assert [str(one.message) for one in warned if one.category is UserWarning] == []
     wanted = {"model": Tied().state_dict(), "step": 0}
     dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
     assert equal(dict(wanted["model"]), dict(model.state_dict()))
@@ -107,6 +111,7 @@ def test_torch_dcp_and_hugging_face_read_a_plain_loop(job: str, tmp_path: Path) 
 
     assert exported("hf", url, tmp_path / "hf").exit_code == 0
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["model.safetensors"]
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "x.pt").stat().st_mode
     assert equal(load_file(tmp_path / "hf" / "model.safetensors"), dict(model.state_dict()))
 
 
@@ -226,8 +231,14 @@ def test_what_cannot_be_exported_is_said(job: str, tmp_path: Path) -> None:
     assert "was not saved by Lightning" in done.output
     done = exported("torch", url, tmp_path / "x.pt", "--step", "99")
     assert done.exit_code == 78
-    assert "no whole checkpoint of step 99" in done.output
-    assert "there are steps 3" in done.output
+    assert f"no step 99 is at {url}\nHINT: the newest other whole one is --step 3; there are steps 3\n" in done.output
+    for dest, said in {
+        tmp_path / "no" / "x.pt": f"there is no folder {tmp_path / 'no'}\nHINT: make that folder first\n",
+        url / "x.pt": "lies in the checkpoint tree",
+        next(url.glob("step-*")) / "x.pt": "lies in the checkpoint tree",
+    }.items():
+        done = exported("torch", url, dest)
+        assert (done.exit_code, said in done.output) == (78, True), done.output
     (tmp_path / "taken").write_text("mine")
     done = exported("torch", url, tmp_path / "taken")
     assert done.exit_code == 78
@@ -238,9 +249,42 @@ def test_what_cannot_be_exported_is_said(job: str, tmp_path: Path) -> None:
     file.write_bytes(data)
     done = exported("torch", url, tmp_path / "x.pt")
     assert done.exit_code == 1
-    assert "chunk 0 does not match its hash" in done.output
+    assert "chunk 0 does not match its hash\nHINT: no other generation there is whole\n" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", "taken"]
     assert not list(url.glob("step-*/reading-*"))
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "hf"])
+@pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()], ids=["full disk", "Ctrl-C"])
+def test_an_export_is_whole_or_not_there(
+    form: str, error: BaseException, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(job, tmp_path / "ck")
+    write = export._FORMS[form]
+
+    def late(*args: Any) -> None:
+        write(*args)
+        raise error
+
+    monkeypatch.setitem(export._FORMS, form, late)
+    done = exported(form, tmp_path / "ck", tmp_path / "out")
+    if isinstance(error, OSError):
+        assert f"cannot write {tmp_path / 'out'}: No space left on device\nHINT: " in done.output
+    assert done.exit_code == (1 if isinstance(error, OSError) else 130)
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_what_is_newer_and_damaged_is_named(job: str, tmp_path: Path) -> None:
+    trained(job, tmp_path / "ck", keep=9, persist_every=1)
+    assert len(steps(tmp_path / "ck")) > 1
+    (newest,) = (tmp_path / "ck").glob("step-0000000003-*/shard-*")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    done = exported("torch", tmp_path / "ck", tmp_path / "x.pt")
+    assert done.exit_code == 0
+    assert done.stderr.startswith(f"passed over: {newest.parent}: {newest.name}: expected ")
+    done = exported("torch", tmp_path / "ck", tmp_path / "y.pt", "--step", "3")
+    assert f"step 3 at {tmp_path / 'ck'} is not whole: {newest.name}: expected" in done.output
+    assert "HINT: the newest other whole one is --step " in done.output
 
 
 def steps(url: Path) -> list[int]:

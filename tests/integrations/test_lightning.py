@@ -4,9 +4,8 @@ import json
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +15,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import DataMismatch, NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
 from dlrover_hooks.integrations.lightning import ElasticCallback
@@ -180,7 +178,7 @@ def test_a_damaged_file_falls_back_to_the_generation_before(
     for process in psutil.process_iter(["cmdline"]):
         if any(job in part for part in process.info["cmdline"] or ()):
             process.kill()  # the memory is gone, only storage is left
-            process.wait(5)
+            process.wait(60)
     newest = json.loads((save_to / "latest.json").read_text())
     folder = max(save_to.glob("step-*"))
     assert str(folder.name).split("-")[1].lstrip("0") in json.dumps(newest)
@@ -191,7 +189,10 @@ def test_a_damaged_file_falls_back_to_the_generation_before(
     after = Net()
     with caplog.at_level(logging.WARNING, "dlrover_hooks"):
         fit(after, ElasticCallback(str(save_to), job=job, save_every=1))
-    assert file.name in caplog.text
+    (line,) = [line for line in caplog.messages if "match its hash" in line]
+    assert line.endswith(f": {file}: chunk 0 does not match its hash")
+    assert line.count(str(save_to)) == 1
+    assert any("fell back: step" in line and line.endswith("from storage") for line in caplog.messages)
     assert exactly_once(surviving(before, after))
     assert not during
 
@@ -215,7 +216,7 @@ def test_two_live_jobs_on_one_url_are_refused(job: str, tmp_path: Path) -> None:
                 )
                 root = str(Path(__file__).parents[2])
                 found = subprocess.run([sys.executable, "-c", code, root, str(tmp_path), f"{job}-other"],
-                                       capture_output=True, text=True, timeout=50)  # fmt: skip
+                                       capture_output=True, text=True, timeout=200)  # fmt: skip
                 seen.append(SaveToBusy(found.stdout + found.stderr))
 
     fit(Net(), ElasticCallback(str(tmp_path), job=job), callbacks=(Second(),))
@@ -273,6 +274,12 @@ def test_stands_aside_and_says_so(options: dict[str, Any], why: str, monkeypatch
     assert [why in text for text in said] == [True]
 
 
+def test_a_misspelt_keyword_is_answered_with_the_right_one() -> None:
+    with pytest.raises(UsageError, match="no keyword 'save_evry'") as refused:
+        ElasticCallback(save_evry=5)  # pyright: ignore[reportArgumentType]  # that is what type checkers say
+    assert refused.value.hint == "did you mean 'save_every'?"
+
+
 def test_validate_and_test_are_left_alone(job: str) -> None:
     class Checked(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -316,119 +323,6 @@ def test_a_hyper_parameter_that_cannot_be_saved_becomes_its_repr(job: str) -> No
     assert restored == {"activation": "ReLU()", "width": 3}
 
 
-@pytest.mark.parametrize("kind", ["loader", "module", "datamodule", "dict"])
-def test_the_sampler_goes_in_however_the_loader_comes(job: str, kind: str) -> None:
-    """Through the trainer's data source: a loader, a collection, a module's or a DataModule's method."""
-    from lightning.pytorch import LightningDataModule
-
-    def make() -> DataLoader:
-        return DataLoader(Numbers(), batch_size=4, shuffle=True)
-
-    class WithLoader(Net):
-        def train_dataloader(self) -> DataLoader:
-            return make()
-
-    class Module(LightningDataModule):
-        def train_dataloader(self) -> DataLoader:
-            return make()
-
-    class Named(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch["text"], batch_idx)
-
-    kinds: dict[str, Callable[[], tuple[Net, dict[str, Any]]]] = {
-        "loader": lambda: (Net(), {"train_dataloaders": make()}),
-        "module": lambda: (WithLoader(), {}),
-        "datamodule": lambda: (Net(), {"datamodule": Module()}),
-        "dict": lambda: (Named(), {"train_dataloaders": {"text": make()}}),
-    }
-    model, given = kinds[kind]()
-    found: list[Any] = []
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            found.extend(trainer.fit_loop._combined_loader.flattened)  # pyright: ignore[reportOptionalMemberAccess]
-
-    trainer = Trainer(max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-                      enable_progress_bar=False, callbacks=[ElasticCallback(job=job), Look()])  # fmt: skip
-    trainer.fit(model, **given)
-    assert [type(loader) for loader in found] == [ElasticLoader]
-    assert exactly_once(model.seen, epochs=1)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"reload_dataloaders_every_n_epochs": 1}])
-def test_worker_processes_and_reloaded_loaders_keep_the_place(job: str, workers: int, options: dict[str, Any]) -> None:
-    """What DataLoader workers prefetched is not in the model: it is replayed. A reloaded loader takes the place."""
-
-    class WithLoader(Net):
-        def train_dataloader(self) -> DataLoader:
-            return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers)
-
-    def run(model: Net) -> None:
-        seed_everything(1, verbose=False)
-        trainer = Trainer(max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-                          enable_progress_bar=False, callbacks=[ElasticCallback(job=job, save_every=1)],
-                          **options)  # fmt: skip
-        trainer.fit(model)
-
-    before, after = WithLoader(crash_at=7), WithLoader()
-    with pytest.raises(Crash):
-        run(before)
-    run(after)
-    assert after.seen[0][1] == 7
-    assert exactly_once(surviving(before, after), epochs=3)
-
-
-def test_the_learning_rate_finder_takes_no_data_from_the_run(job: str) -> None:
-    """Its trial steps draw batches from the same loaders; the run then starts at the first position all the same."""
-    from lightning.pytorch.callbacks import LearningRateFinder
-
-    class Tunable(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lr = 0.1
-
-    class Begin(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            cast(Net, pl_module).seen.clear()
-
-    model = Tunable()
-    finder = LearningRateFinder(num_training_steps=7, early_stop_threshold=None)
-    fit(model, ElasticCallback(job=job, save_every=1), callbacks=(finder, Begin()))
-    assert exactly_once(model.seen)
-
-
-def test_an_epoch_cut_short_is_not_gone_back_to(job: str) -> None:
-    """limit_train_batches=3 of 5: the next epoch begins anew, over a restart too, and no step is trained twice."""
-    before, after = Net(crash_at=4), Net()
-    with pytest.raises(Crash):
-        fit(before, ElasticCallback(job=job, save_every=1), limit_train_batches=3)
-    fit(after, ElasticCallback(job=job, save_every=1), limit_train_batches=3)
-    calm = Net()
-    fit(calm, None, limit_train_batches=3)
-    seen = surviving(before, after)
-    assert [seen.count(one) for one in seen] == [1] * len(seen)
-    assert Counter(epoch for epoch, _, _ in seen) == Counter(epoch for epoch, _, _ in calm.seen) == {0: 12, 1: 12}
-
-
-def test_mid_window_requests_are_no_quiet_points(job: str) -> None:
-    """With accumulation the loop counts batches ahead of commits: a crash in mid-window replays the window."""
-
-    class MidWindow(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if self.crash_at is not None and batch_idx == 3:
-                raise Crash
-            return super().training_step(batch, batch_idx)
-
-    before, after = MidWindow(crash_at=99), Net()
-    with pytest.raises(Crash):
-        fit(before, ElasticCallback(job=job, save_every=1), accumulate_grad_batches=2)
-    fit(after, ElasticCallback(job=job, save_every=1), accumulate_grad_batches=2)
-    assert after.seen[0][1] == 1
-    assert exactly_once(surviving(before, after))
-
-
 def test_several_workers_without_a_master_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that do not know of each other would each train on everything (DL-80)."""
     from dlrover_hooks.config import load, place
@@ -447,3 +341,12 @@ def test_disable_turns_every_hook_into_a_no_op(monkeypatch: pytest.MonkeyPatch) 
 
 
 warnings.filterwarnings("ignore", module="lightning")
+
+
+def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DL-91: else it breaks in mid-step, for state of its own that is missing."""
+    with pytest.raises(Crash):
+        fit(Net(crash_at=3), ElasticCallback(job=job, save_every=1))
+    monkeypatch.setattr(Net, "configure_optimizers", lambda net: torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(UsageError, match=r"the optimizer was AdamW \(has .*here it is SGD \(has dampening"):
+        fit(Net(), ElasticCallback(job=job))

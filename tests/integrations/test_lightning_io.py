@@ -14,6 +14,7 @@ import textwrap
 import threading
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.errors import StorageFailed
+from dlrover_hooks.integrations import lightning_io
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
+from tests.disks import small_disk
 from tests.ranks import ROOT, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,7 +81,7 @@ def same(ours: Any, theirs: Any) -> bool:
 def held(io: FlashCheckpointIO) -> threading.Event:
     """What is saved from here on waits behind this event."""
     gate = threading.Event()
-    io._started().add("held", lambda: gate.wait(30))
+    io._started().add("held", lambda: gate.wait(60))
     return gate
 
 
@@ -104,7 +107,7 @@ def test_no_more_than_two_saves_are_kept_in_memory(tmp_path: Path) -> None:
     third.start()
     assert not saved.wait(0.1)
     gate.set()
-    assert saved.wait(30)
+    assert saved.wait(60)
     third.join()
     io.teardown()
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
@@ -199,6 +202,26 @@ def test_a_fit_goes_on_from_its_own_files(tmp_path: Path, path: str) -> None:
     assert same(whole.state_dict(), first.state_dict())
 
 
+def test_model_checkpoint_is_as_it_was_when_nothing_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class is changed from the first save of any plugin to the end of the last one, failed or not."""
+    monkeypatch.setattr(lightning_io, "_alive", WeakSet())  # other tests' plugins may not have ended
+    monkeypatch.setattr(lightning_io, "_undo", [])
+    before = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
+    fit(FlashCheckpointIO(), ModelCheckpoint(tmp_path / "a"))
+    assert (ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint) == before
+    one, other = FlashCheckpointIO(), FlashCheckpointIO()
+    (tmp_path / "folder").mkdir()
+    for io, name in ((one, "b.ckpt"), (other, "folder")):
+        io.save_checkpoint({"global_step": 1}, tmp_path / name)
+    one.teardown()
+    assert ModelCheckpoint.file_exists is not before[0]
+    with pytest.raises(StorageFailed):
+        other.teardown()
+    assert (ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint) == before
+
+
 def test_what_is_saved_after_a_fit_is_there_when_the_call_returns(tmp_path: Path) -> None:
     io = FlashCheckpointIO()
     trainer = fit(io)
@@ -254,10 +277,9 @@ def test_storage_elsewhere_is_lightnings_own(tmp_path: Path) -> None:
 TRIAL = [sys.executable, "-m", "tests.integrations.lightning_io_trial"]
 
 
-@pytest.mark.timeout(120)
 def test_several_processes_write_one_file(tmp_path: Path) -> None:
     """Rank 0 writes, all ranks read and go on."""
-    ranks = run([*TRIAL, str(tmp_path)], 2, timeout_s=110)
+    ranks = run([*TRIAL, str(tmp_path)], 2, timeout_s=200)
     assert all(rank["files"] == ["epoch=1-step=10.ckpt", "last.ckpt"] for rank in ranks)
     assert sorted(os.listdir(tmp_path)) == ["epoch=1-step=10.ckpt", "last.ckpt"]
     loaded = torch.load(tmp_path / "last.ckpt", weights_only=False)
@@ -273,3 +295,19 @@ def test_the_plugin_travels_to_spawned_processes(tmp_path: Path) -> None:
     there.save_checkpoint({"global_step": 1}, tmp_path / "b.ckpt")
     for one in (io, there):
         one.teardown()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
+    """DL-91: torch's writer says of it "unexpected pos". Nothing is left of the file that did not fit."""
+    with small_disk(tmp_path / "disk") as disk:
+        io = FlashCheckpointIO()
+        io.save_checkpoint({"weights": torch.ones(1 << 16)}, disk / "a.ckpt")
+        with pytest.raises(StorageFailed, match=r"cannot write .*a\.ckpt: No space left on device") as failed:
+            io.teardown()
+        assert "free some space" in failed.value.hint
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+        (disk / "filler").unlink()
+        io.save_checkpoint({"weights": torch.ones(1 << 16)}, disk / "a.ckpt")
+        io.teardown()
+        assert (disk / "a.ckpt").exists()

@@ -152,7 +152,6 @@ def test_who_leads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
 def test_the_short_step_of_the_second_loader_has_its_weights(job: str, live_master: LiveMaster) -> None:
     """Two ranks, float64: as one process that accumulates. The first loader is over long before."""
     given: dict[str, Any] = {"noise": False, "samples": 12, "second": 23, "options": {"mode": "max_size"}}

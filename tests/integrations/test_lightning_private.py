@@ -6,6 +6,7 @@ And the environment of `dlrover-hooks run`, in which Lightning must find torchru
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -264,7 +266,7 @@ def test_lightning_finds_torchruns_environment_in_a_launched_worker(tmp_path: Pa
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "dlrover_hooks", "run", "--nproc-per-node", "1", str(script), str(out)]
     run = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=50, cwd=tmp_path
+        command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=200, cwd=tmp_path
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(out.read_text()) == [[True, False], [0, 1, 0, True]]
@@ -294,3 +296,39 @@ def test_count_batches_anew(per_step: int) -> None:
     trainer(resume, Anew(), accumulate_grad_batches=per_step).fit(model)
     assert found == [per_step, per_step]
     assert len(model.seen) == 2 * (4 - per_step)
+
+
+RENAMED = (
+    "Lightning's ModelCheckpoint.{0} is not what `count_files_under_way` replaces: see which method tells now whether "
+    "a file name is taken, or links to the last file"
+)
+
+
+def test_model_checkpoint_asks_where_files_under_way_are_counted(tmp_path: Path) -> None:
+    """By these names and arguments, of itself; and the class is as it was afterwards."""
+    methods = {"file_exists": ["self", "filepath", "trainer"], "_link_checkpoint": ["trainer", "filepath", "linkpath"]}
+    for name, arguments in methods.items():
+        found = getattr(ModelCheckpoint, name, None)
+        assert found is not None, RENAMED.format(name)
+        assert list(inspect.signature(found).parameters) == arguments, RENAMED.format(name)
+    before = {name: ModelCheckpoint.__dict__[name] for name in methods}
+    asked: list[str] = []
+    linked: list[tuple[str, str]] = []
+
+    def leaves(path: str) -> bool | None:
+        asked.append(Path(path).name)
+        return None
+
+    def link_later(path: str, link: str) -> bool:
+        linked.append((Path(path).name, Path(link).name))
+        return True
+
+    put_back = private.count_files_under_way(leaves, link_later)
+    try:
+        trainer(ModelCheckpoint(tmp_path, save_last="link"), enable_checkpointing=True).fit(Net())
+    finally:
+        put_back()
+    assert set(asked) == {"epoch=0-step=4.ckpt", "last.ckpt"}, RENAMED.format("file_exists")
+    assert linked == [("epoch=0-step=4.ckpt", "last.ckpt")], RENAMED.format("_link_checkpoint")
+    assert ModelCheckpoint.file_exists is before["file_exists"]
+    assert ModelCheckpoint._link_checkpoint is before["_link_checkpoint"].__func__

@@ -12,16 +12,17 @@ import pytest
 from tests import ranks
 from tests.e2e.master_process import LiveMaster
 
-TRIAL = Path(__file__).with_name("resize_trial.py")
+TRIAL = (sys.executable, str(Path(__file__).with_name("resize_trial.py")))
+WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 SAMPLES, EPOCHS = 43, 3
 PHASES = ((1, 12, 1), (3, 12, 3), (2, 12, 6), (1, 8, -1))
 """World size, global batch, and the step at which it breaks off. An epoch has 4 steps of 12."""
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.slow
 def test_every_sample_once_through_resizes_in_mid_epoch(job: str, live_master: LiveMaster) -> None:
     said = [
-        ranks.run([sys.executable, str(TRIAL), job, str(size), str(crash)], world, live_master, timeout_s=60)
+        ranks.run([*TRIAL, job, str(size), str(crash)], world, live_master, timeout_s=200, warm=WARM)
         for world, size, crash in PHASES
     ]
     begins = [max(line.get("restored", 0) for line in lines) for lines in said]

@@ -11,14 +11,15 @@ import pytest
 from tests import ranks
 
 TRIAL = Path(__file__).with_name("restore_trial.py")
+WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_restore_from_every_step_is_bit_equal(world: int, job: str, request: pytest.FixtureRequest) -> None:
     """With validation, dropout, batch norm, a scheduler, accumulation 1 to 3, at W = 1, 2 and 3 (DL-81, DL-90)."""
     master = request.getfixturevalue("live_master") if world > 1 else None
-    found = ranks.run([sys.executable, str(TRIAL), job, "1,2,3"], world, master, timeout_s=280)
+    found = ranks.run([sys.executable, str(TRIAL), job, "1,2,3"], world, master, timeout_s=280, warm=WARM)
     crashes = {(trial["accumulate"], *trial["crash"]) for trial in found}
     assert len(crashes) >= {1: 40, 2: 20, 3: 15}[world]
     assert {trial["rank"] for trial in found} == set(range(world))

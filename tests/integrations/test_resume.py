@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import NoCheckpoint, UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from dlrover_hooks.integrations.whole import refuse_other_class
 from dlrover_hooks.protocol import Departure
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.torch_cases import Crash, Noisy
@@ -151,6 +152,51 @@ def test_another_model_is_refused_by_name(job: str, build: Build, words: str) ->
         resume(job, model)
     assert "resume='never'" in caught.value.hint
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DL-91: before anything is loaded. The state of an older version, without a class, is told by its options."""
+    run(job, net())
+    model = net(seed=1)
+    before = [one.detach().clone() for one in model.parameters()]
+    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, lr: torch.optim.SGD(parameters, lr))
+    words = r"does not fit: the optimizer was Adam \(has amsgrad, betas,.*\), here it is SGD \(has dampening, momentum"
+    with pytest.raises(UsageError, match=words) as caught:
+        resume(job, model)
+    assert "resume='weights'" in caught.value.hint
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    sgd, old = torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters()).state_dict()
+    with pytest.raises(UsageError, match="the optimizer was of another class"):
+        refuse_other_class(sgd, old, None)
+    newer = {"param_groups": [group | {"new": 1} for group in sgd.state_dict()["param_groups"]]}
+    refuse_other_class(sgd, newer, None)
+    refuse_other_class(sgd, newer, "SGD")
+
+
+def test_parts_of_extra_in_another_order_are_refused(job: str) -> None:
+    """By what they are, before anything is loaded."""
+
+    def start(*, turned: bool) -> AsyncCheckpointer:
+        model = net()
+        first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in model)
+        extra: list[Any] = [second, torch.optim.lr_scheduler.StepLR(first, 3)]
+        loader = elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=first)
+        return AsyncCheckpointer(
+            model=model, optimizer=first, loader=loader, job=job, extra=extra[:: -1 if turned else 1]
+        )
+
+    def train() -> None:
+        with start(turned=False) as made:
+            for x, _ in made._loaders[0]:
+                if made.step == 2:
+                    raise Crash
+                made._whole.model(x).sum().backward()
+                made._optimizer.step()
+
+    with pytest.raises(Crash):
+        train()
+    with pytest.raises(UsageError, match="an optimizer where the checkpoint has something else"):
+        start(turned=True)
 
 
 def test_another_dtype_is_converted_with_one_warning(job: str, caplog: pytest.LogCaptureFixture) -> None:

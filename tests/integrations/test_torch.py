@@ -6,12 +6,13 @@ DL-57, DL-81, DL-90, ED-25. Real keepers, real process groups; the loop is in to
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,18 +21,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from dlrover_hooks.checkpoint import storage
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from dlrover_hooks.protocol import Departure
 from tests import ranks
 from tests.contracts.spawn import plan
 from tests.contracts.spawn import spawn as spawn_trials
+from tests.e2e.kept import until
 from tests.e2e.master_process import LiveMaster
+from tests.integrations import torch_cases
 from tests.integrations.torch_cases import SAMPLES, Crash, Noisy, train
 
 CASES = Path(__file__).with_name("torch_cases.py")
+WARM = ("torch._dynamo", "tests.integrations.torch_cases", "tests.contracts.torch_trial")
 EXACT = ("step", "lr", "weights", "moments", "rng")
 Seen = list[tuple[int, int, int]]
 
@@ -79,6 +85,27 @@ def test_a_resume_is_said_once_where_everybody_sees_it(job: str, caplog: pytest.
     assert "memory" in said.message
 
 
+@pytest.mark.parametrize("broken_off", [Crash, KeyboardInterrupt, SystemExit])
+def test_a_run_broken_off_is_durable_at_once_and_says_how_to_go_on(
+    job: str,
+    tmp_path: Path,
+    broken_off: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """DL-91: its keeper waits ten minutes for a successor, but the machine may go before."""
+    monkeypatch.setattr(torch_cases, "Crash", broken_off)
+    with pytest.raises(broken_off):
+        train(job, at=("forward", 5), save_to=str(tmp_path), persist_every="1h")
+    (said,) = (record.message for record in caplog.records if "go on" in record.message)
+    assert re.search(
+        f"(step .|checkpoint|one\\)) is in memory for 10 min, and is being written to {tmp_path}; start", said
+    )
+    until(lambda: storage.scan(str(tmp_path), None, job).manifests, "a commit")
+    after = train(job, save_to=str(tmp_path))
+    assert 0 < after["first"] <= 5
+
+
 def test_workers_that_would_train_alone_are_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started as two, but no process group: neither would hear of the other's gradients."""
     model = nn.Linear(1, 1)
@@ -116,6 +143,28 @@ def test_a_loader_that_is_not_elastic_is_refused(job: str, data: Any, several: b
         AsyncCheckpointer(model=model, optimizer=optimizer, loader=[plain] if several else plain, job=job)
 
 
+def test_a_batch_that_the_loader_does_not_have_is_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be ignored: the loader has shared the samples out before. The environment speaks to the loader."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def start(loader: Any, size: int) -> None:
+        shared: dict[str, Any] = {"model": model, "optimizer": optimizer, "job": job, "global_batch_size": size}
+        AsyncCheckpointer(loader=loader, **shared).close(Departure.FAILED)
+
+    with pytest.raises(UsageError, match="global_batch_size=6 comes too late for loader 'train': it was made with 2"):
+        start(elastic_loader(DataLoader(Noisy(), 2), optimizer=optimizer), 6)
+    with pytest.raises(UsageError, match="each micro-batch of leased data is a step"):
+        start(elastic_loader(cast(Any, DataLoader(ShardDataset(range(8)), 2)), optimizer=optimizer), 6)
+    start(elastic_loader(DataLoader(Noisy(), 2), optimizer=optimizer, global_batch_size=6), 6)
+    monkeypatch.setenv("DLROVER_HOOKS_GLOBAL_BATCH_SIZE", "6")
+    assert elastic_loader(DataLoader(Noisy(), 2)).sampler.plan.micro_batches == 3
+    assert elastic_loader(DataLoader(Noisy(), 2), global_batch_size=4).sampler.plan.micro_batches == 2
+    monkeypatch.setenv("DLROVER_HOOKS_GLOBAL_BATCH_SIZE", "many")
+    with pytest.raises(UsageError, match="DLROVER_HOOKS_GLOBAL_BATCH_SIZE='many'"):
+        elastic_loader(DataLoader(Noisy(), 2))
+
+
 def test_leased_data_is_even_already() -> None:
     lent: Any = elastic_loader(DataLoader(ShardDataset(range(8)), 2))
     with pytest.raises(UsageError, match="LeasedLoader"):
@@ -132,9 +181,11 @@ def test_epochs_counts_over_restarts(job: str) -> None:
     assert last["step"] == 22
 
 
-def run(world: int, master: LiveMaster | None = None, **given: Any) -> tuple[list[int], list[dict[str, Any]], str]:
+def run(
+    world: int, master: LiveMaster | None = None, **given: Any
+) -> tuple[list[int | None], list[dict[str, Any]], str]:
     """Exit codes, what each rank that ended well found, and all they said on stderr."""
-    processes = ranks.started([sys.executable, str(CASES), json.dumps(given)], world, master)
+    processes = ranks.started([sys.executable, str(CASES), json.dumps(given)], world, master, warm=WARM)
     outputs = ranks.ended(processes, 50)
     return [one.returncode for one in processes], ranks.reported(outputs), "".join(errors for _, errors in outputs)
 
@@ -232,38 +283,41 @@ def test_closing_twice_and_a_finished_job(job: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "latest.json").read_text())
 
 
-def test_dtypes_come_back_exactly(job: str) -> None:
-    """fp32 moments of a bf16 parameter: torch's own `load_state_dict` would cast them to bf16."""
+@pytest.mark.parametrize("second", [False, True])
+def test_dtypes_come_back_exactly(job: str, second: bool) -> None:
+    """fp32 moments of a bf16 parameter: torch's own `load_state_dict` would cast them to bf16. The optimizer whose
+    steps count, and one in `extra`.
+    """
 
-    def build() -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
+    def build() -> tuple[nn.Linear, torch.optim.Optimizer, Any, dict[str, Any]]:
         model = nn.Linear(4, 1, dtype=torch.bfloat16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=optimizer)
+        optimizers = [torch.optim.SGD([one], lr=0.1) for one in (model.weight, model.bias)]
+        counts, other = reversed(optimizers) if second else optimizers
+        loader = elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=counts)
+        return model, optimizers[0], loader, {"model": model, "optimizer": counts, "extra": [other]}
 
-    model, optimizer, loader = build()
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {"m": torch.full(parameter.shape, 1 / 3), "step": torch.tensor(4.0)}
-    wanted = [state["m"].clone() for state in optimizer.state.values()]
+    model, optimizer, loader, given = build()
+    optimizer.state[model.weight] = {"m": torch.full(model.weight.shape, 1 / 3), "step": torch.tensor(4.0)}
 
     def train() -> None:
-        with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, save_every=1):
+        with AsyncCheckpointer(loader=loader, job=job, save_every=1, **given):
             for number, (x, _) in enumerate(loader):
                 if number == 2:
                     raise Crash
                 model(x.bfloat16()).sum().backward()
-                optimizer.step()
+                for one in (given["optimizer"], *given["extra"]):
+                    one.step()
 
     with pytest.raises(Crash):
         train()
     saved = [parameter.detach().clone() for parameter in model.parameters()]
-    again, other, loader = build()
-    made = AsyncCheckpointer(model=again, optimizer=other, loader=loader, job=job)
+    again, other, loader, given = build()
+    made = AsyncCheckpointer(loader=loader, job=job, **given)
     try:
         assert made.step == 2
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), saved, strict=True))
-        states = list(other.state.values())
-        assert [state["m"].dtype for state in states] == [torch.float32] * 2
-        assert all(torch.equal(state["m"], m) for state, m in zip(states, wanted, strict=True))
-        assert [state["step"].dtype for state in states] == [torch.float32] * 2
+        state = other.state[again.weight]
+        assert state["m"].dtype is state["step"].dtype is torch.float32
+        assert torch.equal(state["m"], torch.full((1, 4), 1 / 3))
     finally:
         made.close()

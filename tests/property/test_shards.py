@@ -73,6 +73,9 @@ class Synchronous(ShardWorld):
         names = [*names, *(self.named("w") for _ in range(world))][:world]
         agent, seats = "agent", tuple(p.Seat(name, index) for index, name in enumerate(names))
         self.send(join(agent, seats=seats, low=1, high=world))
+        formed = self.state.jobs[JOB].rounds.round
+        assert formed is not None
+        seats = tuple(sorted(seats, key=lambda seat: formed.members[seat.incarnation].rank))
         del self.images[max(0, len(self.images) - lost_images) :]
         stored = tuple(p.Manifest(JOB, image.generation, len(image.parts), (), 0.0) for image in self.images)
         for seat in seats:

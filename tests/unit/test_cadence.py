@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint.cadence import Durable, save_due
+from dlrover_hooks.checkpoint.cadence import Durable, Passing, save_due
 from dlrover_hooks.protocol import Cadence, Generation
 
 RUN = "0" * 32
@@ -58,3 +58,15 @@ def test_a_new_start_is_a_new_question() -> None:
     assert durable.due(Cadence(1, 4)) is None
     durable.saved(generation(5))
     assert durable.due(Cadence(1, 4)) == generation(5)
+
+
+def test_a_late_vote_for_an_old_save_breaks_no_promise_of_a_newer_one() -> None:
+    """Its slot was used again before the news of its hash came (DL-90)."""
+    passing = Passing()
+    for step in (4, 5, 6, 7):
+        passing.saved(step)
+    passing.voted(4)
+    assert passing.step == 5
+    for step in (5, 7, 6):
+        passing.voted(step)
+    assert passing.step == 8

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from dlrover_hooks import cli
-from dlrover_hooks.checkpoint import retention, storage
+from dlrover_hooks.checkpoint import progress, retention, storage, verification
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import faulty_store
@@ -59,7 +60,7 @@ def test_ls_says_what_is_whole_and_why_not(tree: str) -> None:
     assert lines["40"][:7] == ["40", "0", "mine", "aaaaaaaa", "2", "16.8", "MB"]
     assert lines["40"][-1] == "whole"
     assert lines["50"][-2:] == ["damaged,", "latest"]
-    assert lines["60"] == ["60", "0", "-"]
+    assert lines["60"] == ["60", "0", "not", "committed"]
     assert f"step-0000000050-0000: {storage.shard_name(1)}: expected {len(DATA)} bytes, found 5\n" in done.stdout
     assert "step-0000000060-0000: there is no MANIFEST.json: it was never committed\n" in done.stdout
     rows = [json.loads(line) for line in called("ls", tree, "--json").stdout.splitlines()]
@@ -67,11 +68,56 @@ def test_ls_says_what_is_whole_and_why_not(tree: str) -> None:
     assert [row["step"] for row in rows if row["latest"]] == [50]
 
 
-def test_ls_of_nothing_is_an_error(tmp_path: Path) -> None:
-    done = called("ls", str(tmp_path))
-    assert done.exit_code == 1
-    assert "there are no checkpoints at" in done.output
-    assert called("ls", str(tmp_path), "--storage-options", "{").exit_code == 78
+VERBS = (("ls",), ("verify",), ("prune", "--keep", "1"), ("export", "--to", "torch"))
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda words: words[0])
+def test_what_is_there_instead_of_checkpoints_is_said(verb: tuple[str, ...], tree: str, tmp_path: Path) -> None:
+    """By each verb alike, and with one exit code."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "junk").mkdir()
+    for name in "abcd":
+        (tmp_path / "junk" / name).touch()
+    one = Path(tree) / "step-0000000040-0000"
+    for url, said in {
+        tmp_path / "nowhere": "nowhere does not exist\nHINT: URL is what `save_to` was",
+        tmp_path / "nowhere" / "step-0000000040-0000": "does not exist",
+        tmp_path / "empty": "empty holds nothing\n",
+        tmp_path / "junk": "junk holds no checkpoints, but a, b, c, ...\n",
+        tmp_path / "junk" / "a": "junk/a is a file, not a folder with checkpoints in it\n",
+        one: f"{one} is one generation, not a tree of them\nHINT: give the folder above: {tree}\n",
+    }.items():
+        done = called(*verb, str(url), *([str(tmp_path / "x.pt")] if verb[0] == "export" else []))
+        assert (done.exit_code, said in done.output) == (78, True), done.output
+    assert called("ls", tree, "--storage-options", "{").exit_code == 78
+
+
+def test_a_missing_file_and_a_damaged_manifest_have_words(tree: str) -> None:
+    (Path(tree) / "step-0000000010-0000" / storage.shard_name(1)).unlink()
+    (Path(tree) / "step-0000000020-0000" / "MANIFEST.json").write_text("{")
+    done = called("ls", tree)
+    assert f"step-0000000010-0000: {storage.shard_name(1)} is missing\n" in done.stdout
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
+    assert lines["20"] == ["20", "0", "damaged"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (99, "99 B"), (25_040, "25.0 KB"), (999_999, "1.0 MB"), (16_800_000, "16.8 MB"), (4.7e9, "4.70 GB")],
+)
+def test_sizes_have_a_unit_that_fits(nbytes: float, text: str) -> None:
+    assert progress.readable(nbytes) == text
+
+
+def test_ctrl_c_is_130(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 would say that something is damaged."""
+
+    def interrupted(*_: object) -> Iterator[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "faults", interrupted)
+    done = called("verify", tree)
+    assert (done.exit_code, done.output) == (130, "ended with Ctrl-C\n")
 
 
 def test_verify_names_file_and_chunk(tree: str) -> None:
@@ -86,11 +132,14 @@ def test_verify_names_file_and_chunk(tree: str) -> None:
     where = f"step-0000000020-0000/{storage.shard_name(0)}"
     assert f"{where}: chunk 0 does not match its hash\n{where}: chunk 2 does not match its hash\n" in done.stdout
     assert f"step-0000000050-0000: {storage.shard_name(1)}: expected {len(DATA)} bytes" in done.stdout
-    assert "3 of 5 generations are whole" in done.stdout
+    assert "3 of 5 generations are whole, 67.1 MB read" in done.stdout
+    assert done.stderr == ""
     assert called("verify", tree, "--step", "30").exit_code == 0
     gone = called("verify", tree, "--step", "35")
     assert gone.exit_code == 78
-    assert "there are steps 10, 20, 30, 40, 50, 60" in gone.output
+    assert "no step 35 is at" in gone.output
+    assert "the newest other whole one is --step 40; there are steps 10, 20, 30, 40\n" in gone.output
+    assert "step 60 at" in called("verify", tree, "--step", "60").output
 
 
 def test_prune_says_what_it_removes(tree: str) -> None:
@@ -98,7 +147,11 @@ def test_prune_says_what_it_removes(tree: str) -> None:
     before = listed(tree)
     dry = called("prune", tree, "--keep", "last=1,every_steps=20", "--dry-run")
     assert (dry.exit_code, listed(tree)) == (0, before)
-    assert dry.stdout == "would remove step-0000000010-0000\nwould remove step-0000000030-0000\n"
+    assert dry.stdout == (
+        "would remove step-0000000010-0000\nwould remove step-0000000030-0000\n"
+        "step-0000000060-0000 was never committed, but is newer than what is whole: it stays, since a keeper may still "
+        "be writing it. If none of that job lives, remove the folder by hand\n"
+    )
     done = called("prune", tree, "--keep", "last=1,every_steps=20")
     assert done.stdout == dry.stdout.replace("would remove", "removed")
     assert set(listed(tree)) == {20, 40, 50, 60}
@@ -106,7 +159,26 @@ def test_prune_says_what_it_removes(tree: str) -> None:
         assert "step-0000000020-0000 is being read: it stays" in called("prune", tree, "--keep", "1").stdout
     called("prune", tree, "--keep", "1")
     assert set(listed(tree)) == {40, 50, 60}
-    assert called("prune", tree, "--keep", "none").exit_code == 78
+    for nothing in ("none", "0", "last=0"):
+        refused = called("prune", tree, "--keep", nothing)
+        assert refused.exit_code == 78
+        assert f"--keep='{nothing}' does not say what to keep\nHINT: use a whole number from 1" in refused.output
+    assert set(listed(tree)) == {40, 50, 60}
+
+
+def test_prune_that_has_nothing_to_do_says_so(tmp_path: Path) -> None:
+    url = str(tmp_path / "ck")
+    save(url, 1)
+    assert called("prune", url, "--keep", "2").stdout == f"nothing to remove at {url}: --keep 2 keeps what is there\n"
+
+
+def test_prune_follows_no_link(tree: str, tmp_path: Path) -> None:
+    linked = Path(tree) / "step-0000000010-0000"
+    linked.rename(tmp_path / "disk")
+    linked.symlink_to(tmp_path / "disk")
+    done = called("prune", tree, "--keep", "1")
+    assert "step-0000000010-0000 is a link: it stays\n" in done.stdout
+    assert listed(tree)[10] is None
 
 
 def test_prune_keeps_off_a_live_job(tree: str) -> None:

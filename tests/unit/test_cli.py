@@ -12,6 +12,7 @@ from dlrover_hooks import cli
 from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
 from dlrover_hooks.master.__main__ import command
 from dlrover_hooks.runtime import launch
+from dlrover_hooks.runtime.options import Bounds, Options
 
 
 def called(*words: str) -> Result:
@@ -24,9 +25,23 @@ def called(*words: str) -> Result:
         (["run", "trian.py"], "trian.py: no such file"),
         (["run", "python", "train.py"], "`python` is not needed"),
         (["run", "-m", "no_such_package.train"], "no_such_package.train: no such module"),
-        (["run", "--nnodes", "2", "train.py"], "No such option"),
+        (["run", "--nnodes", "2", __file__], "the nodes need one address to meet at"),
+        (["run", "--nnodes", "4:2", __file__], "expected 1 <= MIN <= MAX"),
+        (["run", "--nnodes", "two", __file__], "not a number"),
+        (["run", "--rdzv-conf", "timeout=3", __file__], "its timeouts are --replace-timeout here"),
+        (["run", "--logs_specs", "mine", __file__], "the workers write where the launcher does"),
+        (["run", "--tee", "4", "--log_dir", "logs", __file__], "--tee 0:1,1:3"),
+        (["run", "-r", "3", __file__], "add --log-dir DIR"),
+        (["run", "--bogus", __file__], "No such option"),
+        (["run", "--fault-level", "hot", "-n", "1:2", __file__], "leaves it open"),
+        (["run", "--fault-level", "shrink", "-n", "2", __file__], "--nproc-per-node 1:2"),
+        (["run", "--nnodes", "2", "--rdzv-endpoint", "10.9.8.7", "--job", "j", __file__], "needs a token"),
+        (["run", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", __file__], "need one name for the job"),
+        (["run", "--slurm", __file__], "srun has not started this process"),
+        (["run", "--rdzv-endpoint", "ftp://x", __file__], "is no address of a master"),
+        (["run", "--no-python", "no-such-program-at-all"], "no such program"),
         (["run"], "Missing argument"),
-        (["run", "-n", "0", "train.py"], "range"),
+        (["run", "-n", "0", "train.py"], "expected 1 <= MIN <= MAX"),
         (["walk"], "No such command"),
     ],
 )
@@ -44,12 +59,12 @@ def test_the_masters_command_line_exits_78() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[launch.Options]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """What a launcher would have been asked for."""
-    seen: list[launch.Options] = []
+    seen: list[Options] = []
 
     class Recorder:
-        def __init__(self, options: launch.Options) -> None:
+        def __init__(self, options: Options) -> None:
             seen.append(options)
 
         def run(self) -> int:
@@ -59,16 +74,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[launch.Options]:
     return seen
 
 
-def test_torchruns_spelling_is_understood(asked: list[launch.Options]) -> None:
+def test_torchruns_spelling_is_understood(asked: list[Options]) -> None:
     """Our options with underscores; whatever follows the script is the script's, as it stands."""
     words = ["run", "--nproc_per_node=3", "--max_restarts", "4", __file__, "--lr_rate", "1", "--job", "x"]
     assert called(*words).exit_code == 0
     (options,) = asked
-    assert (options.workers, options.max_restarts, options.job) == (3, 4, "")
+    assert (options.workers, options.max_restarts, options.job) == (Bounds(3, 3), 4, "")
     assert options.command[2:] == (__file__, "--lr_rate", "1", "--job", "x")
 
 
-def test_a_module_may_be_run(asked: list[launch.Options]) -> None:
+def test_a_module_may_be_run(asked: list[Options]) -> None:
     assert called("run", "-m", "json.tool").exit_code == 0
     assert asked[0].command[2:] == ("-m", "json.tool")
 
@@ -88,7 +103,7 @@ def test_short_help_is_whole() -> None:
     """The list of commands is not cut off, and the table of exit codes is the manual's."""
     lines = called("--help").output.splitlines()
     commands = lines[lines.index("Commands:") + 1 :]
-    assert len(commands) == 3
+    assert len(commands) == 4
     assert all(line.endswith(".") and not line.endswith("..") for line in commands)
     page = (Path(__file__).parents[2] / "docs/operate.md").read_text()
     for code in (0, 1, 77, 78, 130, 143):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks import config
+from dlrover_hooks import config, sanity
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Retention
 
@@ -47,8 +48,55 @@ def test_the_environment_is_typed() -> None:
     ("name", "text"), [("KEEP", "many"), ("STORAGE_OPTIONS", "{"), ("DISABLE", "perhaps"), ("GLOBAL_BATCH_SIZE", "1.5")]
 )
 def test_an_unreadable_variable_is_named(name: str, text: str) -> None:
-    with pytest.raises(UsageError, match=f"DLROVER_HOOKS_{name}="):
+    with pytest.raises(UsageError, match=f"DLROVER_HOOKS_{name}=") as refused:
         config.load({f"DLROVER_HOOKS_{name}": text})
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        ("DISABLE", "yes", "set DLROVER_HOOKS_DISABLE to 1 or 0"),
+        ("STORAGE_OPTIONS", "abc", '{"anon": true}'),
+        ("STORAGE_OPTIONS", "[1]", '{"anon": true}'),
+        ("GLOBAL_BATCH_SIZE", "0", "over all ranks"),
+        ("SAVE_EVERY", "soon", '"90s"'),
+        ("KEEP", "0", "from 1"),
+        ("SNAPSHOT", "later", '"lazy"'),
+        ("RESUME", "maybe", '"auto"'),
+        ("ON_ERROR", "ignore", '"warn"'),
+        ("REPLICAS", "2", "one replica"),
+        ("REPLICA_MB_PER_S", "-1", "no limit"),
+    ],
+)
+def test_a_variable_is_named_as_it_was_set(name: str, text: str, hint: str) -> None:
+    """Not by the keyword, which whoever set the variable has never seen; and with what to do."""
+    with pytest.raises(UsageError, match=f"^DLROVER_HOOKS_{name}=") as refused:
+        config.load({f"DLROVER_HOOKS_{name}": text})
+    assert hint in refused.value.hint
+
+
+def test_no_variable_of_ours_is_taken_for_a_misspelt_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the sources or the manual call by name."""
+    package = Path(config.__file__).parent
+    texts = [path.read_text() for path in (*package.rglob("*.py"), package.parent / "docs" / "operate.md")]
+    names = {
+        f"DLROVER_HOOKS_{name}"
+        for text in texts
+        for name in re.findall(r'(?:DLROVER_HOOKS_|PREFIX \+ ")([A-Z_]+\b)', text)
+    }
+    assert {"DLROVER_HOOKS_RUNTIME_DIR", "DLROVER_HOOKS_JOB"} < names
+    config.load(dict.fromkeys(names, ""))
+    assert caplog.messages == []
+
+
+def test_a_misspelt_variable_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    env = {"DLROVER_HOOKS_SAVE_EVRY": "5", "DLROVER_HOOKS_RUN_WORKERS": "2", "DLROVER_HOOKS_NODE": "n", "HOME": "/"}
+    for _ in range(2):
+        config.load(env)
+    assert caplog.messages == [
+        "DLROVER_HOOKS_SAVE_EVRY is set, but means nothing here: did you mean DLROVER_HOOKS_SAVE_EVERY?"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +105,19 @@ def test_an_unreadable_variable_is_named(name: str, text: str) -> None:
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         config.load({}, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("save_to", "reason"),
+    [("", "names no folder"), ("memory://x", "one process"), ("file::memory://x", "one process"),
+     ("simplecache::memory://x", "one process")],
+)  # fmt: skip
+def test_a_save_to_that_no_later_start_could_read_is_refused(save_to: str, reason: str) -> None:
+    """DL-91: before anything is written or trained."""
+    with pytest.raises(UsageError, match=f"save_to='{save_to}' .*{reason}") as refused:
+        config.load({}, save_to=save_to)
+    assert "leave save_to out" in refused.value.hint
+    assert config.load({}, save_to="./memory").save_to == "./memory"
 
 
 def test_paths_are_text(tmp_path: Path) -> None:
@@ -79,7 +140,7 @@ def test_a_wrong_type_is_a_usage_error(wrong: dict[str, Any], hint: str) -> None
 
 def test_every_keyword_has_a_hint() -> None:
     names = {field.name for field in msgspec.structs.fields(config.Config)}
-    assert names - set(config._WANTED) == {"save_every", "persist_every", "keep", "named"}
+    assert names - set(sanity.WANTED) == {"save_every", "persist_every", "keep", "named"}
 
 
 @pytest.mark.parametrize(
@@ -171,3 +232,29 @@ def test_what_is_to_be_kept_must_be_said(wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"^keep=") as refused:
         config.load({}, keep=wrong)
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [0, -3, "0", "-3", "last=0", {"last": 0}, Retention(last=0), "last=2,last=5", "every_steps=0", "every=0s",
+     "every=nan s", "every=...s", "last=", "last=2,", "²", 2.5, True, None],
+)  # fmt: skip
+def test_rules_that_keep_nothing_or_say_it_twice_are_refused(keep: Any) -> None:
+    """DL-91: 0 meant 1, and of two rules of one name the last one won."""
+    with pytest.raises(UsageError, match="does not say what to keep") as refused:
+        config.retention(keep)
+    assert "keep=2" in refused.value.hint
+
+
+def test_signals_that_say_that_this_worker_is_to_go() -> None:
+    """Names, in any case; none of them is a choice, an unknown one is not; and there must be time to save."""
+    assert config.load({}).signals == ["SIGTERM", "SIGUSR1"]
+    assert config.load({"DLROVER_HOOKS_PREEMPT_SIGNALS": "sigusr2, SIGTERM"}).signals == ["SIGUSR2", "SIGTERM"]
+    assert config.load({"DLROVER_HOOKS_PREEMPT_SIGNALS": "none"}).signals == []
+    assert config.load({"DLROVER_HOOKS_GRACE_S": "50"}).grace_s == 50
+    with pytest.raises(UsageError, match=r"SIGGONE.*names no signals"):
+        config.load({"DLROVER_HOOKS_PREEMPT_SIGNALS": "SIGGONE"})
+    with pytest.raises(UsageError, match="names no signals"):
+        config.load({}, preempt_signals="SIGKILL")
+    with pytest.raises(UsageError, match="no time to save"):
+        config.load({}, grace_s=0)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from dlrover_hooks import courier as courier_module
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
-from dlrover_hooks.courier import Courier
+from dlrover_hooks.courier import Courier, Outage
 from dlrover_hooks.errors import MasterAway, Stale, StorageFailed
 from dlrover_hooks.testing import MasterFake
 
@@ -27,11 +28,11 @@ class Line:
         self._heard = threading.Condition()
         self._calls = 0
 
-    def call(self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None) -> Any:
+    def call(self, request: p.Message, *, channel: str = "main", **options: Any) -> Any:
         try:
             if self.away:
                 raise MasterAway("nobody answers")
-            reply = self.master.call(request, channel=channel, timeout_s=timeout_s)
+            reply = self.master.call(request, channel=channel, **options)
             if isinstance(request, p.Vote):
                 self.votes.append(request)
             return reply
@@ -42,7 +43,7 @@ class Line:
 
     def wait(self, true: Callable[[], Any]) -> None:
         with self._heard:
-            assert self._heard.wait_for(true, 10.0)
+            assert self._heard.wait_for(true, 60.0)
 
 
 @pytest.fixture
@@ -82,9 +83,10 @@ def test_a_hashed_slot_becomes_a_vote_and_the_answer_is_heard(courier: Courier, 
 
 
 def test_votes_wait_for_an_absent_master_in_order(
-    courier: Courier, line: Line, caplog: pytest.LogCaptureFixture
+    courier: Courier, line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said once, and again when it is back; training is told nothing."""
+    monkeypatch.setattr(courier_module, "STEADY_S", 0.0)
     with caplog.at_level(logging.WARNING, "dlrover_hooks"):
         line.away = True
         for step in range(1, 6):
@@ -97,6 +99,18 @@ def test_votes_wait_for_an_absent_master_in_order(
     assert courier.error is None
     assert caplog.text.count("trains on without its master") == 1
     assert caplog.text.count("hears its master again") == 1
+
+
+def test_a_network_that_comes_and_goes_is_one_outage() -> None:
+    """Told of when it begins, and when the master has answered for three seconds without a gap; then anew."""
+    outage = Outage()
+    told = [(now, outage.heard(answered, now)) for now, answered in (
+        (0.0, True), (1.0, False), (1.1, True), (1.2, False), (2.0, True), (4.1, True), (4.15, False),
+        (5.0, True), (7.2, True), (8.0, True), (9.0, False),
+    )]  # fmt: skip
+    assert [(now, news) for now, news in told if any(news)] == [
+        (1.0, (True, False)), (7.2, (False, True)), (9.0, (True, False)),
+    ]  # fmt: skip
 
 
 def test_a_refused_vote_is_dropped_and_remembered(courier: Courier, line: Line) -> None:
@@ -120,13 +134,14 @@ def test_a_stored_file_is_committed(courier: Courier, line: Line) -> None:
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_failed_file_is_voted_and_only_storage_is_an_error(courier: Courier, line: Line, gone: bool) -> None:
     courier.notice(hashed(4))
-    courier.notice(PersistFailed(generation=generation(4), reason="no room", gone=gone))
+    courier.notice(PersistFailed(generation=generation(4), reason="no room", hint="make room", gone=gone))
     line.wait(lambda: len(line.votes) == 2)
     courier.stop()
-    assert line.votes[1].kind is p.VoteKind.FAILED
+    assert line.votes[1].kind is (p.VoteKind.FAILED if gone else p.VoteKind.REFUSED)
     assert courier.failed == {generation(4)}
     assert (courier.error is None) is gone
-    assert gone or (isinstance(courier.error, StorageFailed) and "no room" in str(courier.error))
+    assert gone or isinstance(courier.error, StorageFailed)
+    assert gone or ("no room" in str(courier.error) and str(courier.error).count("make room") == 1)
 
 
 def test_stopping_delivers_what_is_left(courier: Courier, line: Line) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from dlrover_hooks import rng
 from dlrover_hooks.checkpoint import tree
+from dlrover_hooks.checkpoint.arena import NOTE_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,22 @@ def test_a_state_survives_a_checkpoint() -> None:
     first = draw()
     rng.restore(tree.unflatten(flat.skeleton, {name: torch.as_tensor(t).clone() for name, t in flat.tensors.items()}))
     assert draw() == first
+
+
+def test_a_state_fits_into_a_note() -> None:
+    """As bytes, without pickle, and small enough to be kept at each step."""
+    draw()
+    data = msgspec.msgpack.encode(rng.pack(rng.capture()))
+    first = draw()
+    rng.restore(rng.unpack(msgspec.msgpack.decode(data, type=rng.Packed)))
+    assert draw() == first
+    assert len(data) < NOTE_BYTES - 512
+
+
+def test_another_generator_of_numpys_is_left_out() -> None:
+    """`set_bit_generator` is rare: the others are kept all the same."""
+    state = rng.capture() | {"numpy": {"bit_generator": "PCG64"}}
+    assert rng.unpack(rng.pack(state)).keys() == state.keys() - {"numpy"}
 
 
 def test_capturing_draws_nothing() -> None:

@@ -1,4 +1,4 @@
-"""DL-90: three slots, sealed and resident; the newest whole generation is never the one written over."""
+"""DL-90: three slots, sealed and resident."""
 
 from __future__ import annotations
 
@@ -7,69 +7,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint.arena import SLOTS, Arena, Slot, choose_slot
+from dlrover_hooks.checkpoint.arena import NOTE_BYTES, SLOTS, Arena
+from dlrover_hooks.drawn import NOTES
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 
-RUN, OLD = "a" * 32, "b" * 32
-GENERATIONS = st.builds(Generation, st.integers(0, 2), st.integers(0, 4), st.sampled_from([RUN, OLD]))
-LINES = st.tuples(st.booleans(), st.none() | GENERATIONS)
-
-
-@given(st.lists(LINES, min_size=SLOTS, max_size=SLOTS), st.none() | GENERATIONS, st.sets(GENERATIONS, max_size=2))
-def test_chosen_slot_is_never_a_needed_one(
-    lines: list[tuple[bool, Generation | None]], complete: Generation | None, persisting: set[Generation]
-) -> None:
-    slots = [Slot(i, 2 * i + torn, generation, 1, 0, 1) for i, (torn, generation) in enumerate(lines)]
-    index = choose_slot(slots, complete, persisting, run=RUN)
-    whole = [slot for slot in slots if not slot.torn and slot.generation is not None]
-    free = [slot for slot in slots if slot not in whole]
-    mine = [slot for slot in whole if slot.generation and slot.generation.run == RUN] or whole
-    newest = max(((s.generation.attempt, s.generation.step) for s in mine if s.generation), default=None)
-    if index is None:
-        assert not free
-        return
-    chosen = slots[index]
-    if free:
-        assert chosen in free
-        return
-    assert chosen.generation != complete
-    assert chosen.generation not in persisting
-    assert chosen.generation is not None
-    others = [
-        s for s in mine if s.generation and (s.generation.attempt, s.generation.step) == newest and s is not chosen
-    ]
-    assert others, "the newest published generation was chosen"
-
-
-@given(st.sets(st.integers(0, 50), min_size=3, max_size=3))
-def test_without_marks_the_oldest_is_chosen(steps: set[int]) -> None:
-    slots = [Slot(i, 2, Generation(0, step, RUN), 1, 0, 1) for i, step in enumerate(steps)]
-    assert choose_slot(slots, None, ()) == min(slots, key=lambda slot: slot.generation.step).index  # type: ignore[union-attr]
-
-
-def test_nothing_free_is_none() -> None:
-    slots = [Slot(i, 2, Generation(0, i, RUN), 1, 0, 1) for i in range(3)]
-    assert choose_slot(slots, Generation(0, 0, RUN), {Generation(0, 1, RUN)}) is None
-
-
-def test_what_never_got_complete_gives_way_at_steps_all_ranks_agree_on() -> None:
-    """Or two ranks that have left out different steps would never again have one in common (DL-90)."""
-    slots = [Slot(i, 2, Generation(0, held, RUN), 1, 0, 2) for i, held in enumerate((4, 5, 8))]
-
-    def chosen(step: int, complete: int, *persisting: int) -> int | None:
-        pinned = {Generation(0, one, RUN) for one in persisting}
-        return choose_slot(slots, Generation(0, complete, RUN), pinned, run=RUN, step=step)
-
-    assert chosen(16, 5, 4) == 2
-    assert chosen(15, 5, 4) is None, "not a step to give way at"
-    assert chosen(16, 5, 4, 8) is None, "it is being persisted"
-    assert chosen(16, 8, 4) == 1, "it is complete"
-    slots[2] = Slot(2, 2, Generation(0, 9, RUN), 1, 0, 2)
-    assert chosen(16, 5, 4) is None, "it may still get complete"
+RUN = "a" * 32
 
 
 @pytest.fixture(params=["memfd", "file"])
@@ -141,6 +85,43 @@ def test_free_rolls_torn_and_whole_back_and_changes_seq(arena: Arena) -> None:
     assert arena.seq(1) > seq
     assert [slot.generation for slot in arena.slots()] == [None] * 3
     assert not any(slot.torn for slot in arena.slots())
+
+
+def test_notes_are_seen_by_another_mapping(arena: Arena) -> None:
+    """Each place has its newest; what is too long is no note, and neither slots nor other notes feel any of it."""
+    twin = Arena.attach(os.dup(arena.fd))
+    assert arena.notes() == []
+    twin.begin(0)
+    twin.note(0, b"first")
+    twin.note(NOTES - 1, b"x" * (NOTE_BYTES - 16))
+    twin.note(0, b"newer")
+    assert arena.notes() == [b"newer", b"x" * (NOTE_BYTES - 16)]
+    twin.note(NOTES - 1, b"y" * (NOTE_BYTES - 15))
+    assert arena.notes() == [b"newer"]
+    assert arena.slot(0).torn
+    assert [slot.seq for slot in arena.slots()] == [1, 0, 0]
+    assert not any(arena.view(0))
+    twin.close()
+
+
+def test_a_note_that_was_being_written_is_none(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer is killed between any two of its stores: the note before it is gone, others are not."""
+    arena.note(1, b"another")
+    stores = iter(range(100))
+    whole = Arena._store
+
+    def store(self: Arena, word: int, value: int) -> None:
+        if next(stores) == 2:
+            raise KeyboardInterrupt
+        whole(self, word, value)
+
+    arena.note(0, b"before")
+    monkeypatch.setattr(Arena, "_store", store)
+    with pytest.raises(KeyboardInterrupt):
+        arena.note(0, b"behind it")
+    assert arena.notes() == [b"another"]
+    arena.note(0, b"again")
+    assert arena.notes() == [b"again", b"another"]
 
 
 def test_read_only_mapping_cannot_write(arena: Arena) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint.claim import Claim
+from dlrover_hooks.checkpoint.claim import Claim, Owner, read_owner, still_held
 from dlrover_hooks.errors import SaveToBusy
+from dlrover_hooks.master.folders import Folders
+from dlrover_hooks.protocol import Generation, Manifest
 from dlrover_hooks.testing import faulty_store
 
 HOLD = (
@@ -34,6 +39,47 @@ def test_a_keepers_short_claim_is_waited_for_by_its_own_job(tmp_path: Path) -> N
         release.start()
         Claim.take(url, None, "job", "pid 3").release()
         release.join()
+
+
+def _refused(url: str) -> bool:
+    """Is another process refused?"""
+    done = subprocess.run([sys.executable, "-c", HOLD.format(url)], input=b"", capture_output=True, check=False)
+    assert b"held" in done.stdout or b"SaveToBusy" in done.stderr, done.stderr
+    return b"held" not in done.stdout
+
+
+def test_a_copy_of_the_tree_costs_no_claim(tmp_path: Path) -> None:
+    """DL-90: a backup by the training process itself opens and closes the lock file."""
+    url = str(tmp_path / "saved")
+    claim = Claim.take(url, None, "other", "pid 1")
+    shutil.copytree(url, tmp_path / "backup")
+    assert _refused(url)
+    claim.release()
+    assert not _refused(url)
+
+
+def test_a_forked_child_neither_keeps_nor_ends_the_claim(tmp_path: Path) -> None:
+    """DL-90: DataLoader workers outlive a killed process for seconds; its successor must not be refused."""
+    url = str(tmp_path)
+    claim = Claim.take(url, None, "other", "pid 1")
+    (gone, alive), (ready, tell) = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(alive)
+        claim.release()
+        os.write(tell, b"!")
+        os.read(gone, 1)  # until the test ends
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"!"
+        assert _refused(url)
+        os.close(claim._fd)  # as the end of this process would
+        assert not _refused(url)
+    finally:
+        claim._fd = os.open(os.devnull, os.O_RDONLY)
+        claim.release()
+        for fd in (alive, gone, ready, tell):
+            os.close(fd)
+        os.waitpid(child, 0)
 
 
 def test_of_two_that_come_at_once_one_gets_an_object_store() -> None:
@@ -60,13 +106,61 @@ def test_a_store_that_hangs_holds_up_no_claim_elsewhere() -> None:
         def hang(verb: str, path: str) -> None:
             if "dead" in path:
                 waiting.set()
-                over.wait(20)
+                over.wait(60)
 
         bucket.fail = hang
         stuck = threading.Thread(target=lambda: Claim.take("faulty://dead/ck", None, "one", "us").release())
         stuck.start()
-        assert waiting.wait(20)
+        assert waiting.wait(60)
         Claim.take("faulty://alive/ck", None, "two", "us").release()
         assert stuck.is_alive()
         over.set()
-        stuck.join(20)
+        stuck.join(60)
+
+
+def test_who_slept_through_its_lease_gives_way_to_its_successor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: stopped for longer than its lease, it wakes beside another job, or another life of its own."""
+    url = "faulty://bucket/ck"
+    monkeypatch.setattr("dlrover_hooks.checkpoint.claim._REFRESH_S", 0.01)
+    for job, owner in (("other", "another master"), ("slept", "its master")):
+        with faulty_store() as bucket:
+            claim = Claim.take(url, None, "slept", "its master")
+            still_held(url)
+            note = Owner(job=job, owner=owner, expires=9e12, life="another")
+            seen = list[str]()
+
+            def succeed(verb: str, path: str, note: Owner = note, seen: list[str] = seen) -> None:
+                if verb != "put" and "note" not in seen:  # before that very look
+                    bucket.objects["bucket/ck/owner.json"] = msgspec.json.encode(note)
+                    verb = "note"
+                seen.append(verb)
+
+            bucket.fail = succeed
+            assert claim._thread is not None
+            claim._thread.join(60)
+            assert not claim._thread.is_alive()
+            assert "nothing is committed to it any more" in caplog.text
+            with pytest.raises(SaveToBusy, match=owner):
+                still_held(url)
+            manifest = Manifest("slept", Generation(1, 1, "a" * 32), 1, (), 0.0)
+            with pytest.raises(SaveToBusy, match=owner):
+                Folders().commit(url, None, manifest, 2)
+            claim.release()
+            assert read_owner(claim.place) == note
+            assert "put" not in seen[seen.index("note") :]
+
+
+def test_a_lease_that_is_being_written_is_nobodys_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DL-90: where writes are not atomic a look in between finds an empty file: the successor's, perhaps."""
+    with faulty_store() as bucket:
+        claim = Claim.take("faulty://bucket/ck", None, "slept", "its master")
+        bucket.objects["bucket/ck/owner.json"] = b""
+        note = Owner(job="other", owner="another master", expires=9e12, life="another")
+        whole = threading.Timer(0.1, lambda: bucket.store("bucket/ck/owner.json", msgspec.json.encode(note)))
+        whole.start()
+        with pytest.raises(SaveToBusy, match="another master"):
+            claim.check()
+        whole.join()
+        claim.release()

@@ -19,6 +19,7 @@ from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.master.folders import Folders
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import Bucket, faulty_store
+from tests.images import read_back
 
 URL = "faulty://bucket/ck"
 RUN = "a" * 32
@@ -126,7 +127,7 @@ class Hang:
     def __call__(self, verb: str, path: str) -> None:
         if verb == self.verb and self.times:
             self.times -= 1
-            self._over.wait(30)
+            self._over.wait(60)
 
     def end(self) -> None:
         """All wake up; returns when they have done what they still do."""
@@ -134,7 +135,7 @@ class Hang:
         self._over.set()
         for thread in threading.enumerate():
             if thread.name == "dlrover-hooks-store":
-                thread.join(10)
+                thread.join(60)
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, b
     hang.end()
     assert bucket.uploads == {}
     manifest = storage.manifest_of(URL, None, Generation(0, 1, RUN))
-    assert bytes(storage.read(URL, None, manifest, 0)[-len(DATA) :]) == DATA
+    assert read_back(URL, manifest, 0)[-len(DATA) :] == DATA
 
 
 def test_what_was_given_up_during_its_last_piece_is_not_published() -> None:
@@ -207,7 +208,7 @@ def test_progress_is_reported(found: Found, bucket: Bucket) -> None:
 
     def wait(verb: str, path: str) -> None:
         if verb == "end":
-            assert heard.wait(10)
+            assert heard.wait(60)
 
     bucket.fail = wait
     patience = Patience(report_s=0.05)

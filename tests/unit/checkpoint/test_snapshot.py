@@ -127,10 +127,36 @@ def test_loaded_tensors_never_alias_the_buffer() -> None:
         assert tensor.untyped_storage().tolist() == tensors[name].untyped_storage().tolist()
 
 
+class Stands(torch.Tensor):
+    """For another tensor, as quantized weights do: it has no bytes of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def _cut(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.zeros(2, dtype=torch.float8_e8m0fnu)],
-    ids=["sparse", "meta", "float8_e8m0fnu"],
+    [
+        torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+        torch.zeros(2, dtype=torch.float8_e8m0fnu),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        Stands(torch.ones(3)),
+        _cut(torch.ones(300), 0),
+        _cut(torch.ones(300), 1000),
+        _cut(torch.ones(30, 10).T, 1000),
+    ],
+    ids=["sparse", "meta", "float8_e8m0fnu", "jagged", "subclass", "freed", "cut", "cut view"],
 )
 def test_what_an_image_cannot_hold_is_named(tensor: torch.Tensor) -> None:
     with pytest.raises(UnsupportedState, match=r"state\.odd"):

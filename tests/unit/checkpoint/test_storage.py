@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from dlrover_hooks.checkpoint import retention, storage
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.storage import Claim
-from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
+from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import faulty_store
+from tests.images import image_around, read_back
 
 RUN, FRESH = "a" * 32, "b" * 32
-DATA = os.urandom(CHUNK_BYTES + 1000)
+DATA = image_around(os.urandom(CHUNK_BYTES + 1000), Generation(0, 1, RUN))
 
 
 @pytest.fixture(params=["local", "memory", "faulty"])
@@ -73,7 +74,7 @@ def test_write_commit_scan_read(url: str) -> None:
     assert manifest.files[0].chunks == digests(memoryview(DATA))
     assert storage.scan(url, None, "job").manifests == (manifest,)
     assert storage.scan(url, None, "other").manifests == ()
-    assert bytes(storage.read(url, None, manifest, 1)) == DATA
+    assert read_back(url, manifest, 1) == DATA
     assert storage.manifest_of(url, None, generation(5)) == manifest
     assert names(url) == {"latest.json", "step-0000000005-0000"}
 
@@ -150,7 +151,7 @@ def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
     with pytest.raises(SaveToBusy):
         save(url, generation(50, FRESH), job="other")
     assert steps(url) == [40, 20]
-    assert bytes(storage.read(url, None, theirs[1], 1)) == DATA
+    assert read_back(url, theirs[1], 1) == DATA
 
 
 def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(url: str) -> None:
@@ -162,9 +163,36 @@ def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(ur
     save(url, generation(10, "c" * 32))
     assert "step-0000000040-0000" in names(url)
     save(url, generation(5, FRESH))
-    assert names(url) == {"latest.json", "step-0000000005-0000"}
+    assert names(url) == {"latest.json", "given-up.json", "step-0000000005-0000"}
     storage.start_anew(url, None, "job", FRESH)
     assert "fresh.json" not in names(url), "there is nothing before it"
+
+
+def test_a_late_commit_of_a_run_that_was_given_up_is_refused(url: str) -> None:
+    """DL-91: the keeper of another node may hold something of it; `latest` would go back, and hide the fresh run."""
+    old = save(url, generation(100))
+    storage.start_anew(url, None, "job", FRESH)
+    late = save(url, generation(110))  # the fresh run has nothing yet
+    save(url, generation(10, FRESH))
+    file = storage.write_shard(url, None, generation(120), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+    for manifest in (Manifest("job", generation(120), 1, (file,), 999.0), old, late):
+        with pytest.raises(Stale, match="has started anew"):
+            storage.commit(url, None, manifest, 2)
+    assert steps(url) == [10]
+    save(url, generation(20, FRESH))
+    assert steps(url) == [20, 10]
+
+
+def test_what_was_committed_just_as_its_run_was_given_up_is_passed_over(url: str) -> None:
+    save(url, generation(100))
+    storage.start_anew(url, None, "job", FRESH)
+    save(url, generation(10, FRESH))
+    place = storage.Place(url)
+    marker = place.read("given-up.json")
+    place.remove("given-up.json")
+    save(url, generation(120))
+    place.put("given-up.json", marker or b"")
+    assert steps(url) == [10]
 
 
 def test_any_jobs_newest_run_can_be_asked_for(url: str) -> None:
@@ -189,7 +217,7 @@ def test_what_is_committed_is_not_written_again(url: str) -> None:
     manifest = save(url, generation(1))
     again = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA[::-1])], len(DATA), job="job")
     assert again == manifest.files[0]
-    assert bytes(storage.read(url, None, manifest, 0)) == DATA
+    assert read_back(url, manifest, 0) == DATA
     storage.Place(url).put(f"step-0000000001-0000/{again.name}", b"short")
     assert save(url, generation(1), data=DATA[::-1]).files != manifest.files
     assert steps(url) == [1]
@@ -259,8 +287,8 @@ def test_truncated_file_is_passed_over(url: str) -> None:
     name = f"step-0000000002-0000/{manifest.files[1].name}"
     storage.Place(url).put(name, DATA[:-5])
     assert steps(url) == [1]
-    with pytest.raises(Corrupt, match=rf"{manifest.files[1].name} of step 2 .*expected {len(DATA)} bytes"):
-        storage.read(url, None, manifest, 1)
+    with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[1].name}: expected {len(DATA)} bytes"):
+        read_back(url, manifest, 1)
 
 
 @pytest.mark.parametrize(("at", "chunk"), [(0, 0), (CHUNK_BYTES - 1, 0), (CHUNK_BYTES, 1), (len(DATA) - 1, 1)])
@@ -269,8 +297,8 @@ def test_bit_flip_is_named_by_file_chunk_and_generation(url: str, at: int, chunk
     flipped = bytearray(DATA)
     flipped[at] ^= 1
     storage.Place(url).put(f"step-0000000002-0000/{manifest.files[0].name}", bytes(flipped))
-    with pytest.raises(Corrupt, match=rf"{manifest.files[0].name} of step 2 .*chunk {chunk} "):
-        storage.read(url, None, manifest, 0)
+    with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[0].name}: chunk {chunk} "):
+        read_back(url, manifest, 0)
 
 
 def test_a_manifest_is_put_once(url: str) -> None:
@@ -297,11 +325,11 @@ def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == {"latest.json", "step-0000000001-0000", new.name}
 
 
-def test_missing_file_is_storage_failed(url: str) -> None:
+def test_a_file_that_is_gone_is_named(url: str) -> None:
     manifest = save(url, generation(2), world=1)
     storage.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
-    with pytest.raises(StorageFailed, match="cannot read"):
-        storage.read(url, None, manifest, 0)
+    with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[0].name}: there is no such file"):
+        read_back(url, manifest, 0)
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import pathlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -106,11 +106,47 @@ def test_numpy() -> None:
         assert (back[key] == value).all()
 
 
-def test_torch_values_and_dict_subclasses() -> None:
-    tree = {"size": torch.Size([2, 3]), "default": defaultdict(list, {"a": [1]}), "wait": datetime.timedelta(seconds=3)}
+def test_kinds_of_dicts_and_sizes_come_back_as_they_were() -> None:
+    tree = {
+        "size": torch.Size([2, 3]),
+        "default": defaultdict(list, {"a": [1]}),
+        "bare": defaultdict(None, {1: 2}),
+        "counter": Counter("aab"),
+        "wait": datetime.timedelta(seconds=3),
+    }
     back = trip(tree)
-    assert back == {"size": (2, 3), "default": {"a": [1]}, "wait": datetime.timedelta(seconds=3)}
-    assert type(back["default"]) is dict
+    assert back == tree
+    assert {name: type(one) for name, one in back.items()} == {name: type(one) for name, one in tree.items()}
+    assert back["default"]["new"] == []
+    assert back["bare"].default_factory is None
+    assert back["counter"]["none"] == 0
+
+
+class Attributes(dict[str, Any]):
+    pass
+
+
+class Rows(list[int]):
+    pass
+
+
+class Name(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("one", "back"),
+    [(Attributes(a=1), {"a": 1}), (Rows([1]), [1]), (Name("n"), "n"), (defaultdict(lambda: 7, {"a": 1}), {"a": 1})],
+    ids=["dict", "list", "str", "lambda"],
+)
+def test_what_comes_back_as_less_than_it_was_is_said_once(
+    one: Any, back: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = f"state-{type(one).__name__}"
+    for _ in range(2):
+        assert trip({"odd": one}, where=where) == {"odd": back}
+    assert caplog.text.count("comes back") == 1
+    assert f"{where}.odd is a " in caplog.text
 
 
 class Odd:

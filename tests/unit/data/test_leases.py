@@ -15,7 +15,7 @@ from dlrover_hooks.data.leases import Borrower, Claim, Held, Pace
 from dlrover_hooks.errors import BadRequest, HooksError, MasterAway, Stale
 from dlrover_hooks.protocol import LedgerState
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 CLAIM = Claim("job", "me", "train", 1)
 
 
@@ -102,7 +102,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_lease(
     monkeypatch.setattr(leases, "ACK_S", 0.0)
     borrower = borrow(lookahead=0)
     master.asked()
-    master.lend(1, within_s=1.0)
+    master.lend(1, within_s=5.0)
     held = taken(borrower)
     before = held.until
     borrower.committed(held, 150)
@@ -111,6 +111,36 @@ def test_an_acknowledgement_does_not_wait_for_the_next_lease(
     borrower.committed(held, 200)
     assert master.asked().acks == (p.Ack(1, 200),)
     assert held.until > before + 50
+
+
+def test_a_step_longer_than_the_time_to_acknowledge_wakes_nobody(
+    master: Master, borrow: Callable[..., Borrower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The borrower's thread sleeps until something is committed, and tells that at once."""
+    naps: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    class Bell(queue.SimpleQueue[None]):
+        rings = 0
+
+        def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
+            self.rings += 1
+            super().put(item, block, timeout)
+
+        def get(self, block: bool = True, timeout: float | None = None) -> None:
+            naps.put(timeout)
+            super().get(block, timeout)
+
+    monkeypatch.setattr(leases, "ACK_S", 0.0)
+    monkeypatch.setattr(queue, "SimpleQueue", Bell)
+    borrower = borrow(lookahead=0)
+    master.asked()
+    master.lend(1)
+    assert naps.get(timeout=WAIT_S) is None
+    held = taken(borrower)
+    bell: Any = borrower._bell
+    assert [naps.get(timeout=WAIT_S) for _ in range(bell.rings)] == [None] * bell.rings
+    borrower.committed(held, 150)
+    assert master.asked().acks == (p.Ack(1, 150),)
 
 
 def test_others_hold_the_rest(master: Master, borrow: Callable[..., Borrower]) -> None:
@@ -285,6 +315,21 @@ def test_the_end_of_a_stream_is_told_when_nothing_is_held(master: Master) -> Non
     assert master.asked().count > 0
     master.replies.put(p.Leases(LedgerState.FINISHED))
     borrower.close()
+
+
+def test_an_end_that_nobody_can_be_told_is_an_error(master: Master, borrow: Callable[..., Borrower]) -> None:
+    """The thread is gone, and with it whoever gives back what was taken ahead: the loop must not wait for that."""
+    borrower = borrow(lookahead=1, patience_s=7.0)
+    master.asked()
+    master.lend(1, 2, state=LedgerState.WAITING)
+    held = taken(borrower)
+    borrower.committed(held, held.hi)
+    assert master.asked().acks == (p.Ack(1, 200),)
+    master.replies.put(MasterAway("no answer"))
+    borrower._thread.join(WAIT_S)
+    borrower.ended("", 250)
+    with pytest.raises(MasterAway, match=r"no answer from the master for 7 s"):
+        borrower.wait(borrower.state, WAIT_S)
 
 
 def test_pace_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:

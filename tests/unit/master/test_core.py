@@ -150,9 +150,41 @@ def test_failed_persist_is_due_again() -> None:
     assert master.call(vote(1, 4, p.VoteKind.FAILED)).cadence.persist_from == 5
     store(master).failure = "no room"
     replies = [master.call(vote(rank, 5, p.VoteKind.STORED)) for rank in range(2)]
-    assert master.call(p.Heartbeat("job", "w0")).cadence.persist_from == 6
+    assert master.call(p.Heartbeat("job", "w0")).cadence.persist_from == 7
     assert replies[-1].newest_committed is None
     assert master.state.jobs["job"].saves.failures == 2
+
+
+def test_persists_that_come_too_late_are_announced_earlier() -> None:
+    """Fast steps: ranks are past a step before they hear that it is due. It is not waited for longer than 2 s."""
+    master = training(save_to="/tree", persist_every=1, save_every=1)
+
+    def failed(step: int, step_s: float) -> int | None:
+        master.call(vote(0, step, step_s=step_s))
+        return master.call(vote(1, step, p.VoteKind.FAILED, step_s=step_s)).cadence.persist_from
+
+    ahead = [(failed(step, 0.001) or 0) - step for step in range(10, 200, 10)]
+    assert ahead == [1, 2, 4, 8, 16, 32, 64, 128] + [256] * 11
+    stored = [master.call(vote(rank, 500, p.VoteKind.STORED)) for rank in range(2)][-1]
+    assert stored.cadence.persist_from is not None
+    beat = master.call(p.Heartbeat("job", "w0"))
+    assert beat.cadence.persist_from == 500 + 255, "one less after a good one"
+    for step in range(600, 640):
+        failed(step, 1.0)
+    assert failed(700, 1.0) == 702
+
+
+def test_the_last_save_is_durable_though_a_rank_had_to_try_twice() -> None:
+    """Its first try was left out, which the master takes for a word that there will be none."""
+    master = training(save_to="/tree", persist_every=1000, save_every=1)
+    for step in range(1, 12):
+        master.call(vote(0, step, passed=step + 1))
+    master.call(vote(1, 12, p.VoteKind.SKIPPED, passed=13))
+    for rank in range(2):
+        master.call(vote(rank, 12, passed=13))
+    for rank in range(2):
+        master.call(vote(rank, 12, p.VoteKind.STORED, passed=13))
+    assert store(master).manifests[-1].generation.step == 12
 
 
 def test_cadence_of_time() -> None:
@@ -264,6 +296,36 @@ def test_a_job_tells_where_its_attempt_began() -> None:
     assert training().call(p.ShowJob("job")).begun_step == 0
     view = training(stored=(stored(9),), save_to="/tree").call(p.ShowJob("job"))
     assert (view.begun_step, view.step, view.save_to) == (9, 9, "/tree")
+
+
+def test_no_round_forms_behind_the_end() -> None:
+    """DL-79: who waits for a seat when the job ends hears of the end; it must not begin at step 0."""
+    master = MasterFake()
+    master.call(join("a", 1, lives="a", low=1, high=2))
+    master.advance(1.0)
+    master.call(attach("a0", "a"))
+    late = join("b", 1, lives="b", low=1, high=2)
+    master.call(late)
+    master.call(p.Leave("job", "a0", p.Departure.DONE, 9))
+    master.advance(1.0)
+    view = master.call(p.ShowJob("job"))
+    assert (view.finished, view.finished_step, view.round) == (True, 9, 1)
+    with pytest.raises(Stale, match="is finished"):
+        master.call(p.AwaitRound("job", "b"))
+    assert master.call(late).finished
+
+
+def test_the_end_is_that_of_the_last_round() -> None:
+    """One rank was done when another died: all went back, and with another world size came to another step."""
+    master = training()
+    master.call(p.Leave("job", "w0", p.Departure.DONE, 9))
+    master.call(p.Exited("job", "agent", "w1", -9))
+    master.call(join(lives="v"))
+    for name in ("v0", "v1"):
+        master.call(attach(name))
+    for name in ("v0", "v1"):
+        master.call(p.Leave("job", name, p.Departure.DONE, 5))
+    assert master.call(p.ShowJob("job")).finished_step == 5
 
 
 def test_newest_complete_never_goes_back() -> None:

@@ -177,6 +177,31 @@ def test_a_job_claims_where_it_saves(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_whoever_left_in_vain_is_missed(tmp_path: Path) -> None:
+    """DL-61: the journal refused its leave, so it is still a member; its process is gone all the same."""
+
+    async def scenario() -> None:
+        journal = FailingJournal(tmp_path / "master.db")
+        runtime = Runtime(journal, storage=StorageFake(), lease_s=0.2, suspicion_s=0.05)
+        runtime.start()
+        await runtime.event(join())
+        for name in ("w0", "w1"):
+            await runtime.event(attach(name))
+            await runtime.query(p.Heartbeat("job", name))
+        journal.full = True
+        with pytest.raises(JournalFailed):
+            await runtime.event(p.Leave("job", "w1", p.Departure.DONE, 5))
+        journal.full = False
+        told = asyncio.ensure_future(runtime.wait(p.Watch("job", "w0")))
+        assert await asyncio.wait_for(told, 10) == p.Notice(round=1, broken=True)
+        view = await runtime.query(p.ShowJob("job"))
+        assert isinstance(view, p.JobView)
+        assert [member.alive for member in view.members] == [True, False]
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
 class BrokenJournal(Journal):
     """Fails as only a bug does."""
 

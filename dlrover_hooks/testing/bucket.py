@@ -1,94 +1,15 @@
-"""Public fakes: an in-memory master on the real core, a manual clock, storage that remembers and fails on demand."""
+"""An object store in memory that behaves as one does, and fails as one does."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-
-from dlrover_hooks.alone import Alone
-from dlrover_hooks.errors import SaveToBusy, StorageFailed
-from dlrover_hooks.master.folders import Storage
-from dlrover_hooks.protocol import Manifest, Retention
-
-
-class ManualClock:
-    """Stands still until a test moves it. Waiting costs a twentieth of a second at most."""
-
-    def __init__(self, now: float = 1_000_000.0) -> None:
-        self._now = now
-
-    def now(self) -> float:
-        """Seconds."""
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        """Move on. Call `MasterFake.advance` instead to let the master see it at once."""
-        self._now += seconds
-
-    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
-        """A real wait for another thread; then as if `timeout_s` had passed for whoever waits."""
-        if not changed.wait(min(timeout_s, 0.05)):
-            self._now += timeout_s
-
-
-class Hold:
-    """A claim of `StorageFake`."""
-
-    def __init__(self, storage: StorageFake, url: str) -> None:
-        self._storage, self._url = storage, url
-
-    def release(self) -> None:
-        """Give the URL up."""
-        self._storage.claims.pop(self._url, None)
-
-
-class StorageFake:
-    """Storage in memory. Set `failure` to make commits fail with it."""
-
-    def __init__(self) -> None:
-        self.manifests: list[Manifest] = []
-        self.finished: list[tuple[str, str, str, int]] = []
-        self.claims: dict[str, str] = {}
-        self.failure: str | None = None
-
-    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-        """Remember the manifest."""
-        del url, options, keep
-        if self.failure is not None:
-            raise StorageFailed(self.failure)
-        self.manifests.append(manifest)
-
-    def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-        """Remember the end."""
-        del options
-        self.finished.append((url, job, run, step))
-
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
-        """One job for each URL."""
-        del options, owner
-        if self.claims.setdefault(url, job) != job:
-            raise SaveToBusy(f"{url} belongs to job {self.claims[url]!r}, which is alive")
-        return Hold(self, url)
-
-
-class MasterFake(Alone):
-    """`Alone` with leases, a manual clock and storage in memory; many incarnations may call it."""
-
-    def __init__(self, *, clock: ManualClock | None = None, storage: Storage | None = None) -> None:
-        self.hand = clock or ManualClock()
-        self.store = storage or StorageFake()
-        super().__init__(clock=self.hand, storage=self.store, lease_s=10.0, suspicion_s=0.5, inline=True)
-
-    def advance(self, seconds: float) -> None:
-        """Move the clock and do what has become due."""
-        self.hand.advance(seconds)
-        self.step()
 
 
 class FaultyStore(AbstractFileSystem):

@@ -1,0 +1,61 @@
+/* Where thousands of tensors lie and what form they have, in one call (optional; `recipe` asks them one by one without).
+ *
+ * What a tensor has is cold in the caches after a step, so that each pass over 5000 of them takes 1 ms; this is one in the
+ * place of six. By DLPack's exchange API, made for that: torch has it from 2.10 on. Stable ABI: one build serves all
+ * Pythons from 3.10.
+ */
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+/* DLPack's DLTensor and DLPackExchangeAPI (github.com/dmlc/dlpack, major version 1), as far as they are used here. */
+struct tensor {
+    void *data;
+    int32_t device, number, rank;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset;
+};
+struct exchange {
+    uint32_t major, minor;
+    void *before, *allocate, *take, *give;
+    int (*look)(void *, struct tensor *);
+};
+
+/* look(capsule, tensors, words): of a list of tensors, as bytes, the addresses where they begin, and one after the other
+ * device, type, rank, shape and strides, which take so many words of 8 bytes. None if that is not told, or they do not. */
+static PyObject *look(PyObject *self, PyObject *args) {
+    PyObject *capsule, *tensors;
+    Py_ssize_t words;
+    if (!PyArg_ParseTuple(args, "OO!n", &capsule, &PyList_Type, &tensors, &words))
+        return NULL;
+    struct exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    PyObject *addresses = PyBytes_FromStringAndSize(NULL, 8 * PyList_Size(tensors));
+    PyObject *forms = PyBytes_FromStringAndSize(NULL, 8 * words);
+    int told = api && api->major == 1 && api->look && addresses && forms;
+    uint64_t *address = told ? (uint64_t *)PyBytes_AsString(addresses) : NULL;
+    uint64_t *form = told ? (uint64_t *)PyBytes_AsString(forms) : NULL, *end = form + words;
+    for (Py_ssize_t i = 0; told && i < PyList_Size(tensors); i++) {
+        struct tensor t;
+        told = !api->look(PyList_GetItem(tensors, i), &t) && t.strides && end - form >= 2 + 2 * t.rank;
+        if (!told)
+            break;
+        *address++ = (uintptr_t)t.data + t.offset;
+        *form++ = (uint64_t)t.device << 32 | (uint32_t)t.number;
+        *form++ = (uint64_t)t.rank << 32 | (uint32_t)t.code << 24 | (uint32_t)t.bits << 16 | t.lanes;
+        memcpy(form, t.shape, 8 * t.rank), form += t.rank;
+        memcpy(form, t.strides, 8 * t.rank), form += t.rank;
+    }
+    PyErr_Clear();
+    PyObject *found = told && form == end ? PyTuple_Pack(2, addresses, forms) : Py_NewRef(Py_None);
+    Py_XDECREF(addresses);
+    Py_XDECREF(forms);
+    return found;
+}
+
+static PyMethodDef methods[] = {{"look", look, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_look", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__look(void) { return PyModule_Create(&module); }

@@ -1,0 +1,3 @@
+from typing import Any
+
+def look(capsule: object, tensors: list[Any], words: int, /) -> tuple[bytes, bytes] | None: ...

@@ -1,0 +1,26 @@
+"""What a trainer leaves to who goes on for it, beside its images: it outlives the process. No torch."""
+
+from __future__ import annotations
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.line import Line
+from dlrover_hooks.checkpoint.room import Room
+from dlrover_hooks.errors import KeeperAway
+
+
+class Notes:
+    """One trainer's way to leave them, and to read those of its node."""
+
+    def __init__(self, line: Line, room: Room) -> None:
+        self._line, self._room = line, room
+
+    def leave(self, place: int, data: bytes) -> None:
+        """Put a note at `place`. Nothing while there is no memory yet. As `Room.note`."""
+        self._room.note(place, data)
+
+    def recall(self) -> tuple[bytes, ...]:
+        """All that lie in this node's memory, of all seats; none where there is no keeper. Any thread."""
+        try:
+            return self._line.ask(lambda ref: wire.Recall(ref=ref))[0].notes
+        except KeeperAway:
+            return ()

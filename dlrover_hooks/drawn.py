@@ -1,0 +1,140 @@
+"""Where a rank's random generators stood, step by step: so that who goes on for it draws the same numbers.
+
+Every save has the random state of its rank in it. What the survivors of a round save when it breaks does not: it is the
+same for all ranks, and a dead one has no say any more. So each rank notes its random state as it goes: behind a step
+and, ahead of what binds the others to it, in the step that is under way. Notes lie in the memory that the keeper holds
+for a seat, and outlive the process however it ends. Whoever has that rank in the next round, on the same node, goes on
+from there: the oldest survivor has rank 0, so that need not be who replaces the dead one. Elsewhere it is seeded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks import rng
+from dlrover_hooks.protocol import Generation
+
+NOTES = 4
+"""The last two steps, since survivors may be one behind; the one under way, since they may be one ahead; and the one
+that this life began from, as another rank may have left it."""
+_AHEAD, _BEGUN = 2, 3
+
+
+class Drawn(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's random state behind the step of `generation`, or within the next one (`ahead`)."""
+
+    generation: Generation
+    rank: int
+    world_size: int
+    ahead: bool
+    state: rng.Packed
+
+
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Drawn).decode
+
+
+class Draws:
+    """The notes of one process, over all rounds that it lives through.
+
+    `write(place, note)` puts one where it outlives the process. Training thread, or another one while that waits.
+    """
+
+    def __init__(self, write: Callable[[int, bytes], object]) -> None:
+        self._write, self._notes, self._turn = write, [b""] * NOTES, 0
+        self._seat: tuple[Generation, int, int] | None = None
+        self._over: Generation | None = None
+        """The step of this life that was noted last."""
+        self._bound = False
+
+    @property
+    def notes(self) -> list[bytes]:
+        return [note for note in self._notes if note]
+
+    def begin(
+        self,
+        here: Generation,
+        rank: int,
+        world_size: int,
+        restored: Generation | None = None,
+        found: bytes | None = None,
+    ) -> None:
+        """A life begins in this seat: behind the step of `here`, whose attempt and run are the life's.
+
+        `restored`: what it goes on from, with the random state of `found`, if one was. Until a step is made all may
+        have to go on from there again: so that is noted, and what this process knew of it before stays.
+        """
+        if restored is not None and self._seat is not None:
+            mine = find(self._notes, restored, *self._seat[1:])
+            if mine is not None and mine != self._notes[self._turn]:
+                self._turn ^= 1
+                self._put(self._turn, mine)
+        if found is not None:
+            self._put(_BEGUN, found)
+        self._seat, self._bound, self._over = (here, rank, world_size), False, None
+
+    def over(self, step: int, random: dict[str, Any]) -> None:
+        """`step` is over, with `random` as `rng.capture` gives it. The newest word on a step counts."""
+        if self._seat is None:
+            return
+        self._bound = False
+        generation, rank, world_size = self._seat
+        generation = msgspec.structs.replace(generation, step=step)
+        if self._over != generation:
+            self._turn ^= 1
+        self._seat, self._over = (generation, rank, world_size), generation
+        self._note(self._turn, random)
+
+    def ahead(self, *, unless_noted: bool = False) -> None:
+        """The forward of the next step is over, and others may take that step, whatever becomes of this process.
+
+        `unless_noted`: only where this was not said of that step before.
+        """
+        if self._seat is not None and not (unless_noted and self._bound):
+            self._bound = True
+            self._note(_AHEAD, rng.capture())
+
+    def _note(self, place: int, random: dict[str, Any]) -> None:
+        assert self._seat is not None
+        self._put(place, _encode(Drawn(*self._seat, place == _AHEAD, rng.pack(random))))
+
+    def _put(self, place: int, note: bytes) -> None:
+        self._notes[place] = note
+        self._write(place, note)
+
+
+def state(note: bytes) -> dict[str, Any]:
+    """What `rng.restore` takes, of one that was found."""
+    return rng.unpack(_decode(note).state)
+
+
+def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: int) -> bytes | None:
+    """The one that has the random state of `rank` behind the step of `generation`; others are passed over.
+
+    Where that step was not over for it, that of within the step counts: between the last gradient and the end of a step
+    hardly anybody draws.
+    """
+    within = None
+    for given in notes:
+        note = _read(given)
+        if note is None or (note.rank, note.world_size) != (rank, world_size):
+            continue
+        if note.generation == generation and not note.ahead:
+            return given
+        if note.ahead and _just_before(note.generation, generation):
+            within = given
+    return within
+
+
+def _just_before(one: Generation, other: Generation) -> bool:
+    """A step may count as several: that of several optimizers."""
+    return (one.run, one.attempt) == (other.run, other.attempt) and one.step < other.step
+
+
+def _read(note: bytes) -> Drawn | None:
+    try:
+        return _decode(note)
+    except msgspec.DecodeError:  # of another version of this library
+        return None

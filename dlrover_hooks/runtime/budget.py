@@ -1,0 +1,60 @@
+"""What a failure costs: one of the job's restarts, which the master counts for all nodes; or a bad node its place."""
+
+from __future__ import annotations
+
+import logging
+
+from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
+from dlrover_hooks.runtime.options import Options
+from dlrover_hooks.runtime.screen import Record
+from dlrover_hooks.runtime.speaker import Speaker
+from dlrover_hooks.runtime.verdict import Blame, End, Verdict, culprit, judge
+
+log = logging.getLogger("dlrover_hooks.run")
+
+
+class Over(Exception):
+    """The run ends here, with exit code `code`. `for_all`: no other node is to go on either, and `why`."""
+
+    def __init__(self, code: int, why: str = "", *, for_all: bool = False) -> None:
+        super().__init__(code)
+        self.code, self.why, self.for_all = code, why, for_all
+
+
+class Budget:
+    """Of one agent. Main thread only."""
+
+    def __init__(self, options: Options, node: str, speaker: Speaker) -> None:
+        self.restarts = 0
+        """Of the job, on all nodes, as far as the master has said."""
+        self.record = Record(node)
+        """Of failures, for the last screen."""
+        self.began_at = 0
+        """Step of the job when the workers of this node were started."""
+        self._most, self._node, self._speaker, self._blame = options.max_restarts, node, speaker, Blame(node)
+
+    def started(self, view: JobView | None) -> None:
+        """Workers are about to be started."""
+        self.began_at = view.step if view is not None else 0
+        self.restarts = max(self.restarts, view.failures if view is not None else 0)
+
+    def charge(self, ends: list[End], view: JobView | None, then: str) -> None:
+        """Judge a failure whose `ends` the master has been told of; raises Over if it ends the run.
+
+        Args:
+            ends: of the workers that went, on all nodes. None: no failure.
+            view: the job as it was then.
+            then: what is done about it.
+        """
+        if not ends:
+            return
+        began_at = self.began_at if view is None or view.begun_step is None else view.begun_step
+        cause, node = culprit(ends), self._node
+        self.restarts = self._speaker.failures(self.restarts)
+        verdict = judge(cause, view, began_at, node=node, failures=self.restarts, max_restarts=self._most)
+        if verdict.code is None and (bad := self._blame.falls(cause, view)):
+            verdict = Verdict(BAD_NODE, bad)
+        self.record.failed(cause, view, then if verdict.code is None else "")
+        if verdict.code is not None:
+            raise Over(verdict.code, verdict.text, for_all=verdict.code not in (REQUEUE, BAD_NODE))
+        log.warning("%s; %s (%d of %d restarts)", verdict.text, then, self.restarts, self._most)

@@ -1,0 +1,45 @@
+"""What a worker says when an exception ends it, through a pipe that it inherited. Its stderr is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import msgspec
+
+from dlrover_hooks.config import last_words_to
+
+
+class Words(msgspec.Struct, frozen=True):
+    """`error`: the last line of the traceback; `where`: file, line and function that raised it."""
+
+    error: str
+    where: str = ""
+
+
+class LastWords:
+    """The launcher's end for one worker. Main thread only."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        self.environment = last_words_to(self._write)
+        self.pass_fds = (self._write,)
+
+    def started(self) -> None:
+        """The worker has its end now."""
+        os.close(self._write)
+        self._write = -1
+
+    def hear(self) -> Words | None:
+        """Of a worker that has ended; None: it said nothing. Once."""
+        with contextlib.suppress(BlockingIOError, msgspec.DecodeError):
+            return msgspec.json.decode(os.read(self._read, 65536), type=Words)
+        return None
+
+    def close(self) -> None:
+        """Idempotent."""
+        for fd in (self._read, self._write):
+            if fd >= 0:
+                os.close(fd)
+        self._read = self._write = -1

@@ -1,0 +1,135 @@
+"""A worker's output in files of its own, on the launcher's screen, or both: torchrun's --log-dir, --redirects, --tee.
+
+A worker writes into its file itself, so that it never waits for its launcher; a thread copies what is to be seen from
+there, each line behind `[default0]:`, as torchrun does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+import msgspec
+
+from dlrover_hooks.errors import UsageError
+
+_LOOK_S = 0.1
+"""Between two looks at files that others write."""
+_LONG = 1 << 16
+"""A progress bar's line never ends."""
+_NAMES = {1: "stdout", 2: "stderr"}
+"""By descriptor, which is also its bit in torchrun's numbers: 1 stdout, 2 stderr, 3 both."""
+
+
+class Streams(msgspec.Struct, frozen=True):
+    """Which streams of which worker: `by_rank` by local rank, `default` of all others."""
+
+    default: int = 0
+    by_rank: Mapping[int, int] = {}
+
+    def has(self, local_rank: int, descriptor: int) -> bool:
+        """Is it one of them?"""
+        return bool(self.by_rank.get(local_rank, self.default) & descriptor)
+
+
+def streams(text: str, flag: str) -> Streams:
+    """`"3"`: both of all workers; `"0:1,1:3"`: stdout of local rank 0, both of local rank 1. Raises UsageError."""
+    if re.fullmatch("[0-3]", text):
+        return Streams(int(text))
+    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        return Streams(0, {int(rank): int(which) for rank, which in (one.split(":") for one in text.split(","))})
+    hint = f"0 none, 1 stdout, 2 stderr, 3 both: {flag} 3, or by local rank: {flag} 0:1,1:3"
+    raise UsageError(f"{flag} {text}: not understood", hint=hint)
+
+
+class Logs:
+    """Owns the thread `dlrover-hooks-logs`, if something is copied. Main thread only, but for that.
+
+    Args:
+        folder: files are `ROUND/RANK/stdout.log` and `stderr.log` there.
+        redirects: only into files.
+        tee: into files and on the screen.
+    """
+
+    def __init__(self, folder: str, redirects: Streams, tee: Streams) -> None:
+        self._folder, self._redirects, self._tee = folder, redirects, tee
+        self._copies: dict[str, list[Copy]] = {}
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def files(self, worker: str, local_rank: int, rank: int, number: int) -> Iterator[tuple[int, int]]:
+        """Descriptors for stdout and stderr of `worker` (its incarnation), which is started in round `number`."""
+        folder, found = os.path.join(self._folder, str(number), str(rank)), [1, 2]
+        with contextlib.ExitStack() as opened:
+            for index, descriptor in enumerate((1, 2)):
+                seen = self._tee.has(local_rank, descriptor)
+                if not seen and not self._redirects.has(local_rank, descriptor):
+                    continue
+                os.makedirs(folder, exist_ok=True)
+                path = os.path.join(folder, f"{_NAMES[descriptor]}.log")
+                file = opened.enter_context(open(path, "ab"))
+                found[index] = file.fileno()
+                if seen:
+                    self._copy(worker, Copy(path, file.tell(), f"[default{local_rank}]:", descriptor))
+            yield found[0], found[1]
+
+    def ended(self, worker: str) -> None:
+        """Show what is left of it. Idempotent."""
+        with self._lock:
+            for copy in self._copies.pop(worker, ()):
+                copy.end()
+
+    def close(self) -> None:
+        """Show what is left of all, and end the thread."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        for worker in list(self._copies):
+            self.ended(worker)
+
+    def _copy(self, worker: str, copy: Copy) -> None:
+        with self._lock:
+            self._copies.setdefault(worker, []).append(copy)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dlrover-hooks-logs", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            with self._lock:
+                for copies in self._copies.values():
+                    for copy in copies:
+                        copy.go_on()
+
+
+class Copy:
+    """Of one growing file to the launcher's own `descriptor`, whole lines at a time."""
+
+    def __init__(self, path: str, at: int, prefix: str, descriptor: int) -> None:
+        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - `end` closes it
+        self._file.seek(at)
+        self._prefix, self._rest = prefix.encode(), b""
+        self._screen = sys.stdout if descriptor == 1 else sys.stderr
+
+    def go_on(self) -> None:
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        if len(self._rest) > _LONG:
+            lines, self._rest = [*lines, self._rest], b""
+        self._show(lines)
+
+    def end(self) -> None:
+        self.go_on()
+        self._show([self._rest] if self._rest else [])
+        self._file.close()
+
+    def _show(self, lines: list[bytes]) -> None:
+        text = b"".join(self._prefix + line + b"\n" for line in lines)
+        with contextlib.suppress(OSError):  # nobody looks any more
+            self._screen.write(text.decode(errors="replace"))
+            self._screen.flush()

@@ -1,0 +1,156 @@
+"""How an agent speaks with the master: asks for seats, waits for the round, says how its workers ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import BadRequest, HooksError, MasterAway, Unauthorized, UsageError
+from dlrover_hooks.runtime.options import Level, Options
+from dlrover_hooks.runtime.ports import free_port
+from dlrover_hooks.runtime.seat import deserted
+from dlrover_hooks.runtime.verdict import End
+
+log = logging.getLogger("dlrover_hooks.run")
+
+FORM_S = 60.0
+"""A master that comes up, and a round of workers that are all here, take far less."""
+_LAST_CALL_S, _GATHER_S = 0.3, 2.0
+"""After the last join so much longer for more than enough workers; the second at the launch of several nodes."""
+_POLL_S = 0.5
+"""So long a signal may go unheard while the master is asked."""
+
+
+class Station(msgspec.Struct, frozen=True):
+    """Who and where an agent is. `host`: how other nodes reach this one. `serves`: the master is its launcher's."""
+
+    job: str
+    node: str
+    host: str
+    serves: bool = True
+
+
+class Speaker:
+    """Main thread only.
+
+    Args:
+        options: the launcher's.
+        station: for whom it speaks.
+        client: its connection.
+        look: called while it waits: obeys signals (raises what ends the run), restarts services.
+        away_since: since when the master cannot be reached, as others know; None: it can.
+    """
+
+    def __init__(
+        self, options: Options, station: Station, client: MasterClient, look: Callable[[], None],
+        away_since: Callable[[], float | None],
+    ) -> None:  # fmt: skip
+        self._options, self._station, self._client, self._look = options, station, client, look
+        self._away_since = away_since
+
+    def view(self) -> p.JobView | None:
+        """The job as it stands; None if the master did not say."""
+        try:
+            return self._ask(p.ShowJob(self._station.job), 10.0)
+        except HooksError as error:
+            log.warning("job %s: its state is not known: %s", self._station.job, error.message)
+            return None
+
+    def join(self, seats: tuple[p.Seat, ...], within_s: float, *, first: bool, fresh: bool) -> p.Joined:
+        """Ask for `seats` in the next round, of a master that comes up `within_s`. `first`: since the launch.
+
+        Raises:
+            UsageError: they are refused.
+            MasterAway: no answer.
+        """
+        join = p.Join(
+            job=self._station.job,
+            incarnation=self._client.incarnation,
+            node=self._station.node,
+            seats=seats,
+            host=self._station.host,
+            port=free_port(),
+            min_workers=self._options.min_workers,
+            max_workers=self._options.max_workers,
+            proposed_run=uuid.uuid4().hex,
+            fresh=fresh and first,
+            again=first,
+            sole=True,
+            last_call_s=self._last_call_s(first),
+            shrinks=self._options.fault_level is Level.SHRINK,
+        )
+        try:
+            self._ask(
+                p.ListJobs(), within_s, launch=first
+            )  # it may still be coming up: an event sent twice would form two rounds
+            return self._ask(join, FORM_S)
+        except (BadRequest, Unauthorized) as refusal:
+            raise UsageError(f"{self._client.url}: {refusal.message}", hint=refusal.hint) from refusal
+
+    def _last_call_s(self, first: bool) -> float:
+        """At the launch nodes come seconds apart; a job that never grows must have them all then, if they come."""
+        if not first or not self._options.several_nodes:
+            return _LAST_CALL_S
+        shrinks = self._options.fault_level is Level.SHRINK
+        return self._options.replace_timeout_s if shrinks else _GATHER_S
+
+    def await_round(self, after: int, within_s: float) -> p.Seated | None:
+        """A round newer than `after` with seats for this node; None if there is none `within_s`. Raises GivenUp."""
+        deadline, said = time.monotonic() + within_s, False
+        while (left := deadline - time.monotonic()) > 0:
+            ask = p.AwaitRound(self._station.job, self._client.incarnation, after=after, timeout_s=_POLL_S)
+            seated = self._ask(ask, left)
+            if seated.round is not None:
+                return seated
+            if not said and self._options.several_nodes:
+                log.info("job %s: waiting for the other nodes", self._station.job)
+                said = True
+        return None
+
+    def tell(self, ends: Mapping[str, End], newcomers: Collection[str] = ()) -> None:
+        """These workers of this node have ended; `newcomers`: of those that asked for their seats themselves."""
+        for worker, end in ends.items():
+            code = -9 if end.exit_code is None else end.exit_code
+            own = self._client.incarnation
+            self._say(p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers))
+
+    def failures(self, known: int) -> int:
+        """Of the job, on all nodes, once all ends are told of. `known`: those before the newest one."""
+        view = self.view()
+        return max(known, view.failures) if view is not None else known + 1
+
+    def leave(self, reason: p.Departure, ending: p.Ending | None = None) -> None:
+        """This agent goes. `ending`: no other is to go on."""
+        self._say(p.Leave(self._station.job, self._client.incarnation, reason, ending=ending))
+
+    def _say(self, event: p.Message) -> None:
+        with contextlib.suppress(HooksError):
+            self._client.call(event, timeout_s=2.0)
+
+    def _ask(self, request: p.Message, patience_s: float, *, launch: bool = False) -> Any:
+        """The reply, through restarts of the master, which are seen to here. `launch`: it may not be up yet.
+
+        Raises MasterAway.
+        """
+        began, away_s = time.monotonic(), self._options.master_away_s
+        deadline = began + patience_s
+        if not launch:
+            deadline = min(deadline, (self._away_since() or began) + away_s)
+        while True:
+            self._look()
+            try:
+                return self._client.call(request, timeout_s=_POLL_S)
+            except MasterAway as away:
+                if time.monotonic() <= deadline:
+                    continue
+                if launch:
+                    raise
+                raise deserted(self._client.url, self._station.job, min(patience_s, away_s)) from away

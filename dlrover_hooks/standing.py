@@ -1,0 +1,81 @@
+"""What a session stands on: its line to the master, its checkpoints' engine, and what others have left for it.
+
+Under `regroup` the first two outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from dlrover_hooks import drawn, rng
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint import stock
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.wire import SaveNotice
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.runtime.regroup import Membership
+
+if TYPE_CHECKING:
+    from dlrover_hooks.alone import Alone
+
+
+class Ear(Protocol):
+    """The session that is on."""
+
+    def locate(self, generation: p.Generation, rank: int) -> p.Located: ...
+    def heard(self, notice: SaveNotice) -> None: ...
+
+
+def caller(config: Config, incarnation: str, kept: Membership | None) -> MasterClient | Alone:
+    """Who answers the session: the master, or its core in this process."""
+    if kept is not None:
+        return kept.client
+    if config.master is not None:
+        return MasterClient(config.master, config.token, incarnation=incarnation)
+    from dlrover_hooks.alone import Alone
+
+    return Alone()
+
+
+def engine(config: Config, place: Place, ear: Ear, kept: Membership | None) -> Checkpointer:
+    """The session's engine: of the round before, if this process was there."""
+    if kept is not None and kept.engine is not None:
+        return kept.engine
+    now: Callable[[], Ear] = (lambda: kept.session) if kept is not None else (lambda: ear)
+    made = stock.engine(
+        config, place, locate=lambda *image: now().locate(*image), notify=lambda notice: now().heard(notice)
+    )
+    if kept is not None:
+        kept.engine = made
+    return made
+
+
+def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, kept: Membership | None) -> bytes | None:
+    """The note of this rank's random state, where no image has it: this process's, or of another one of the node."""
+    if restored.rng is not None or restored.weights_only or engine is None:
+        return None
+    own = kept.draws.notes if kept is not None else []
+    return drawn.find([*own, *engine.notes.recall()], restored.generation, place.rank, place.world_size)
+
+
+def drawing(restored: stock.Restored, found: bytes | None, place: Place, attempt: int) -> stock.Restored:
+    """With a random state: its image's, or that of the note `found`; else the generators are seeded anew, here."""
+    if restored.rng is not None or restored.weights_only:
+        return restored
+    if found is None:
+        rng.reseed(restored.generation.step, attempt, place.rank)
+        return restored
+    return msgspec.structs.replace(restored, rng=drawn.state(found))
+
+
+def notes(plan: p.Plan, place: Place, engine: Checkpointer | None, kept: Membership, found: bytes | None) -> None:
+    """A life begins with `plan`: from here on it notes where its generators stand, in memory that is there in time."""
+    begun = plan.restore.generation if plan.restore is not None else None
+    here = p.Generation(plan.attempt, begun.step if begun is not None else 0, plan.run)
+    kept.draws.begin(here, place.rank, place.world_size, begun, found)
+    if engine is not None:
+        engine.prepare(0)

@@ -1,0 +1,65 @@
+"""What a run left in a folder: how many lines it added to which files. A run that wrote something twice shows here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import xxhash
+
+LARGEST, MOST = 4 << 20, 256 << 20
+"""Bytes: larger files are not looked at, nor more than so much in all."""
+_SKIPPED = {"__pycache__", "node_modules", "venv"}
+
+
+class File(msgspec.Struct, frozen=True):
+    """As it was at one moment."""
+
+    nbytes: int
+    digest: str
+
+
+def look(folder: str) -> dict[str, File]:
+    """The files in `folder` now, by their path in it; hidden ones are left out."""
+    found: dict[str, File] = {}
+    total = 0
+    for path in _paths(folder):
+        try:
+            state = os.stat(path)
+            found[os.path.relpath(path, folder)] = File(state.st_size, _digest(path, state.st_size))
+        except OSError:  # it has just been removed, or is not ours to read
+            continue
+        total += state.st_size
+        if total >= MOST:
+            break
+    return found
+
+
+def _paths(folder: str) -> Iterator[str]:
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED)
+        for name in sorted(name for name in files if not name.startswith(".")):
+            path = os.path.join(here, name)
+            if os.path.isfile(path) and os.path.getsize(path) <= LARGEST:
+                yield path
+
+
+def _digest(path: str, nbytes: int) -> str:
+    with open(path, "rb") as file:
+        return xxhash.xxh3_64_hexdigest(file.read(nbytes))
+
+
+def added(folder: str, before: dict[str, File]) -> dict[str, int]:
+    """Lines that were added since `look` to each file that changed: all of them where it was written anew."""
+    lines = {}
+    for name, now in look(folder).items():
+        then = before.get(name)
+        if then == now:
+            continue
+        path = os.path.join(folder, name)
+        grown = then is not None and now.nbytes >= then.nbytes and _digest(path, then.nbytes) == then.digest
+        with open(path, "rb") as file:
+            file.seek(then.nbytes if grown and then is not None else 0)
+            lines[name] = file.read().count(b"\n")
+    return lines

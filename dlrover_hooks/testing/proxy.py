@@ -1,0 +1,118 @@
+"""A bad network in front of the master: a TCP proxy that can cut, delay and clog what goes through it.
+
+with Proxy(master_url) as proxy:
+    ...  # workers get proxy.url as their master
+    proxy.cut(2.0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from urllib.parse import urlsplit
+
+_CONNECT_S = 5.0
+
+
+class Proxy:
+    """Forwards TCP to the master at `url` (http). Verbs from any thread; `close` ends all threads and connections."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends = set[socket.socket]()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._closed = False
+        self._cut_until = self._clogged_until = self._delay_s = 0.0
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def cut(self, seconds: float = 0.0) -> None:
+        """End all connections, and new ones for `seconds`."""
+        self._cut_until = time.monotonic() + seconds
+        self._end_all()
+
+    def clog(self, seconds: float) -> None:
+        """Connections stay open, and nothing goes through for `seconds`."""
+        self._clogged_until = time.monotonic() + seconds
+
+    def delay(self, seconds: float) -> None:
+        """Everything takes `seconds` longer, each way, from now on."""
+        self._delay_s = seconds
+
+    def close(self) -> None:
+        """End it. Safe to call twice."""
+        self._closed = True
+        self._changed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._end_all()
+        for thread in self._threads:
+            thread.join(_CONNECT_S)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name="dlrover-hooks-proxy", daemon=True)
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(OSError):  # closed, or nobody is there: the client sees its connection end
+                self._join_up(self._listener.accept()[0])
+
+    def _join_up(self, near: socket.socket) -> None:
+        try:
+            far = socket.create_connection(self._upstream, _CONNECT_S)
+        except OSError:
+            near.close()
+            raise
+        far.settimeout(None)
+        with self._lock:
+            self._ends |= {near, far}
+        if time.monotonic() < self._cut_until or self._closed:
+            self._end_all()
+        self._start(self._forward, near, far)
+        self._start(self._forward, far, near)
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._hold_back()
+                sink.sendall(data)
+        for end in (source, sink):
+            self._end(end)
+
+    def _hold_back(self) -> None:
+        due = time.monotonic() + self._delay_s
+        while (rest := max(due, self._clogged_until) - time.monotonic()) > 0 and not self._closed:
+            self._changed.wait(rest)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            ends, self._ends = self._ends, set()
+        for end in ends:
+            self._end(end)
+
+    def _end(self, end: socket.socket) -> None:
+        """A socket that another thread reads is shut down first, so that it hears of it."""
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+        with self._lock:
+            self._ends.discard(end)

@@ -1,0 +1,53 @@
+"""One consistent cut of a `Trainer`, as the tree that is saved: Lightning's own checkpoint, and what it leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from dlrover_hooks.integrations import _lightning_names as names
+from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations._lightning_own import OwnLoaders
+from dlrover_hooks.integrations._lightning_rules import plain
+from dlrover_hooks.integrations.ddp import BucketOrder
+
+_OF_STEPS = ("state_dict", "optimizer_states")
+"""What only an optimizer's step changes; buffers aside, which `SmallSet` keeps."""
+
+
+def cut(
+    trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None, *, ended: bool = False, weights: bool = True
+) -> dict[str, Any]:
+    """At a quiet point; `ended`: at the end of training. `weights`: see `private.dump`."""
+    checkpoint = private.dump(trainer, weights=weights)
+    if own is not None:
+        private.replace_loader_states(trainer, checkpoint, own.at_end if ended else own.at_request)
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if key in checkpoint:
+            checkpoint[key] = plain(checkpoint[key])
+    return {
+        "lightning": checkpoint,
+        "bucket_order": buckets.names if buckets is not None else [],
+        "optimizer_classes": [type(one).__name__ for one in trainer.optimizers],
+        "saved_at": names.saved_at(trainer),
+        "stopped": private.limits(trainer) if trainer.should_stop else None,
+    }
+
+
+def beside_steps(trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None) -> dict[str, Any]:
+    """Of a cut what may change without an optimizer's step: progress, callbacks, schedulers, what hooks have added."""
+    made = cut(trainer, own, buckets, weights=False)
+    return made | {"lightning": {key: value for key, value in made["lightning"].items() if key not in _OF_STEPS}}
+
+
+def validating(trainer: Trainer, buckets: BucketOrder | None) -> dict[str, Any]:
+    """The same as a validation begins, with which the step before is over: the loaders stand behind its batch."""
+    made = beside_steps(trainer, None, buckets)
+    private.owe_validation(made["lightning"])
+    return made
+
+
+def put_back(cut: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+    """A cut made in the middle of a step, with what had changed since the quiet point as it was then."""
+    return cut | beside | {"lightning": cut["lightning"] | beside["lightning"]}

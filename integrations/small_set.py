@@ -1,0 +1,191 @@
+"""The small set: what changes outside of an optimizer's step, kept at each quiet point so that it can be put back.
+
+Parameters and optimizer state change in a step only (that is looked for, by `gate`), so that together with these few
+bytes they still are the whole state of the last step when the next one fails half way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dlrover_hooks import rng
+from dlrover_hooks.checkpoint.gate import Gate, Traces
+
+SMALL_BYTES = 1 << 20
+"""Tensors up to this size are copied at each quiet point (0.1 ms). Larger ones are trusted to raise their version."""
+
+
+class SmallSet:
+    """Of one life. Training thread.
+
+    Args:
+        models: bare.
+        optimizers: those whose parameters and state are in the cut.
+        extra: states of schedulers, scalers and the like, as they go into a cut.
+        check: called ahead of each optimizer's step; may raise to prevent it.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        extra: Callable[[], Any],
+        check: Callable[[], None],
+    ) -> None:
+        self._optimizers, self._read_extra, self._steps = optimizers, extra, _Steps(check)
+        modules = [module for model in models for module in model.modules()]
+        self._buffers = [module._buffers for module in modules if module._buffers]
+        self._parameters = list[torch.Tensor](one for model in models for one in model.parameters())
+        self._own = next((type(one).__name__ for one in modules if _has_own_state(one)), None)
+        self.step: int | None = None
+        """The step whose small set this is."""
+        self.random: dict[str, Any] = {}
+        self._copies = _Copies()
+        self._gate = Gate(self._steps.begins)
+
+    @torch.no_grad()
+    def keep(
+        self,
+        step: int,
+        random: dict[str, Any] | None = None,
+        extra: Callable[[], Any] | None = None,
+        *,
+        swaps: bool = False,
+    ) -> None:
+        """A quiet point: `step` is entirely over.
+
+        `random`: the generators' state with it; None: that of now. `extra`: another one, for this once. `swaps`: other
+        weights may be put in by way of `.data` now, which leaves no trace: the parameters' norms are looked at.
+        """
+        self.step, self._steps.begun = step, False
+        self.random = rng.capture() if random is None else random
+        self._saved_buffers = [(live, dict(live)) for live in self._buffers]
+        self._copies.take([tensor for _, saved in self._saved_buffers for tensor in saved.values()])
+        self._groups = [_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._large = list[tuple[torch.Tensor, int]]()
+        self._extra = self._copied((extra or self._read_extra)())
+        self._traces = Traces(self._parameters)
+        self._norms = torch._foreach_norm(self._parameters) if swaps else None
+
+    def roll_back(self) -> str:
+        """Put everything back as it was at the last quiet point. Else why it cannot be, and nothing is changed."""
+        if (reason := self._lost()) != "":
+            return reason
+        for live, saved in self._saved_buffers:
+            live.update(saved)
+        self._copies.put_back()
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        for group, settings in zip(groups, self._groups, strict=True):
+            group.update(settings)
+        return ""
+
+    def stands(self) -> bool:
+        """It could be put back."""
+        return self._lost() == ""
+
+    @property
+    def stepped(self) -> bool:
+        """An optimizer's step was begun."""
+        return self._steps.begun or self.step is not None
+
+    @property
+    def extra(self) -> Any:
+        """What `extra` said at the last quiet point."""
+        return self._extra
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._gate.close()
+
+    def _lost(self) -> str:
+        if self.step is None:
+            return "no step was made yet"
+        if self._own is not None:
+            return f"{self._own} keeps a state of its own (get_extra_state)"
+        if self._steps.begun:
+            return "an optimizer's step was begun"
+        if len(self._groups) != sum(len(optimizer.param_groups) for optimizer in self._optimizers):
+            return "an optimizer has other groups of parameters"
+        if self._traces.changed() is not None or self._swapped():
+            return "a parameter was changed outside of an optimizer's step"
+        if any(_version(tensor) != version for tensor, version in (*self._large, *self._copies.large)):
+            return f"a tensor of more than {SMALL_BYTES >> 20} MiB was changed that is no parameter"
+        return ""
+
+    @torch.no_grad()
+    def _swapped(self) -> bool:
+        now = torch._foreach_norm(self._parameters) if self._norms else ()
+        return any(not torch.equal(one, other) for one, other in zip(self._norms or (), now, strict=True))
+
+    def _copied(self, value: Any) -> Any:
+        """`value` as it is now: what holds it may change in place."""
+        if isinstance(value, torch.Tensor):
+            if value.nbytes <= SMALL_BYTES:
+                return value.detach().clone()
+            self._large.append((value, _version(value)))
+            return value
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self._copied(one)) for key, one in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(one) for one in value)
+        return copy.deepcopy(value)
+
+
+class _Steps:
+    """Of any optimizer. Knows nothing of the small set, which holds what calls it."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check, self.begun = check, False
+
+    def begins(self) -> None:
+        self._check()
+        self.begun = True
+
+
+class _Copies:
+    """Copies of the small ones among tensors; the versions of the others."""
+
+    def __init__(self) -> None:
+        self._tensors, self._copies = list[torch.Tensor](), list[torch.Tensor]()
+        self.large = list[tuple[torch.Tensor, int]]()
+        self._given = list[torch.Tensor | None]()
+
+    @torch.no_grad()
+    def take(self, given: list[torch.Tensor | None]) -> None:
+        """Remember them as they are now. The memory of the copies stays, as long as the tensors do."""
+        if list(map(id, given)) != list(map(id, self._given)):
+            self._given = given
+            self._tensors = [one for one in given if one is not None and one.nbytes <= SMALL_BYTES]
+            self._copies = [torch.empty_like(one) for one in self._tensors]
+        if self._tensors:
+            torch._foreach_copy_(self._copies, self._tensors)
+        self.large = [(one, _version(one)) for one in given if one is not None and one.nbytes > SMALL_BYTES]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for tensor, copied in zip(self._tensors, self._copies, strict=True):
+            tensor.copy_(copied)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but the parameters: learning rate, momentum."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state

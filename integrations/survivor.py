@@ -1,0 +1,114 @@
+"""What an adapter does so that its worker survives its round: keep the small set, leave at quiet points, save the rest.
+
+One for each life; made when everything is restored. Training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dlrover_hooks import rng
+from dlrover_hooks.integrations.small_set import SmallSet
+from dlrover_hooks.session import Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class Survivor:
+    """Of one life.
+
+    Args:
+        session: has joined and restored.
+        models, optimizers, extra: as `SmallSet` takes them.
+        state: the cut's state, with what `extra` gave in it.
+        ends: called when the life is over: the loaders' `close`, and whatever holds the model.
+        passing: what must be gone before the next life; by default the models.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        extra: Callable[[], Any],
+        state: Callable[[Any], Any],
+        ends: Sequence[Callable[[], object]],
+        *,
+        passing: Sequence[nn.Module] | None = None,
+    ) -> None:
+        assert session.membership is not None
+        self._session, self._membership = session, session.membership
+        self._ends: Sequence[Callable[[], object]] = ends
+        self._state: Callable[[Any], Any] = state
+        self._small: SmallSet | None = SmallSet(models, optimizers, extra, self._check)
+        self._membership.salvage = self._salvage
+        known = [weakref.ref(model) for model in (models if passing is None else passing)]
+        self._membership.outlived = lambda: any(model() is not None for model in known)
+        self._random: dict[str, Any] | None = None
+        self._validated = -1
+        self.stepped = False
+        """An optimizer's step was begun in this life. Known once the life is over."""
+
+    def fetches(self) -> None:
+        """What comes behind a step is about to be fetched, ahead of the quiet point: that may draw random numbers."""
+        if self._random is None and self._session.at_step_end:
+            self._random = rng.capture()
+
+    def quiet(self, step: int, *, step_ends: bool) -> None:
+        """A quiet point after `step`, its marks committed.
+
+        Raises:
+            RoundEnded: a member is lost or, where a step ends, newcomers wait.
+        """
+        if step_ends and self._small is not None:
+            if self._validated != step or not self._small.stands():
+                self._small.keep(step, self._random)
+                self._membership.draws.over(step, self._small.random)
+            self._random = None
+        self._membership.on_quiet(step)
+        self._membership.check(step_ends=step_ends)
+
+    def validates(self, step: int, extra: Callable[[], Any]) -> None:
+        """A validation begins behind `step`: what it needs to go on from here, with `extra` for this once. Averaged
+        weights may be swapped in for it. Peers may still be in it while this one is in the next step, and die there:
+        so this is what all go on from, until that step is over.
+
+        Raises as `quiet`.
+        """
+        self._session.step_is_over()
+        if self._small is not None:
+            self._small.keep(step, self._random, extra, swaps=True)
+            self._membership.draws.over(step, self._small.random)
+            self._validated, self._random = step, None
+        self._membership.check(step_ends=True)
+
+    def close(self) -> None:
+        """The adapter lets go of the model. What was kept may still be saved."""
+        if self._small is not None:
+            self._small.close()
+
+    def _check(self) -> None:
+        self._membership.check(step_ends=False)
+        self._membership.draws.ahead(unless_noted=True)
+
+    def _salvage(self) -> None:
+        small, state, ends = self._small, self._state, self._ends
+        self._small, self._state, self._ends = None, _nothing, ()  # they know the adapter, and it knows this
+        assert small is not None
+        small.close()
+        self.stepped = small.stepped
+        if (reason := small.roll_back()) == "":
+            self._session.salvage(small.step or 0, state(small.extra), small.random)
+        else:
+            log.info("job %s: the newest save is restored: %s", self._session.config.job, reason)
+        for end in ends:
+            end()
+
+
+def _nothing(_: Any) -> None: ...

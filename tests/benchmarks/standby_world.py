@@ -1,0 +1,144 @@
+"""How long a lost worker keeps the world from being full again, with a warm standby: an arm of `make bench-recovery`.
+
+A DDP job of three workers with two DataLoader workers each, under `elastic_run` and `dlrover-hooks run --standby 1`.
+Once a standby waits, one worker is killed in the middle of a step; the time runs until all three, the standby's worker
+among them, have made the step after. The victims take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.benchmarks.report import REPOSITORY, Figures
+
+WORLD = 3
+SCRIPT = """
+import json, os, sys, threading, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from dlrover_hooks import AsyncCheckpointer, elastic_loader, elastic_run
+
+pace = threading.Event()
+
+def note(**what):
+    line = json.dumps({"t": time.time(), "pid": os.getpid(), "rank": dist.get_rank(), "world": dist.get_world_size(),
+                       "local": int(os.environ["LOCAL_RANK"]), "round": int(os.environ["DLROVER_HOOKS_ROUND"]), **what})
+    with open(sys.argv[1], "a") as file:
+        file.write(line + chr(10))
+
+@elastic_run(max_recoveries=1000)
+def train():
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 1)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inner = DataLoader(TensorDataset(torch.randn(6000, 64)), batch_size=4, num_workers=2)
+    loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=12)
+    with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader) as checkpoints:
+        for _ in loader.epochs(1000):
+            for (x,) in loader:
+                loss = model(x).square().mean()
+                pace.wait(0.02)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                note(step=checkpoints.step)
+    dist.destroy_process_group()
+
+train()
+"""
+
+
+class Job:
+    """A launched job, its launcher, and what its workers have noted."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.notes = folder / "notes.jsonl"
+        self.notes.touch()
+        (folder / "train.py").write_text(SCRIPT)
+        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(WORLD), "--max-restarts", "1000", *options]
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [*command, str(folder / "train.py"), str(self.notes)], env=env, cwd=folder, stdout=self.log, stderr=self.log
+        )
+
+    def steps(self) -> list[dict[str, Any]]:
+        """One row per worker and optimizer step."""
+        return [json.loads(line) for line in self.notes.read_text().splitlines() if line.endswith("}")]
+
+    def until(self, found: Any, within_s: float = 120.0) -> Any:
+        """The first true answer of `found`."""
+        deadline = time.monotonic() + within_s
+        while not (answer := found()):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                self.log.seek(0)
+                raise RuntimeError(f"it did not come: {self.log.read()[-4000:]}")
+            select.select([], [], [], 0.02)
+        return answer
+
+    def standbys(self) -> int:
+        """So many idle ones wait: the launcher's children of that command line, less the server and those in a seat."""
+        in_seats, count = {row["pid"] for row in self.steps()}, 0
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                count += "dlrover_hooks.runtime.standby" in child.cmdline() and child.pid not in in_seats
+        return count - 1
+
+    def world_after(self, number: int) -> list[dict[str, Any]]:
+        """The first steps of all ranks in a full world later than round `number`; nothing before all have made one."""
+        first: dict[int, dict[str, Any]] = {}
+        for row in self.steps():
+            if row["round"] > number and row["world"] == WORLD:
+                first.setdefault(row["rank"], row)
+        return list(first.values()) if len(first) == WORLD else []
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+        self.log.close()
+
+
+def kill_one(job: Job, local_rank: int) -> tuple[float, int]:
+    """Seconds until the full world has made its next step, and the steps that were lost."""
+    job.until(lambda: job.standbys() >= 1)
+    last = max((row for row in job.steps() if row["local"] == local_rank), key=lambda row: row["t"])
+    os.kill(last["pid"], signal.SIGKILL)
+    killed = time.time()
+    world = job.until(lambda: job.world_after(last["round"]))
+    before = [row for row in job.steps() if row["round"] <= last["round"] and row["pid"] != last["pid"]]
+    made = max(row["step"] for row in before)  # what only the dead one had was not made
+    replaced = {row["pid"] for row in world} - {row["pid"] for row in before}
+    assert len(replaced) == 1, "more than the dead one was replaced"
+    return max(row["t"] for row in world) - killed, made + 1 - min(row["step"] for row in world)
+
+
+def measure(rounds: int) -> Figures:
+    """Median and maximum over that many kills, and the optimizer steps lost in all of them."""
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(Path(name), "--standby", "1")
+        try:
+            job.until(lambda: len(job.steps()) > 10 * WORLD)
+            kills = [kill_one(job, turn % WORLD) for turn in range(rounds)]
+        finally:
+            job.end()
+    taken = [seconds for seconds, _ in kills]
+    return {
+        "standby_full_world_s": statistics.median(taken),
+        "standby_full_world_max_s": max(taken),
+        "standby_steps_lost": float(sum(lost for _, lost in kills)),
+    }

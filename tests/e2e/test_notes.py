@@ -1,0 +1,29 @@
+"""Notes in a real keeper's memory: what a trainer leaves to who goes on for it (decision 0015)."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrover_hooks.checkpoint import wire
+from tests.e2e.kept import Kept, state
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def test_notes_outlive_whom_they_are_of_and_its_memory(kept: Kept) -> None:
+    """Those of all seats are read, whoever asks; larger memory takes them along."""
+    kept.keeper()
+    first, second = kept.trainer(0), kept.trainer(1, rank=1, world=2)
+    first.notes.leave(0, b"there is no memory yet")
+    assert first.save(1, state(1)) is not None
+    first.notes.leave(2, b"in the step")
+    kept.notice(wire.Hashed)
+    assert first.save(2, state(2, 1 << 20)) is not None
+    first.complete(kept.notice(wire.Hashed).generation)
+    assert {one.generation.step for one in first.held()} == {2}, "the smaller memory is gone"
+    first.close()
+    assert sorted(second.notes.recall()) == [b"in the step", b"there is no memory yet"]
+
+
+def test_there_are_no_notes_without_a_keeper(kept: Kept) -> None:
+    assert kept.trainer(deadline_s=0.1).notes.recall() == ()

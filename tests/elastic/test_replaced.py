@@ -1,0 +1,106 @@
+"""Who replaces a lost worker draws its random numbers (decision 0015): stories of more than one fault (DL-81)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.elastic.crew import Crew
+from tests.elastic.test_recovery import EPOCHS, STEPS, steps_of
+
+Crews = Callable[..., Crew]
+
+
+def test_the_round_after_loses_one_before_its_first_step_is_over(crew: Crews, calm: str) -> None:
+    """Rank 0 has made step 6 when the others are left in it: they have a note of within that step alone, and begin the
+    step after, which is lost, too: within that one they have noted something else.
+    """
+    one = crew(3, 3)
+    one.start(0)
+    one.start(1, at=("reduced", 5), what="kill", after_s=1.0)
+    one.start(2, at=("reduced", 5), what="fail", after_s=1.0)
+    one.replace(1, "w1", "again", at=("fetched", 6), what="kill", after_s=0.3)
+    one.replace(1, "again", "anew")
+    one.ended()
+    assert steps_of(one) == [6, 6]
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
+def test_lost_before_the_first_step_is_over(crew: Crews, calm: str) -> None:
+    """The script has seeded the generators before its function was called: each call finds them so."""
+    one = crew(3, 3, seeded=True)
+    one.start(0)
+    one.start(1, at=("backward", 0), what="kill")
+    one.start(2)
+    one.replace(1, "w1", "again")
+    one.ended()
+    assert one.end() == calm
+
+
+def test_at_the_end_of_an_epoch(crew: Crews, calm: str) -> None:
+    """Twice: as an epoch ends, and in the first step of the next one."""
+    one = crew(3, 3)
+    one.start(0)
+    one.start(1, at=("stepped", 3), what="kill", after_s=0.3)
+    one.start(2)
+    one.replace(1, "w1", "again", at=("fetched", 8), what="kill")
+    one.replace(1, "again", "anew")
+    one.ended()
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
+@pytest.mark.parametrize(("place", "step"), [("fetched", 1), ("stepped", 1)])
+def test_lost_in_the_first_steps(crew: Crews, calm: str, place: str, step: int) -> None:
+    """There is memory for notes before there is any for images."""
+    one = crew(3, 3)
+    one.start(0)
+    one.start(1, at=(place, step), what="kill", after_s=0.3)
+    one.start(2)
+    one.replace(1, "w1", "again")
+    one.ended()
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
+@pytest.mark.parametrize("place", ["grouped", "fetched", "stepped"])
+def test_who_replaces_one_dies_early(crew: Crews, calm: str, place: str) -> None:
+    """Before anything is restored, in its first step, or behind that; and the next one, too."""
+    one = crew(3, 3)
+    one.start(0)
+    one.start(1, at=("stepped", 5), what="kill", after_s=0.3)
+    one.start(2)
+    one.replace(1, "w1", "again", at=(place, 0 if place == "grouped" else 6), what="kill", after_s=0.2)
+    one.replace(1, "again", "anew", at=("stepped", 7), what="kill", after_s=0.2)
+    one.replace(1, "anew", "last")
+    one.ended()
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
+def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:
+    """Notes are of use in the memory of the keeper that is there, though nothing is saved in it yet."""
+    one = crew(3, 3, pace_s=0.2)
+    one.start(0)
+    one.start(1, at=("fetched", 14), what="kill")
+    one.start(2, at=("fetched", 5), what="hold")
+    one.until(lambda: one.events("trouble"))
+    one.new_keeper("n0")
+    one.release()
+    one.replace(1, "w1", "again")
+    one.ended()
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
+def test_a_second_call_has_nothing_left_to_train(crew: Crews) -> None:
+    """To end the process as one that came too late would leave out the rest of the script without a word."""
+    one = crew(1, 1, calls=2)
+    one.start(0)
+    one.ended()
+    (failed,) = one.events("failed")
+    assert failed["error"] == "UsageError"
+    assert "this process has trained it itself" in failed["text"]
+    one.check(STEPS, EPOCHS)

@@ -1,0 +1,32 @@
+"""Fixtures of tests with frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dlrover_hooks.checkpoint import link, room
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from tests import keepers
+from tests.pace import WAIT_S, paced_save
+
+
+@pytest.fixture(autouse=True)
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `tests.pace` and `tests.keepers`."""
+    monkeypatch.setattr(link, "_spawned", keepers.spawned)
+    monkeypatch.setattr(Checkpointer, "save", paced_save)
+    monkeypatch.setattr(room, "PREPARE_WAIT_S", WAIT_S)
+
+
+@pytest.fixture
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its state in singletons."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

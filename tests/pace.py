@@ -1,0 +1,47 @@
+"""Saves at the pace of real life, where steps take longer than hashing and votes do."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dlrover_hooks import courier
+from dlrover_hooks.checkpoint import room
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer, Saved
+from dlrover_hooks.protocol import Generation
+
+WAIT_S = 20.0
+save = Checkpointer.save
+_last = WeakKeyDictionary[Checkpointer, Generation]()
+_pause = threading.Event()
+
+
+def paced_save(self: Checkpointer, *args: Any, **options: Any) -> Saved | None:
+    """Each save of this process waits until the one before is memory-complete, or never will be.
+
+    Steps of a millisecond outrun the votes, and saves that find no slot are left out: where a run resumes would be
+    chance.
+    """
+    before, tries = _last.get(self), 0
+    while before is not None and not _settled(self, before) and tries < WAIT_S / 0.005:
+        _pause.wait(0.005)  # what the keeper and the votes do has no event here
+        tries += 1
+    saved = save(self, *args, **options)
+    if saved is not None:
+        _last[self] = saved.generation
+    return saved
+
+
+def _settled(engine: Checkpointer, before: Generation) -> bool:
+    """It is complete, or never will be: it was dropped here, or another rank has left it out."""
+    return engine._newest_complete == before or engine.error is not None or before in (engine.others.hopeless or ())
+
+
+def pace() -> None:
+    """From here on, in this process. What is complete is asked for often: in real life a second is no long time; and
+    memory is there before the first save, however slow the machine.
+    """
+    Checkpointer.save = paced_save
+    room.PREPARE_WAIT_S = WAIT_S
+    courier.BEAT_S = 0.02

@@ -1,0 +1,224 @@
+"""Harm, at random moments, of the kinds that the seed has switched on. When it stops, everything is mended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.simulation.agent import Agent
+from tests.simulation.free import FreeWorker
+from tests.simulation.loop import Process
+from tests.simulation.memory import Keeper
+from tests.simulation.node import Node
+from tests.simulation.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+FORGETS = {"kill keeper", "crash node", "replace node", "damage image"}
+"""Behind these a node does not hold in memory what it held."""
+
+
+class Chaos:
+    """`begin` sets it going; it stops by itself after `Swarm.trouble_s`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.over = False
+        self._frozen: list[Process] = []
+        self._kinds = {
+            "kill worker": self._kill_worker,
+            "worker fails": self._fail_worker,
+            "kill keeper": self._kill_keeper,
+            "kill agent": self._kill_agent,
+            "crash node": self._crash_node,
+            "replace node": self._replace_node,
+            "kill master": self._kill_master,
+            "stop worker": lambda: self._stop_one(self._worker()),
+            "stop agent": lambda: self._stop_one(self._agent()),
+            "stop master": lambda: self._stop(self.world.host.process),
+            "stop keeper": lambda: self._stop_one(self._node().keeper),
+            "partition": self._partition,
+            "clog": self._clog,
+            "disk full": self._fill_disk,
+            "storage fails": self._break_storage,
+            "set clock": self._set_clock,
+            "damage image": self._damage,
+            "preempt": self._preempt,
+            "slander": self._slander,
+        }
+
+    def begin(self) -> None:
+        if self.world.swarm.faults:
+            self.world.loop.deliver(self._pause_s(), self._strike)
+        self.world.loop.deliver(self.world.swarm.trouble_s, self._end)
+
+    def _pause_s(self) -> float:
+        return self.world.chance.expovariate(1.0 / self.world.swarm.every_s)
+
+    def _strike(self) -> None:
+        if self.over:
+            return
+        kind = self.world.chance.choice(self.world.swarm.faults)
+        whom = self._kinds[kind]()
+        if whom:
+            self.world.promises.memory_lost |= kind in FORGETS
+            self.world.story.fault(self.world.loop.now, kind, whom)
+        self.world.loop.deliver(self._pause_s(), self._strike)
+
+    def _end(self) -> None:
+        """Everything works from now on."""
+        self.over = True
+        world = self.world
+        world.network.heal()
+        world.host.disk.full = world.store.failing = False
+        for process in self._frozen:
+            process.thaw()
+        world.tell("world", "all faults are over")
+
+    def _later(self, low: float, high: float, call: object) -> float:
+        seconds = self.world.chance.uniform(low, high)
+        self.world.loop.deliver(seconds, call)  # pyright: ignore[reportArgumentType]
+        return seconds
+
+    # ---- whom --------------------------------------------------------------------------------------------------------
+
+    def _node(self) -> Node:
+        return self.world.nodes[self.world.chance.choice(sorted(self.world.nodes))]
+
+    def _worker(self) -> Worker | FreeWorker | None:
+        node = self._node()
+        if isinstance(node.agent, FreeWorker):
+            return None if node.agent.process.dead else node.agent
+        alive = [worker for worker in node.workers if not worker.process.dead]
+        return self.world.chance.choice(alive) if alive else None
+
+    def _agent(self) -> Agent | None:
+        agent = self._node().agent
+        return agent if isinstance(agent, Agent) and not agent.process.dead else None
+
+    # ---- what --------------------------------------------------------------------------------------------------------
+
+    def _kill_worker(self) -> str:
+        worker = self._worker()
+        if worker is None:
+            return ""
+        worker.process.kill()
+        if isinstance(worker, FreeWorker):
+            self.world.restart_agent(worker.node)
+        return worker.process.name
+
+    def _fail_worker(self) -> str:
+        worker = self._worker()
+        if worker is None:
+            return ""
+        worker.told_to_fail = True
+        return worker.process.name
+
+    def _preempt(self) -> str:
+        worker = self._worker()
+        if not isinstance(worker, Worker):
+            return ""
+        worker.preempted = True
+        return worker.process.name
+
+    def _slander(self) -> str:
+        """An agent says that another's worker has ended."""
+        worker, agent = self._worker(), self._agent()
+        if not isinstance(worker, Worker) or agent is None or agent.node.name == worker.node:
+            return ""
+        agent.process.spawn(agent.slander(worker.incarnation))
+        return f"{agent.process.name} of {worker.process.name}"
+
+    def _kill_keeper(self) -> str:
+        node = self._node()
+        if node.keeper is None:
+            return ""
+        node.lose_keeper()
+        return f"{node.name}.keeper"
+
+    def _kill_agent(self) -> str:
+        agent = self._agent()
+        if agent is None:
+            return ""
+        agent.process.kill()
+        for worker in list(agent.node.workers):
+            worker.process.kill()
+        self.world.restart_agent(agent.node)
+        return agent.process.name
+
+    def _crash_node(self) -> str:
+        node = self._node()
+        if node.name in self.world.network.gone:
+            return ""
+        node.crash()
+        return f"{node.name}, back in {self._later(1.0, 60.0, node.boot):.1f} s"
+
+    def _replace_node(self) -> str:
+        node = self._node()
+        if node.name in self.world.network.gone:
+            return ""
+        node.crash()
+        new = self.world.replace(node)
+        return f"{node.name}, by {new.name} in {self._later(1.0, 60.0, new.boot):.1f} s"
+
+    def _kill_master(self) -> str:
+        host = self.world.host
+        if host.process is None:
+            return ""
+        name, how = host.process.name, host.kill()
+        return f"{name} {how}, next in {self._later(0.1, 8.0, host.start):.1f} s"
+
+    def _stop(self, process: Process | None) -> str:
+        if process is None or process.frozen:
+            return ""
+        process.freeze()
+        self._frozen.append(process)
+        return f"{process.name} for {self._later(0.1, 40.0, process.thaw):.1f} s"
+
+    def _stop_one(self, one: Worker | FreeWorker | Agent | Keeper | None) -> str:
+        return self._stop(one.process if one is not None else None)
+
+    def _partition(self) -> str:
+        world, node = self.world, self._node().name
+        seconds = world.chance.uniform(0.5, 40.0)
+        world.network.cut[node] = world.loop.now + seconds
+        world.loop.deliver(seconds, lambda: world.network.cut.pop(node, None))
+        return f"{node} for {seconds:.1f} s"
+
+    def _clog(self) -> str:
+        world, node = self.world, self._node().name
+        world.network.clogged[node] = factor = world.chance.choice((10.0, 100.0, 1000.0))
+        self._later(1.0, 30.0, lambda: world.network.clogged.pop(node, None))
+        return f"{node}, {factor:g} times slower"
+
+    def _fill_disk(self) -> str:
+        disk = self.world.host.disk
+        disk.full = True
+
+        def mend() -> None:
+            disk.full = False
+
+        return f"the journal's, for {self._later(0.1, 5.0, mend):.1f} s"
+
+    def _break_storage(self) -> str:
+        store = self.world.store
+        store.failing = True
+
+        def mend() -> None:
+            store.failing = False
+
+        return f"for {self._later(0.5, 30.0, mend):.1f} s"
+
+    def _set_clock(self) -> str:
+        host = self.world.host
+        host.offset_s += (step := self.world.chance.choice((-100.0, -5.0, -0.5, 0.5, 5.0, 100.0)))
+        return f"the master's, by {step:+g} s"
+
+    def _damage(self) -> str:
+        keeper = self._node().keeper
+        if keeper is None or not keeper.images:
+            return ""
+        key = self.world.chance.choice(sorted(keeper.images))
+        keeper.images[key] = keeper.images[key]._replace(damaged=True)
+        return f"seat {key[0]}, slot {key[1]} of {keeper.process.name}: {keeper.images[key].generation}"

@@ -1,0 +1,256 @@
+"""The core, broken in one place each: what the simulation must notice. Each breaks it for as long as `patch` holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import pytest
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.errors import Stale
+from dlrover_hooks.master.core import (
+    answers,
+    checkpoints,
+    ledger,
+    membership,
+    nodes,
+    partitions,
+    restore,
+    rounds,
+    seating,
+)
+from dlrover_hooks.master.journal import Journal
+
+Patch = pytest.MonkeyPatch
+
+
+def lease_twice(patch: Patch) -> None:
+    """Now and then positions are handed out and stay in TODO."""
+    real, turn = partitions.take, itertools.count(1)
+
+    def take(books: Any, span: Any, size: int, batch: int) -> Any:
+        before = books.next
+        piece = real(books, span, size, batch)
+        if piece is not None and piece.lo == before and next(turn) % 7 == 0:
+            books.next = before
+        return piece
+
+    patch.setattr(partitions, "take", take)
+
+
+def commit_early(patch: Patch) -> None:
+    """The last file is not waited for."""
+    real: Any = checkpoints._COUNT[p.VoteKind.STORED]
+
+    def count(saves: Any, settings: Any, job: str, entry: Any, event: Any, now: float) -> Any:
+        if entry.in_storage == entry.world_size - 2 and entry.stored[event.rank] is None:
+            entry.in_storage += 1
+        return real(saves, settings, job, entry, event, now)
+
+    patch.setitem(checkpoints._COUNT, p.VoteKind.STORED, count)
+
+
+def complete_early(patch: Patch) -> None:
+    """The last rank's memory is not waited for."""
+    real: Any = checkpoints._COUNT[p.VoteKind.MEMORY]
+
+    def count(saves: Any, settings: Any, job: str, entry: Any, event: Any, now: float) -> Any:
+        if entry.in_memory == entry.world_size - 2 and not entry.memory[event.rank]:
+            entry.in_memory += 1
+        return real(saves, settings, job, entry, event, now)
+
+    patch.setitem(checkpoints._COUNT, p.VoteKind.MEMORY, count)
+
+
+def count_echoes(patch: Patch) -> None:
+    """Whoever dies of a broken round costs a restart, too."""
+    real = membership._part
+
+    def part(job: Any, incarnation: str, how: str, *rest: Any) -> Any:
+        current = job.rounds.round
+        if current is not None and current.phase is p.Phase.BROKEN and incarnation in current.members:
+            job.failures += how == rounds.LOST and current.members[incarnation].live
+        return real(job, incarnation, how, *rest)
+
+    patch.setattr(membership, "_part", part)
+
+
+def forget_an_event(patch: Patch) -> None:
+    """Now and then an event does not reach the journal."""
+    real, turn = Journal.append, itertools.count(1)
+
+    def append(self: Journal, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
+        real(self, [record for record in records if next(turn) % 11], snapshot)
+
+    patch.setattr(Journal, "append", append)
+
+
+def answer_early(patch: Patch) -> None:
+    """A repeated request is answered though the first one is not durable yet."""
+    from dlrover_hooks.master.runtime import Runtime
+
+    patch.setattr(Runtime, "_answer_after_commits", lambda self, done, reply: done.set_result(reply))
+
+
+def count_the_stale(patch: Patch) -> None:
+    """A vote of an older life, or for an older attempt, counts."""
+    real: Any = answers._TABLE[p.Vote]
+
+    def vote(job: Any, event: p.Vote, now: float, effects: Any) -> Any:
+        try:
+            return real(job, event, now, effects)
+        except Stale:
+            if not job.attempt or job.finished or event.rank >= job.rounds.round.world_size:
+                raise
+            event = msgspec.structs.replace(event, world_size=job.rounds.round.world_size)
+            checkpoints.vote(job.saves, job.settings, job.name, event, now)
+            return checkpoints.voted(job.saves)
+
+    patch.setitem(answers._TABLE, p.Vote, vote)
+
+
+def seat_the_dead(patch: Patch) -> None:
+    """Whoever dies while it waits for a seat still gets it."""
+    real = rounds.part
+
+    def part(known: Any, incarnation: str, how: str) -> bool:
+        return incarnation not in known.seats and real(known, incarnation, how)
+
+    patch.setattr(rounds, "part", part)
+
+
+def restore_a_half(patch: Patch) -> None:
+    """A generation that some ranks have in memory is taken for whole."""
+    real = restore.in_memory
+
+    def in_memory(offers: Any, ranks_by_node: Any) -> Any:
+        held = [slot for node, slots in offers.held.items() if node in ranks_by_node for slot in slots]
+        halves = [p.Restore(slot.generation, slot.world_size, p.Source.MEMORY) for slot in held]
+        return real(offers, ranks_by_node) + halves
+
+    patch.setattr(restore, "in_memory", in_memory)
+
+
+def keep_the_done(patch: Patch) -> None:
+    """A ledger does not go back with the model."""
+    real = ledger.roll_back
+
+    def roll_back(books: Any, cut: Any, fence: int) -> None:
+        done = {name: one.done.copy() for name, one in books.books.items()}
+        for name, more in done.items():
+            more.update(cut.get(name, type(more)()))
+        real(books, done, fence)
+
+    patch.setattr(ledger, "roll_back", roll_back)
+
+
+def hear_no_death(patch: Patch) -> None:
+    """A lease that ran out means nothing."""
+
+    def verdicts(known: Any, now: float) -> list[Any]:
+        real(known, now)
+        return []
+
+    real = nodes.verdicts
+    patch.setattr(nodes, "verdicts", verdicts)
+
+
+def restore_the_oldest(patch: Patch) -> None:
+    """Not the newest generation is chosen."""
+    real = restore.newest
+
+    def newest(candidates: Any, run: str, refused: Any) -> Any:
+        found = real(candidates, run, refused)
+        older = [one for one in candidates if found is not None and one.generation < found.generation]
+        return real(older, run, refused) or found
+
+    patch.setattr(restore, "newest", newest)
+
+
+def tell_of_no_newcomer(patch: Patch) -> None:
+    """Nobody makes room."""
+    patch.setattr(rounds, "newcomers", lambda known: 0)
+
+
+def wait_for_nobody(patch: Patch) -> None:
+    """A round forms before all survivors are back."""
+
+    def enough(known: Any) -> bool:
+        return len(known.seats) >= known.min_workers
+
+    patch.setattr(seating, "_enough", enough)
+
+
+def believe_strangers(patch: Patch) -> None:
+    """Whoever says that a worker ended is believed."""
+
+    real = rounds.reapers
+
+    def reapers(known: Any, worker: str) -> set[str]:
+        return real(known, worker) | set(known.round.agents if known.round else ()) | set(known.waiting)
+
+    patch.setattr(rounds, "reapers", reapers)
+
+
+def forget_who_sat_where(patch: Patch) -> None:
+    """A replaced worker's rank goes to the next one."""
+    patch.setattr(seating, "_heirs", lambda known: {})
+
+
+def move_survivors_up(patch: Patch) -> None:
+    """Those behind a gap take lower ranks."""
+
+    def order(known: Any, joins: list[Any]) -> list[Any]:
+        pairs = [(join, seat) for join in joins for seat in join.seats]
+        return sorted(pairs, key=lambda pair: (*seating._standing(known, pair[0].node, pair[1]), pair[1].incarnation))
+
+    patch.setattr(seating, "_order", order)
+
+
+def prefer_votes(patch: Patch) -> None:
+    """A lone image does not count."""
+    real = restore.in_memory
+
+    def in_memory(offers: Any, ranks_by_node: Any) -> Any:
+        alone = sum(map(len, ranks_by_node.values())) == 1
+        return [one for one in real(offers, ranks_by_node) if alone or one.world_size > 1]
+
+    patch.setattr(restore, "in_memory", in_memory)
+
+
+def make_do_with_less(patch: Patch) -> None:
+    """One worker fewer than asked for will do."""
+    real = rounds.add
+
+    def add(known: Any, join: Any, now: float) -> bool:
+        broken = real(known, join, now)
+        known.min_workers = max(1, known.min_workers - 1)
+        return broken
+
+    patch.setattr(rounds, "add", add)
+
+
+MUTANTS: tuple[Callable[[Patch], None], ...] = (
+    lease_twice,
+    commit_early,
+    complete_early,
+    count_echoes,
+    forget_an_event,
+    answer_early,
+    count_the_stale,
+    seat_the_dead,
+    restore_a_half,
+    keep_the_done,
+    hear_no_death,
+    restore_the_oldest,
+    tell_of_no_newcomer,
+    wait_for_nobody,
+    believe_strangers,
+    forget_who_sat_where,
+    move_survivors_up,
+    prefer_votes,
+    make_do_with_less,
+)

@@ -1,0 +1,82 @@
+"""DL-90: what goes wrong for one trainer costs neither the keeper nor another one's line."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.address import dial, listen
+from dlrover_hooks.checkpoint.loop import Loop
+from dlrover_hooks.checkpoint.peer import Peer
+
+
+class House:
+    """A loop whose room raises what nobody foresaw when it is asked to drop a run."""
+
+    def __init__(self, path: str) -> None:
+        self.heard: list[Any] = []
+        self.lost: list[Peer] = []
+        self.loop = Loop(listen(path), self.take, self.lose)
+        self.lines = [dial(path), dial(path)]
+        self.turn(lambda: len(self.loop.peers) == 2)
+
+    def take(self, peer: Peer, message: Any, fd: int) -> None:
+        if isinstance(message, wire.Drop):
+            raise ZeroDivisionError
+        self.heard.append(message)
+
+    def lose(self, peer: Peer) -> None:
+        self.lost.append(peer)
+        raise LookupError
+
+    def turn(self, done: Any) -> None:
+        for _ in range(20):
+            if done():
+                return
+            self.loop.turn(0.5)
+        raise AssertionError("never")
+
+    def say(self, line: int, message: wire.Wire) -> None:
+        connection = self.lines[line]
+        assert connection is not None
+        connection.sendall(wire.frame(message))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(str(tmp_path / "keeper.sock"))
+    yield made
+    made.loop.close_door()
+    made.loop._selector.close()
+    for line in (*made.lines, *(peer.socket for peer in made.loop.peers), made.loop._bell, made.loop._ring):
+        if isinstance(line, socket.socket):
+            line.close()
+
+
+def test_an_order_that_fails_ends_its_line_alone(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    house.say(0, wire.Drop(run="r"))
+    house.turn(lambda: house.lost)
+    house.say(1, wire.Inventory(ref=5))
+    house.turn(lambda: house.heard)
+    assert [one.ref for one in house.heard] == [5]
+    assert len(house.loop.peers) == 1
+    assert "could not be done: its line is ended" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    assert "LookupError" in caplog.text
+
+
+def test_a_call_that_fails_does_not_keep_the_next_one(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """What crews hand in: the outcomes of hashing, storing and fetching."""
+    done: list[int] = []
+    with caplog.at_level(logging.ERROR):
+        house.loop.post(lambda: done.append(1 // 0))
+        house.loop.post(lambda: done.append(2))
+        house.turn(lambda: done)
+    assert done == [2]
+    assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,89 @@
+"""What is told of a round that is over for whoever hears it is no news (DL-81, DL-85)."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dlrover_hooks import config
+from dlrover_hooks.checkpoint.wire import Hashed
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import MasterAway
+from dlrover_hooks.protocol import Generation, JobView, Notice, Phase
+from dlrover_hooks.runtime.agent import Agent
+from dlrover_hooks.runtime.options import Options
+from dlrover_hooks.runtime.regroup import Membership
+from dlrover_hooks.runtime.speaker import Station
+from dlrover_hooks.session import Session
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    """Of round 2; it never speaks to its master here."""
+    with contextlib.ExitStack() as owned:
+        selector = owned.enter_context(selectors.DefaultSelector())
+        client = MasterClient(NOWHERE, incarnation="a")
+        owned.callback(client.close)
+        workers: Any = None
+        station = Station("job", "node", "127.0.0.1")
+        made = Agent(Options(command=("true",)), station, client, workers, selector, lambda: None, fresh=False)
+        owned.callback(made._ear.close)
+        made._round = 2
+        yield made
+
+
+@pytest.mark.parametrize(("number", "waiting"), [(1, 0), (2, 1)])
+def test_a_newcomer_that_was_taken_in_breaks_no_round(agent: Agent, number: int, waiting: int) -> None:
+    """It had waited for a place in round 1, and hears of itself when it has one in round 2."""
+    agent._ear._hear(Notice(number, waiting=1))
+    assert agent._listen() == (False, waiting)
+
+
+@pytest.mark.parametrize(
+    ("number", "phase", "for_all"), [(3, Phase.TRAINING, False), (3, Phase.BROKEN, True), (2, Phase.ATTACHING, True)]
+)
+def test_a_node_that_found_no_place_does_not_end_the_job(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, number: int, phase: Phase, for_all: bool
+) -> None:
+    """The others train without it: it goes home. Only where no round forms for anybody, the job is over."""
+    view = JobView("job", "run", 1, number, phase, 7)
+    monkeypatch.setattr(agent._speaker, "view", lambda: view)
+    over = agent._no_round(60.0)
+    assert (over.code, over.for_all) == (77, for_all)
+    assert ("no place for it became free within 60 s" in over.why) is not for_all
+
+
+@pytest.mark.parametrize(("number", "crowded"), [(1, False), (2, True)])
+def test_a_survivor_makes_room_once(number: int, crowded: bool) -> None:
+    settings = config.load({}, master=NOWHERE, job="job")
+    membership = Membership(settings, config.Place(incarnation="w", world_size=2), lambda: None)
+    membership.seated(2)
+    membership._noticed(Notice(number, waiting=1))
+    assert membership.crowded is crowded
+    membership.close()
+
+
+def test_a_survivor_does_not_wait_for_a_master_that_has_gone() -> None:
+    """Though a round may take ten minutes to form: nobody answers (DL-90)."""
+    settings = config.load({}, master=NOWHERE, job="job")
+    place = config.Place(incarnation="w", world_size=2, master_away_s=0.3)
+    membership = Membership(settings, place, lambda: None)
+    with pytest.raises(MasterAway, match=f"the master at {NOWHERE} has not answered for 0.3 s"):
+        membership.join(600.0)
+    membership.close()
+
+
+@pytest.mark.parametrize(("attempt", "votes"), [(0, 0), (3, 1)])
+def test_a_save_of_the_round_before_is_not_voted_for(attempt: int, votes: int) -> None:
+    """Until a session begins, its engine hears of the life before: a vote would be stale, and end the worker."""
+    told: list[Any] = []
+    session = cast("Any", SimpleNamespace(attempt=attempt, _courier=SimpleNamespace(notice=told.append)))
+    Session.heard(session, Hashed(generation=Generation(2, 5, "run"), rank=0, world_size=2))
+    assert len(told) == votes

@@ -1,0 +1,50 @@
+"""How many nodes and workers, and what becomes of them: ED-14, ED-37 to ED-39."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.runtime.options import Bounds, Level, Options, bounds, check
+
+COMMAND = ("true",)
+
+
+@pytest.mark.parametrize(("text", "found"), [("4", Bounds(4, 4)), ("2:4", Bounds(2, 4)), (" 1 : 1 ", Bounds(1, 1))])
+def test_a_number_or_a_range(text: str, found: Bounds) -> None:
+    assert bounds(text, "--nnodes") == found
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "", "a", "1:", ":2", "1:2:3", "-1"])
+def test_others_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        bounds(text, "--nnodes")
+    assert "--nnodes 2:4" in refusal.value.hint
+
+
+def test_the_level_is_torchruns_way_unless_asked_for() -> None:
+    assert Options(command=COMMAND, workers=Bounds(2, 2)).fault_level is Level.HOT
+    assert Options(command=COMMAND, workers=Bounds(1, 2)).fault_level is Level.ELASTIC
+    assert Options(command=COMMAND, nodes=Bounds(1, 2), level=Level.SHRINK).fault_level is Level.SHRINK
+
+
+def test_the_bounds_of_the_job_are_those_of_nodes_times_workers() -> None:
+    options = Options(command=COMMAND, nodes=Bounds(2, 4), workers=Bounds(7, 8))
+    assert (options.min_workers, options.max_workers) == (14, 32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(command=COMMAND, workers=Bounds(1, 2), level=Level.HOT),
+        Options(command=COMMAND, level=Level.SHRINK),
+        Options(command=COMMAND, workers=Bounds(2, 2), level=Level.ELASTIC),
+        Options(command=COMMAND, nodes=Bounds(2, 2)),
+        Options(command=COMMAND, standby=1),
+        Options(command=COMMAND, hang_timeout_s=1.0),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_a_way_out(options: Options) -> None:
+    with pytest.raises(UsageError) as refusal:
+        check(options)
+    assert refusal.value.hint

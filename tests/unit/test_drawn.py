@@ -1,0 +1,140 @@
+"""Which note of a random state counts for who goes on with a rank (DL-81)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from dlrover_hooks import drawn, rng
+from dlrover_hooks.protocol import Generation
+
+RUN = "5e" * 16
+
+
+def at(step: int, attempt: int = 1, run: str = RUN) -> Generation:
+    return Generation(attempt, step, run)
+
+
+class Kept:
+    """What a process left behind, as if it had been killed at this moment."""
+
+    def __init__(self, rank: int = 1, world_size: int = 3, begun: int = 0) -> None:
+        self.notes: dict[int, bytes] = {}
+        self.draws = drawn.Draws(self.notes.__setitem__)
+        self.draws.begin(at(begun), rank, world_size)
+
+    def find(self, generation: Generation, rank: int = 1, world_size: int = 3) -> dict[str, Any] | None:
+        found = drawn.find(self.notes.values(), generation, rank, world_size)
+        return drawn.state(found) if found is not None else None
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Random states with names; the one that is captured next is `now`."""
+    made = {name: {"python": (3, (number,), None)} for number, name in enumerate(("five", "six", "seven", "now"))}
+    monkeypatch.setattr(rng, "capture", lambda: made["now"])
+    return made
+
+
+def test_the_last_two_steps_are_known(states: dict[str, Any]) -> None:
+    kept = Kept()
+    for step, name in ((5, "five"), (6, "six"), (7, "seven")):
+        kept.draws.over(step, states[name])
+    assert [kept.find(at(step)) for step in (5, 6, 7)] == [None, states["six"], states["seven"]]
+
+
+def test_the_newest_word_on_a_step_counts(states: dict[str, Any]) -> None:
+    """A validation begins behind a step, and is over: the step before stays."""
+    kept = Kept()
+    for step, name in ((5, "five"), (6, "six"), (6, "seven")):
+        kept.draws.over(step, states[name])
+    assert [kept.find(at(step)) for step in (5, 6)] == [states["five"], states["seven"]]
+
+
+def test_within_a_step_that_the_others_made(states: dict[str, Any]) -> None:
+    """Also where a step counts as two, and in the first one of a life; not for the step before."""
+    kept = Kept(begun=4)
+    kept.draws.ahead()
+    assert [kept.find(at(step)) for step in (4, 5, 6)] == [None, states["now"], states["now"]]
+    kept.draws.over(5, states["five"])
+    assert kept.find(at(5)) == states["five"], "it came to the end of the step"
+
+
+@pytest.mark.parametrize(
+    ("generation", "rank", "world_size"),
+    [(at(5, attempt=2), 1, 3), (at(6, attempt=2), 1, 3), (at(5, run="ab" * 16), 1, 3), (at(5), 0, 3), (at(5), 1, 2)],
+)
+def test_of_another_attempt_run_rank_or_world(
+    states: dict[str, Any], generation: Generation, rank: int, world_size: int
+) -> None:
+    kept = Kept()
+    kept.draws.over(5, states["five"])
+    kept.draws.ahead()
+    assert kept.find(generation, rank, world_size) is None
+
+
+def test_the_last_reduction_of_a_step_counts_and_its_beginning_only_without_one(states: dict[str, Any]) -> None:
+    """Gradients may be reduced in each micro-batch. A loop that reduces by itself has the optimizer's step alone."""
+    kept = Kept()
+    for name in ("five", "six"):
+        states["now"] = states[name]
+        kept.draws.ahead()
+    states["now"] = states["seven"]
+    kept.draws.ahead(unless_noted=True)
+    assert kept.find(at(1)) == states["six"]
+    kept.draws.over(1, states["five"])
+    kept.draws.ahead(unless_noted=True)
+    assert kept.find(at(2)) == states["seven"]
+
+
+def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: dict[str, Any]) -> None:
+    """Whoever had that rank before; and what this process knew of its own rank, if only from within the step."""
+    kept = Kept(rank=1)
+    kept.draws.over(4, states["five"])
+    kept.draws.ahead()
+    other = Kept(rank=0)
+    other.draws.over(5, states["six"])
+    for attempt in (2, 3):
+        begun = drawn.find([*kept.draws.notes, *other.draws.notes], at(5), 0, 3)
+        kept.draws.begin(at(5, attempt), 0, 3, at(5), begun)
+        states["now"] = states["seven"]
+        kept.draws.ahead()
+        assert kept.find(at(5), rank=0) == states["six"]
+        assert kept.find(at(5), rank=1) == {"python": (3, (3,), None)}
+    kept.draws.over(6, states["seven"])
+    assert kept.find(at(6, 3), rank=0) == states["seven"]
+    assert kept.find(at(5), rank=0) == states["six"]
+
+
+def test_nothing_is_noted_before_a_life_begins(states: dict[str, Any]) -> None:
+    notes: dict[int, bytes] = {}
+    draws = drawn.Draws(notes.__setitem__)
+    draws.over(5, states["five"])
+    draws.ahead()
+    assert not notes
+    assert not draws.notes
+
+
+def test_what_cannot_be_read_is_passed_over(states: dict[str, Any]) -> None:
+    """Of another version, or torn by a way that was not thought of."""
+    kept = Kept()
+    kept.draws.over(5, states["five"])
+    (whole,) = kept.draws.notes
+    damaged = [b"\x00", whole[:40], msgspec.msgpack.encode([1, 2])]
+    assert drawn.find([*damaged, whole], at(5), 1, 3) == whole
+    assert drawn.find(damaged, at(5), 1, 3) is None
+
+
+def test_it_comes_back_exactly() -> None:
+    state = rng.capture()
+    kept = Kept()
+    kept.draws.over(5, state)
+    found = kept.find(at(5))
+    assert found is not None
+    assert found["python"] == state["python"]
+    assert np.array_equal(found["numpy"][1], state["numpy"][1])
+    assert torch.equal(found["torch"], state["torch"])

@@ -1,0 +1,169 @@
+"""Preemption notices: the documented answers, and pollers against a real HTTP server (DL-90)."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.runtime.notices import NoAnswer, Notice, Poller, aws, azure, gcp, source
+
+NOW = 1_700_000_000.0
+
+
+def event(kind: str = "Preempt", machine: str = "vm0", when: str = "Tue, 14 Nov 2023 22:14:00 GMT") -> bytes:
+    found = {"EventId": "1", "EventType": kind, "ResourceType": "VirtualMachine", "Resources": ["vm9", machine]}
+    found |= {"EventStatus": "Scheduled", "NotBefore": when, "Description": "", "DurationInSeconds": -1}
+    return json.dumps({"DocumentIncarnation": 3, "Events": [found]}).encode()
+
+
+def test_aws() -> None:
+    assert aws(404, b"<html/>") is None
+    body = b'{"action": "terminate", "time": "2023-11-14T22:15:20Z"}'
+    assert aws(200, body) == Notice("aws: spot instance terminate", NOW + 120)
+    for status, wrong in ((200, b"{}"), (200, b'{"action": "stop", "time": "soon"}'), (401, b""), (500, b"")):
+        with pytest.raises(NoAnswer):
+            aws(status, wrong)
+
+
+def test_gcp() -> None:
+    assert gcp(200, b"FALSE", NOW) is None
+    assert gcp(200, b"TRUE\n", NOW) == Notice("gcp: preempted", NOW + 30)
+    for status, wrong in ((200, b"<html>"), (404, b"")):
+        with pytest.raises(NoAnswer):
+            gcp(status, wrong, NOW)
+
+
+def test_azure() -> None:
+    assert azure(200, b'{"DocumentIncarnation": 1, "Events": []}', "vm0", NOW) is None
+    assert azure(200, event(), "vm0", NOW) == Notice("azure: Preempt", NOW + 40)
+    assert azure(200, event(when=""), "vm0", NOW) == Notice("azure: Preempt", NOW + 30)
+    assert azure(200, event(), "vm1", NOW) is None, "another machine of the scale set"
+    assert azure(200, event("Freeze"), "vm0", NOW) is None, "a pause of some seconds"
+    for status, wrong in ((200, b"[]"), (200, event(when="soon")), (410, b"")):
+        with pytest.raises(NoAnswer):
+            azure(status, wrong, "vm0", NOW)
+
+
+class Metadata(http.server.ThreadingHTTPServer):
+    """A metadata service of all three clouds; `gone` says what is asked for a notice."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.tokens = 0
+        self.gone = threading.Event()
+        super().__init__(("127.0.0.1", 0), _Answers)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    server: Metadata  # pyright: ignore[reportIncompatibleVariableOverride]  # whose handler it is
+
+    def do_PUT(self) -> None:
+        assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+        self.server.tokens += 1
+        self._answer(200, f"token{self.server.tokens}".encode())
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        gone = self.server.gone.is_set()
+        if "instance-action" in self.path:
+            if self.headers["X-aws-ec2-metadata-token"] != "token2":  # the first one runs out at once
+                self._answer(401, b"")
+            else:
+                self._answer(*(200, b'{"action": "stop", "time": "2023-11-14T22:15:20Z"}') if gone else (404, b""))
+        elif "preempted" in self.path and self.headers["Metadata-Flavor"] == "Google":
+            self._answer(200, b"TRUE" if self.server.gone.wait(3) else b"FALSE")
+        elif "compute/name" in self.path and self.headers["Metadata"] == "true":
+            self._answer(200, b"vm0")
+        elif "scheduledevents" in self.path and self.headers["Metadata"] == "true":
+            self._answer(200, event() if gone else b'{"Events": []}')
+        else:
+            self._answer(400, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata() -> Iterator[Metadata]:
+    server = Metadata()
+    yield server
+    server.gone.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def poll() -> Iterator[Callable[[str], tuple[threading.Event, list[Notice]]]]:
+    """Polls `--preemption TEXT`; what it heard, and the event that it did."""
+    pollers = []
+
+    def start(text: str) -> tuple[threading.Event, list[Notice]]:
+        heard, event, asked = list[Notice](), threading.Event(), source(text)
+        assert asked is not None
+
+        def hear(notice: Notice) -> None:
+            heard.append(notice)
+            event.set()
+
+        pollers.append(Poller(asked, hear, every_s=0.02))
+        return event, heard
+
+    yield start
+    for one in pollers:
+        one.close()
+
+
+@pytest.mark.parametrize(("cloud", "reason"), [("aws", "stop"), ("gcp", "preempted"), ("azure", "Preempt")])
+def test_a_poller_hears_its_cloud(metadata: Metadata, poll: Callable, cloud: str, reason: str) -> None:
+    """Nothing before, the notice once it is there; a token that ran out is got anew."""
+    told, heard = poll(f"{cloud}:{metadata.url}")
+    deadline = time.monotonic() + 5
+    while len(metadata.asked) < (1 if cloud == "gcp" else 3):
+        assert not told.wait(0.01)
+        assert time.monotonic() < deadline
+    metadata.gone.set()
+    assert told.wait(5)
+    assert reason in heard[0].reason
+
+
+def test_a_touched_file(tmp_path: Path, poll: Callable) -> None:
+    path = tmp_path / "preempt"
+    told, heard = poll(f"file:{path}")
+    assert not told.wait(0.1)
+    path.write_text("90")
+    assert told.wait(5)
+    assert heard[0].at == pytest.approx(time.time() + 90, abs=5)
+
+
+def test_a_service_that_is_not_there_is_asked_on(poll: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    """On another machine than the flag says: one warning, no end."""
+    told, _ = poll("aws:http://127.0.0.1:9")
+    deadline = time.monotonic() + 5
+    while "no answer yet" not in caplog.text:
+        assert not told.wait(0.01)
+        assert time.monotonic() < deadline
+
+
+def test_words() -> None:
+    assert source("none") is None
+    for wrong in ("alibaba", "file:", "aws:ftp"):
+        with pytest.raises(UsageError, match="file:PATH"):
+            source(wrong)

@@ -1,0 +1,20 @@
+"""Lines that a run added to files (rehearsal)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dlrover_hooks.testing import footprint
+
+
+def test_lines_added_and_files_written_anew(tmp_path: Path) -> None:
+    for name, text in {"grown": "a\nb\n", "anew": "a\nb\nc\n", "same": "x\n", ".hidden": "x\n"}.items():
+        (tmp_path / name).write_text(text)
+    before = footprint.look(str(tmp_path))
+    assert set(before) == {"grown", "anew", "same"}
+    with (tmp_path / "grown").open("a") as file:
+        file.write("c\n")
+    (tmp_path / "anew").write_text("other\n")
+    (tmp_path / "new").write_text("1\n2\n")
+    (tmp_path / ".hidden").write_text("y\n")
+    assert footprint.added(str(tmp_path), before) == {"grown": 1, "anew": 1, "new": 2}

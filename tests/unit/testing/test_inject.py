@@ -1,0 +1,115 @@
+"""Faults done to a real process: each is what it says (fault kit; DL-82, DL-92)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from dlrover_hooks.testing import inject
+from dlrover_hooks.testing.faults import Fault, Kind
+from dlrover_hooks.testing.inject import Surroundings
+
+AROUND = Surroundings("job", "node")
+
+
+def victim(fault: str) -> subprocess.Popen[str]:
+    """A process that lets `fault` happen to itself, and then says something."""
+    code = f"""if True:
+        from dlrover_hooks.testing import faults, inject
+        print("ready", flush=True)
+        inject.strike(faults.parse("step=1 {fault}")[0], inject.Surroundings("job", "node"))
+        print("over", flush=True)
+    """
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [("kill", -signal.SIGKILL), ("segfault", -signal.SIGSEGV), ("exception", 1)]
+)
+def test_it_ends_as_it_should(fault: str, code: int) -> None:
+    process = victim(fault)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "ready\n")
+
+
+def test_a_stopped_process_goes_on_after_its_time() -> None:
+    process = victim("stop seconds=0.5")
+    assert process.stdout is not None
+    process.stdout.readline()
+    seen, began = set[str](), time.monotonic()
+    while process.poll() is None and time.monotonic() < began + 20:
+        seen.add(psutil.Process(process.pid).status())
+    assert psutil.STATUS_STOPPED in seen
+    assert process.communicate()[0] == "over\n"
+    assert time.monotonic() - began > 0.4
+
+
+def test_a_hang_lets_no_other_thread_run() -> None:
+    """It holds the interpreter's lock: a thread that counts stands still."""
+    counted = [0]
+    done = threading.Event()
+
+    def count() -> None:
+        while not done.wait(0.002):
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = counted[0]
+    inject.hang(0.3)
+    during = counted[0] - before
+    done.set()
+    thread.join()
+    assert during <= 2
+
+
+def test_a_cut_ends_the_connections_to_the_master_or_all_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as master, socket.create_server(("127.0.0.1", 0)) as peer:
+        url = f"http://127.0.0.1:{master.getsockname()[1]}"
+        ours, theirs = (socket.create_connection(one.getsockname()) for one in (master, peer))
+        served = [one.accept()[0] for one in (master, peer)]
+        inject.cut(url).join(5)
+        assert served[0].recv(1) == b""
+        theirs.sendall(b"x")
+        assert served[1].recv(1) == b"x", "peers hear nothing of it"
+        for one in (ours, served[0]):
+            one.close()
+        inject.cut(url, peers=True).join(5)
+        assert served[1].recv(1) == b""
+        for one in (theirs, served[1]):
+            one.close()
+
+
+def test_a_cut_lasts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        cutting = inject.cut(f"http://127.0.0.1:{master.getsockname()[1]}", 0.3)
+        with socket.create_connection(master.getsockname()) as again, master.accept()[0] as served:
+            served.settimeout(5)
+            assert served.recv(1) == b""
+            assert again.fileno() >= 0
+        cutting.join(5)
+        assert not cutting.is_alive()
+        with socket.create_connection(master.getsockname()) as again, master.accept()[0] as served:
+            again.sendall(b"x")
+            assert served.recv(1) == b"x"
+
+
+def test_a_fault_is_claimed_once_by_whoever_asks_first(tmp_path: os.PathLike[str]) -> None:
+    fault = Fault(step=1, kind=Kind.KILL)
+    path = os.path.join(tmp_path, "faults.struck")
+    won: list[bool] = []
+    threads = [threading.Thread(target=lambda: won.append(inject.Struck(path).claim(0, fault))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won) == [False] * 7 + [True]
+    assert [row["fault"] for row in inject.Struck(path).rows()] == ["step=1 rank=0 kill"]
