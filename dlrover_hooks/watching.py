@@ -177,9 +177,9 @@ class Watcher:
         try:
             if self._line is None:
                 self._line = Line(self._wire)
-            if self._closed.is_set():
-                return None
             self._line.connect()
+            if self._closed.is_set():  # `close` found nothing connected that it could hang up
+                return None
             self.away_since = None
             status, body = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
         except BaseException:

@@ -19,6 +19,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import Stale, TooLarge, Unauthorized, UnknownJob
 from dlrover_hooks.master.__main__ import _KEEPALIVE, _keep_alive
+from dlrover_hooks.watching import Line
 from tests.e2e.job_script import attach, join, vote
 from tests.e2e.master_process import LiveMaster
 
@@ -251,6 +252,29 @@ def test_a_dead_holder_without_a_seat_is_noticed(live_master: LiveMaster) -> Non
     assert live_master.client("w1").call(poll).state is p.LedgerState.OPEN
     with pytest.raises(Stale):
         live_master.client("w0").call(p.TakeLeases("job", "w0", "data", 1))
+
+
+def test_a_watch_closed_while_it_connects_is_over(live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing yet to hang up; it must not be opened behind the back of who closed it."""
+    connect, hang_up = Line.connect, Line.hang_up
+    connecting, hung_up = threading.Event(), threading.Event()
+
+    def late(line: Line) -> None:
+        connecting.set()
+        assert hung_up.wait(60)
+        connect(line)
+
+    def early(line: Line) -> None:
+        hang_up(line)
+        hung_up.set()
+
+    monkeypatch.setattr(Line, "connect", late)
+    monkeypatch.setattr(Line, "hang_up", early)
+    live_master.client("w0").call(p.OpenLedger("job", "w0", "data", "f", (p.Partition(end=8),), 8, free=True))
+    watch = live_master.client("w0").watch("job", lambda notice: None)
+    assert connecting.wait(60)
+    watch.close()
+    assert "dlrover-hooks-watch" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_death_of_a_connection_breaks_the_round(tmp_path: Path) -> None:
