@@ -4,7 +4,8 @@
  * destination first (about a third of the traffic) and leave the trainer its caches. The C library does that only
  * above a size of several MB. What is read is not needed again, either, so it is fetched past the caches, too, a page
  * ahead, where the hardware's own fetching ends: a sixth faster, and a step beside it loses 1 ms instead of 5 (500 MB,
- * AMD EPYC). Stable ABI: one build serves all Pythons from 3.10.
+ * AMD EPYC). `fetch` reads in that way for whoever hashes beside a step. Stable ABI: one build serves all Pythons from
+ * 3.10.
  */
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
@@ -36,7 +37,26 @@ static void stream(char *to, const char *from, size_t size) {
     memcpy(to, from, size);
 }
 #define FENCE() _mm_sfence()
+
+/* fetch(to, from, size): addresses. Reads past the caches and leaves the copy in them, GIL released. */
+static PyObject *fetch(PyObject *self, PyObject *args) {
+    unsigned long long target, source, size;
+    if (!PyArg_ParseTuple(args, "KKK", &target, &source, &size))
+        return NULL;
+    char *to = (char *)(uintptr_t)target;
+    const char *from = (const char *)(uintptr_t)source;
+    Py_BEGIN_ALLOW_THREADS
+    for (; size >= 64; to += 64, from += 64, size -= 64) {
+        _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
+        memcpy(to, from, 64);
+    }
+    memcpy(to, from, size);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+#define FETCH {"fetch", fetch, METH_VARARGS, NULL},
 #else
+#define FETCH
 #define stream memcpy
 #define FENCE()
 #endif
@@ -63,7 +83,7 @@ static PyObject *copy(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"copy", copy, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"copy", copy, METH_VARARGS, NULL}, FETCH {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__copy(void) { return PyModule_Create(&module); }

