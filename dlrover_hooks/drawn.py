@@ -5,6 +5,7 @@ same for all ranks, and a dead one has no say any more. So each rank notes its r
 and, ahead of what binds the others to it, in the step that is under way. Notes lie in the memory that the keeper holds
 for a seat, and outlive the process however it ends. Whoever has that rank in the next round, on the same node, goes on
 from there: the oldest survivor has rank 0, so that need not be who replaces the dead one. Elsewhere it is seeded anew.
+Rank 0 notes its batch statistics, too, which all go on with.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ NOTES = 4
 """The last two steps, since survivors may be one behind; the one under way, since they may be one ahead; and the one
 that this life began from, as another rank may have left it."""
 _AHEAD, _BEGUN = 2, 3
+Statistics = tuple[tuple[str, bytes], ...]
+"""Small buffers: a name and its bytes for each."""
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's random state behind the step of `generation`, or within the next one (`ahead`)."""
+    """One rank's random state behind the step of `generation`, or within the next one (`ahead`).
+
+    `statistics`: of batches, at the same moment; rank 0 has them.
+    """
 
     generation: Generation
     rank: int
     world_size: int
     ahead: bool
     state: rng.Packed
+    statistics: Statistics = ()
 
 
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Drawn).decode
@@ -48,6 +55,8 @@ class Draws:
         self._over: Generation | None = None
         """The step of this life that was noted last."""
         self._bound = False
+        self.statistics: Callable[[], Statistics] = tuple
+        """What rank 0 has, of the life that is on."""
 
     @property
     def notes(self) -> list[bytes]:
@@ -98,7 +107,8 @@ class Draws:
 
     def _note(self, place: int, random: dict[str, Any]) -> None:
         assert self._seat is not None
-        self._put(place, _encode(Drawn(*self._seat, place == _AHEAD, rng.pack(random))))
+        statistics = self.statistics() if self._seat[1] == 0 else ()
+        self._put(place, _encode(Drawn(*self._seat, place == _AHEAD, rng.pack(random), statistics)))
 
     def _put(self, place: int, note: bytes) -> None:
         self._notes[place] = note
@@ -110,7 +120,13 @@ def state(note: bytes) -> dict[str, Any]:
     return rng.unpack(_decode(note).state)
 
 
-def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: int) -> bytes | None:
+def statistics(notes: Iterable[bytes], generation: Generation) -> Statistics:
+    """Those of rank 0 behind the step of `generation`, of whatever world; empty if no note has any."""
+    found = find(notes, generation, 0, None)
+    return _decode(found).statistics if found is not None else ()
+
+
+def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: int | None) -> bytes | None:
     """The one that has the random state of `rank` behind the step of `generation`; others are passed over.
 
     Where that step was not over for it, that of within the step counts: between the last gradient and the end of a step
@@ -119,7 +135,7 @@ def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: 
     within = None
     for given in notes:
         note = _read(given)
-        if note is None or (note.rank, note.world_size) != (rank, world_size):
+        if note is None or note.rank != rank or world_size not in (None, note.world_size):
             continue
         if note.generation == generation and not note.ahead:
             return given

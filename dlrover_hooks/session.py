@@ -81,7 +81,7 @@ class Session:
         self._incarnation = place.incarnation or uuid.uuid4().hex
         self._data = Cut()
         self._restored: Restored | None = None
-        self._found: bytes | None = None  # the note that goes with it
+        self.found = standing.Noted()  # what was noted beside it
         self._rng: dict[str, Any] | None = None
         self._pace = Pace()
         self.at_step_end = False  # a step was made, and no batch requested since
@@ -333,7 +333,7 @@ class Session:
         else:
             self._restored = stock.restored(choice, found)
             # before anybody trains, and writes over what the dead have noted
-            self._found = standing.noted(self._restored, self.place, self._engine, self.membership)
+            self.found = standing.noted(self._restored, self.place, self._engine, self.membership)
             ok, reason = True, ""
         said = p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts)
         try:
@@ -351,10 +351,10 @@ class Session:
             stock.take_seat(self.config, self._engine, plan, self.place)
             self._engine.others.hopeless = frozenset()  # the master is there
         if self._restored is not None:
-            self._restored = standing.drawing(self._restored, self._found, self.place, self.attempt)
+            self._restored = standing.drawing(self._restored, self.found.note, self.place, self.attempt)
             stock.say(self._restored, self.config, self.place)
         if self.membership is not None:
-            standing.notes(plan, self.place, self._engine, self.membership, self._found)
+            standing.notes(plan, self.place, self._engine, self.membership, self.found.note)
         self.parting.begin(self._restored)
         self._courier.start(plan.cadence)
         if orders := drill():

@@ -6,7 +6,7 @@ Under `regroup` the first two outlive it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -54,12 +54,20 @@ def engine(config: Config, place: Place, ear: Ear, kept: Membership | None) -> C
     return made
 
 
-def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, kept: Membership | None) -> bytes | None:
-    """The note of this rank's random state, where no image has it: this process's, or of another one of the node."""
+class Noted(NamedTuple):
+    """What others have left on this node that no image has: this rank's note, and rank 0's batch statistics."""
+
+    note: bytes | None = None
+    statistics: drawn.Statistics = ()
+
+
+def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, kept: Membership | None) -> Noted:
+    """What belongs to an image without a random state. Own notes count first, in case they were not left in time."""
     if restored.rng is not None or restored.weights_only or engine is None:
-        return None
-    own = kept.draws.notes if kept is not None else []
-    return drawn.find([*own, *engine.notes.recall()], restored.generation, place.rank, place.world_size)
+        return Noted()
+    notes = [*(kept.draws.notes if kept is not None else []), *engine.notes.recall()]
+    mine = drawn.find(notes, restored.generation, place.rank, place.world_size)
+    return Noted(mine, drawn.statistics(notes, restored.generation))
 
 
 def drawing(restored: stock.Restored, found: bytes | None, place: Place, attempt: int) -> stock.Restored:

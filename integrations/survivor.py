@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dlrover_hooks import rng
+from dlrover_hooks.integrations.batch_statistics import BatchStatistics
 from dlrover_hooks.integrations.small_set import SmallSet
 from dlrover_hooks.session import Session
 
@@ -48,6 +49,9 @@ class Survivor:
         self._state: Callable[[Any], Any] = state
         self._small: SmallSet | None = SmallSet(models, optimizers, extra, self._check)
         self._membership.salvage = self._salvage
+        statistics = BatchStatistics(models)
+        statistics.put_back(session.found.statistics)
+        self._membership.noting(statistics.take, statistics.nbytes)
         known = [weakref.ref(model) for model in (models if passing is None else passing)]
         self._membership.outlived = lambda: any(model() is not None for model in known)
         self._random: dict[str, Any] | None = None
@@ -99,6 +103,7 @@ class Survivor:
 
     def _salvage(self) -> None:
         small, state, ends = self._small, self._state, self._ends
+        self._membership.noting()
         self._small, self._state, self._ends = None, _nothing, ()  # they know the adapter, and it knows this
         assert small is not None
         small.close()

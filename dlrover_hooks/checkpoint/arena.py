@@ -3,9 +3,9 @@
 Where memfd_create is refused (a seccomp filter), a file without a name in /dev/shm or in the runtime folder: it cannot
 be sealed, but like a memfd it is gone with its last user, however that ends.
 
-    page 0    64 B: magic, slots, slot_bytes, number     then one line of 64 B per slot:
+    page 0    64 B: magic, slots, slot_bytes, number, note_bytes     then one line of 64 B per slot:
               seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
-    notes     16 KB each: seq u64 | length u64 | what the trainer wants its successor to know (`drawn`)
+    notes     note_bytes each: seq u64 | length u64 | what the trainer wants its successor to know (`drawn`)
     slot k    a safetensors image (`image`)
 
 `seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. The trainer writes, the
@@ -22,6 +22,7 @@ import functools
 import mmap
 import os
 import uuid
+from array import array
 
 from dlrover_hooks.checkpoint.image import PAGE
 from dlrover_hooks.config import runtime_dir
@@ -30,10 +31,10 @@ from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Message
 
 SLOTS = 3
-_MAGIC = int.from_bytes(b"DLRHOOK2", "little")
+_MAGIC = int.from_bytes(b"DLRHOOK3", "little")
 _LINE = 8  # words
 NOTE_BYTES = 16 << 10
-_SLOTS_AT = PAGE + NOTES * NOTE_BYTES
+"""Random states take 10 KB. What else goes into a note has to be asked for."""
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -68,17 +69,17 @@ class Arena:
         self.nbytes = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self._view = memoryview(self._map)
-        self._words = self._view[:_SLOTS_AT].cast("Q")
-        if self._words[0] != _MAGIC and any(self._view[:64]):
+        magic, slots, self.slot_bytes, self.number, self.note_bytes = self._view[:40].cast("Q")
+        """`number` tells it from all other segments of its seat."""
+        self._slots_at = PAGE + NOTES * self.note_bytes
+        if magic != _MAGIC or self._slots_at + slots * self.slot_bytes > self.nbytes:
             raise Corrupt("this segment is not an arena")
-        self._cells = (ctypes.c_uint64 * (_SLOTS_AT // 8)).from_buffer(self._map) if writable else None
-        self.slot_bytes = self._words[2]
-        self.number: int = self._words[3]
-        """Tells it from all other segments of its seat."""
+        self._words = self._view[: self._slots_at].cast("Q")
+        self._cells = (ctypes.c_uint64 * (self._slots_at // 8)).from_buffer(self._map) if writable else None
         self.fd = fd  # from here on it is ours to close
 
     @classmethod
-    def create(cls, seat: int, slot_bytes: int, slots: int = SLOTS) -> Arena:
+    def create(cls, seat: int, slot_bytes: int, slots: int = SLOTS, note_bytes: int = 0) -> Arena:
         """A new sealed segment of slots of at least `slot_bytes`, all its pages resident. Takes 137 ms per GB.
 
         This process does not map them now: two that fill page tables at once take three times as long, and reading
@@ -87,23 +88,20 @@ class Arena:
         Raises:
             OSError: there is not enough memory.
         """
-        size = -(-slot_bytes // PAGE) * PAGE
+        size, note = (-(-wanted // PAGE) * PAGE for wanted in (slot_bytes, max(note_bytes, NOTE_BYTES)))
+        total, number = PAGE + NOTES * note + slots * size, int.from_bytes(os.urandom(6), "little") | 1
         folder = shared_folder()
         fd = _memfd(f"dlrover-hooks-seat-{seat}") if folder is None else _nameless(folder)
         try:
-            os.ftruncate(fd, _SLOTS_AT + slots * size)
-            os.posix_fallocate(fd, 0, _SLOTS_AT + slots * size)
+            os.ftruncate(fd, total)
+            os.posix_fallocate(fd, 0, total)
+            os.pwrite(fd, array("Q", (_MAGIC, slots, size, number, note)).tobytes(), 0)
             if folder is None:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            arena = cls(fd)
+            return cls(fd)
         except BaseException:
             os.close(fd)
             raise
-        number = int.from_bytes(os.urandom(6), "little") | 1
-        for index, word in enumerate((_MAGIC, slots, size, number)):
-            arena._store(index, word)
-        arena.slot_bytes, arena.number = size, number
-        return arena
 
     @classmethod
     def attach(cls, fd: int, *, writable: bool = True) -> Arena:
@@ -142,6 +140,10 @@ class Arena:
         if getattr(self, "fd", -1) >= 0:  # the keeper lets segments go while a thread may still read them
             os.close(self.fd)
 
+    def serves(self, slot_bytes: int, note_bytes: int) -> bool:
+        """Slots and notes are no smaller than these."""
+        return self.slot_bytes >= slot_bytes and self.note_bytes >= note_bytes
+
     def slots(self) -> tuple[Slot, ...]:
         """The slot table now."""
         return tuple(self.slot(index) for index in range(self._words[1]))
@@ -165,7 +167,7 @@ class Arena:
 
     def view(self, index: int, nbytes: int | None = None) -> memoryview:
         """The first `nbytes` of slot `index`."""
-        start = _SLOTS_AT + index * self.slot_bytes
+        start = self._slots_at + index * self.slot_bytes
         return self._view[start : start + (self.slot_bytes if nbytes is None else nbytes)]
 
     def begin(self, index: int) -> None:
@@ -191,9 +193,9 @@ class Arena:
 
     def note(self, index: int, data: bytes) -> None:
         """Leave a note for the next trainer of this seat; one that is too long leaves none at that place."""
-        word = (PAGE + index * NOTE_BYTES) // 8
+        word = (PAGE + index * self.note_bytes) // 8
         begin = 8 * word + 16
-        fits = len(data) <= NOTE_BYTES - 16
+        fits = len(data) <= self.note_bytes - 16
         self._store(word, self._words[word] | 1)
         self._store(word + 1, len(data) if fits else 0)
         if fits:
@@ -205,9 +207,9 @@ class Arena:
         return [note for index in range(NOTES) if (note := self._read_note(index))]
 
     def _read_note(self, index: int) -> bytes:
-        word = (PAGE + index * NOTE_BYTES) // 8
+        word = (PAGE + index * self.note_bytes) // 8
         seq, length = self._words[word], self._words[word + 1]
-        note = bytes(self._view[8 * word + 16 : 8 * word + 16 + min(length, NOTE_BYTES - 16)])
+        note = bytes(self._view[8 * word + 16 : 8 * word + 16 + min(length, self.note_bytes - 16)])
         return note if seq % 2 == 0 and self._words[word] == seq else b""
 
     def _store(self, word: int, value: int) -> None:

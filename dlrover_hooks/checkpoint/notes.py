@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.arena import NOTE_BYTES
 from dlrover_hooks.checkpoint.line import Line
 from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.errors import KeeperAway
@@ -17,6 +18,10 @@ class Notes:
     def leave(self, place: int, data: bytes) -> None:
         """Put a note at `place`. Nothing while there is no memory yet. As `Room.note`."""
         self._room.note(place, data)
+
+    def expect(self, nbytes: int) -> None:
+        """So much of a note is beside random states: have memory for that. As `Room.prepare`."""
+        self._room.expect(NOTE_BYTES + nbytes)
 
     def recall(self) -> tuple[bytes, ...]:
         """All that lie in this node's memory, of all seats; none where there is no keeper. Any thread."""

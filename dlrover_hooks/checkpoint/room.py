@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.arena import NOTE_BYTES, Arena
 from dlrover_hooks.checkpoint.line import Line
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
 
@@ -38,6 +38,7 @@ class Room:
         self._stale: list[Arena] = []
         """Made by keepers that are gone; not closed yet."""
         self._notes: dict[int, bytes] = {}
+        self._note_bytes = NOTE_BYTES
         self._lives = 0
         self._wanted = 0
         self._closed = False
@@ -54,11 +55,20 @@ class Room:
         """Have slots of `nbytes` made ready in the background; those that are there stay until then. Never blocks."""
         with self._changed:
             self._wanted = nbytes
-            if self._closed or self._helper is not None or self._fits(nbytes):
-                return
-            self._error = None
-            self._helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
-            self._helper.start()
+            self._see_to_it()
+
+    def expect(self, note_bytes: int) -> None:
+        """Have room for notes of `note_bytes`, from the next memory on; none is left that is too long. Never blocks."""
+        with self._changed:
+            self._note_bytes = max(self._note_bytes, note_bytes)
+            self._see_to_it()
+
+    def _see_to_it(self) -> None:
+        if self._closed or self._helper is not None or self._serves():
+            return
+        self._error = None
+        self._helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
+        self._helper.start()
 
     def take(self, nbytes: int) -> Arena:
         """The arena, its slots of at least `nbytes`. If it is another one than before, that one is closed.
@@ -90,7 +100,7 @@ class Room:
                 if arena is not None:
                     arena.note(place, data)
             if not self._fits(0):
-                self.prepare(self._wanted)
+                self._see_to_it()
 
     def lose(self) -> None:
         """The keeper is gone, and what it made is of no use. Any thread."""
@@ -112,6 +122,11 @@ class Room:
     def _fits(self, nbytes: int) -> bool:
         arena = self._next or self._arena
         return arena is not None and arena.slot_bytes >= nbytes and self._line.seated
+
+    def _serves(self) -> bool:
+        """All that is wanted is there."""
+        arena = self._next or self._arena
+        return arena is not None and arena.serves(self._wanted, self._note_bytes) and self._line.seated
 
     def _switch(self) -> None:
         """Use what was made ready, and close the rest. Training thread: it alone knows that no copy goes on."""
@@ -140,11 +155,13 @@ class Room:
         """Get what is wanted now; True if more is wanted by then."""
         link = self._line.seat()
         with self._changed:
-            lives, wanted = self._lives, self._wanted
-            if self._fits(wanted):  # only the seat was to be taken
+            lives, wanted, note_bytes = self._lives, self._wanted, self._note_bytes
+            if self._serves():  # only the seat was to be taken
                 return False
-        spare = max(wanted // 64, SPARE_BYTES)
-        reply, fd = link.call(lambda ref: wire.Allocate(ref=ref, slot_bytes=wanted + spare), timeout_s=_ALLOCATE_S)
+        size = wanted + max(wanted // 64, SPARE_BYTES)
+        reply, fd = link.call(
+            lambda ref: wire.Allocate(ref=ref, slot_bytes=size, note_bytes=note_bytes), timeout_s=_ALLOCATE_S
+        )
         if isinstance(reply, wire.Refused):
             raise KeeperAway(reply.reason, hint=reply.hint)
         arena = Arena.attach(fd)
@@ -158,4 +175,4 @@ class Room:
             for place, data in self._notes.items():
                 arena.note(place, data)
             self._changed.notify_all()
-            return arena.slot_bytes < self._wanted
+            return not arena.serves(self._wanted, self._note_bytes)

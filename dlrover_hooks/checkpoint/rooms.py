@@ -41,7 +41,7 @@ class Rooms:
         if peer.replaced or self._lifetime.ending:
             text = f"seat {seat} was taken over, or the keeper ends"
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
-        elif segment is not None and segment.arena.slot_bytes >= message.slot_bytes:
+        elif segment is not None and segment.arena.serves(message.slot_bytes, message.note_bytes):
             self._allocated(peer, message, segment)
         else:
             self._make(peer, message, seat)
@@ -65,7 +65,8 @@ class Rooms:
             self._say(seat, verdict)
         self._making.add(seat)
         self._crew.submit(
-            lambda: Arena.create(seat, message.slot_bytes), lambda made: self._made(peer, message, seat, made)
+            lambda: Arena.create(seat, message.slot_bytes, note_bytes=message.note_bytes),
+            lambda made: self._made(peer, message, seat, made),
         )
         if for_images:
             self.look_at_disk(peer.hello, message.slot_bytes)

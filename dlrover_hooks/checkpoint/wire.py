@@ -94,9 +94,12 @@ class Inventory(Wire, frozen=True):
 
 
 class Allocate(Wire, frozen=True):
-    """Slots of at least `slot_bytes` for this connection's seat. Answer: Allocated and a descriptor, or Refused."""
+    """Slots of at least `slot_bytes` for this connection's seat, and notes of `note_bytes`. Answer: Allocated and a
+    descriptor, or Refused.
+    """
 
     slot_bytes: int
+    note_bytes: int = 0
 
 
 class Published(Wire, frozen=True):

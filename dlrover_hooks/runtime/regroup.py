@@ -17,7 +17,7 @@ from typing import Any
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, change_environment
-from dlrover_hooks.drawn import Draws
+from dlrover_hooks.drawn import Draws, Statistics
 from dlrover_hooks.errors import HooksError, JobFinished, MasterError, RoundEnded, Stale, UsageError
 from dlrover_hooks.forks import Here
 from dlrover_hooks.runtime.seat import POLL_S, join_request, seat_environment, take_seat
@@ -145,6 +145,12 @@ class Membership:
         """Does the master say so, now or soon?"""
         with self._told:
             return self._told.wait_for(lambda: self.broken or self._error is not None, within_s) and self.broken
+
+    def noting(self, statistics: Callable[[], Statistics] = tuple, nbytes: int = 0) -> None:
+        """From here on rank 0 notes `statistics()`, which take `nbytes`, beside its random state. Training thread."""
+        self.draws.statistics = statistics
+        if self.engine is not None and nbytes:
+            self.engine.notes.expect(nbytes)
 
     def _note(self, place: int, note: bytes) -> None:
         if self.engine is not None:

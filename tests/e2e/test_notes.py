@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover_hooks.checkpoint import wire
-from tests.e2e.kept import Kept, state
+from tests.e2e.kept import Kept, state, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -23,6 +23,28 @@ def test_notes_outlive_whom_they_are_of_and_its_memory(kept: Kept) -> None:
     assert {one.generation.step for one in first.held()} == {2}, "the smaller memory is gone"
     first.close()
     assert sorted(second.notes.recall()) == [b"in the step", b"there is no memory yet"]
+
+
+def test_larger_notes_are_expected(kept: Kept) -> None:
+    """Memory that was there before is given up for one with room for them, and what was left meanwhile is in it. That
+    stays so in larger memory, and for the next trainer of this seat, who takes over what is there.
+    """
+    kept.keeper()
+    trainer = kept.trainer()
+    trainer.prepare(0)
+    until(lambda: trainer.ready, "memory")
+    large = b"x" * (1 << 20)
+    trainer.notes.leave(0, large)
+    assert trainer.notes.recall() == ()
+    trainer.notes.expect(len(large))
+    until(lambda: trainer.notes.recall() == (large,), "the note")
+    assert trainer.save(1, state(1, 1 << 20)) is not None
+    assert trainer.notes.recall() == (large,)
+    trainer.close()
+    following = kept.trainer()
+    following.notes.expect(len(large))
+    assert following.save(2, state(2, 1 << 20)) is not None
+    assert following.notes.recall() == (large,)
 
 
 def test_there_are_no_notes_without_a_keeper(kept: Kept) -> None:

@@ -115,10 +115,17 @@ def test_random_numbers_of_a_step_that_a_hook_of_the_users_reduced(crew: Crews) 
     assert steps_of(as_if_left_alone(crew, 2, 1, ("stepped", 5), hook=True)) == [6]
 
 
-@pytest.mark.parametrize("victim", [1, 2])
-def test_batch_statistics_stay_those_of_rank_0(crew: Crews, victim: int) -> None:
-    """Each rank has its own between two steps; DDP goes on with rank 0's, and so does who replaces another one."""
-    assert steps_of(as_if_left_alone(crew, 3, victim, ("fetched", 5), norm=True)) == [5]
+@pytest.mark.parametrize(
+    ("victim", "place", "begun"),
+    [(1, "fetched", 5), (2, "fetched", 5), (0, "fetched", 5), (0, "backward", 5), (0, "reduced", 6), (0, "stepped", 6)],
+)
+def test_batch_statistics_stay_those_of_rank_0(crew: Crews, victim: int, place: str, begun: int) -> None:
+    """Each rank has its own between two steps; DDP goes on with rank 0's. So do all, whoever died, wherever: also
+    rank 0 itself, a step behind the others.
+    """
+    one = as_if_left_alone(crew, 3, victim, (place, 5), norm=True)
+    assert steps_of(one) == [begun]
+    assert all(len({row["state"] for row in rows}) == 1 for rows in one.restores().values())
 
 
 def test_who_replaces_one_that_was_a_step_ahead_goes_back_with_the_others(crew: Crews, calm: str) -> None:

@@ -80,6 +80,26 @@ def test_who_replaces_one_dies_early(crew: Crews, calm: str, place: str) -> None
     assert one.end() == calm
 
 
+def test_rank_0_is_lost_again_and_again(crew: Crews) -> None:
+    """The second time before a step is made, the third time where its seat is not the lowest: a lone image of the
+    lowest seat, which belongs to the newest process, is not that of rank 0 any more.
+    """
+    ends: list[str] = []
+    for shot in (False, True):
+        one = crew(3, 3, norm=True)
+        one.start(0, **({"at": ("stepped", 5), "what": "kill", "after_s": 0.3} if shot else {}))
+        one.start(1, **({"at": ("fetched", 6), "what": "kill", "after_s": 0.3, "lives": [2]} if shot else {}))
+        one.start(2, **({"at": ("stepped", 8), "what": "kill", "after_s": 0.3, "lives": [3]} if shot else {}))
+        if shot:
+            one.replace(0, "w0", "first")
+            one.replace(1, "w1", "second")
+            one.replace(2, "w2", "third")
+        one.ended()
+        ends.append(one.end())
+        one.close()
+    assert ends[0] == ends[1]
+
+
 def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:
     """Notes are of use in the memory of the keeper that is there, though nothing is saved in it yet."""
     one = crew(3, 3, pace_s=0.2)

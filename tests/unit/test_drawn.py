@@ -138,3 +138,17 @@ def test_it_comes_back_exactly() -> None:
     assert found["python"] == state["python"]
     assert np.array_equal(found["numpy"][1], state["numpy"][1])
     assert torch.equal(found["torch"], state["torch"])
+
+
+def test_batch_statistics_are_those_of_rank_0_in_whatever_world(states: dict[str, Any]) -> None:
+    """Behind a step, or within it; other ranks note none."""
+    kept, other = Kept(rank=0, world_size=3), Kept(rank=1)
+    for one, first in ((kept, b"zero"), (other, b"one")):
+        one.draws.statistics = lambda first=first: (("0.mean", first),)
+        one.draws.over(5, states["five"])
+        one.draws.statistics = lambda first=first: (("0.mean", first + b" newer"),)
+        one.draws.ahead()
+    notes = [*other.notes.values(), *kept.notes.values()]
+    assert drawn.statistics(notes, at(5)) == (("0.mean", b"zero"),)
+    assert drawn.statistics(notes, at(6)) == (("0.mean", b"zero newer"),)
+    assert drawn.statistics(other.notes.values(), at(5)) == drawn.statistics(notes, at(5, attempt=2)) == ()

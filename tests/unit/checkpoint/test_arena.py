@@ -104,6 +104,21 @@ def test_notes_are_seen_by_another_mapping(arena: Arena) -> None:
     twin.close()
 
 
+def test_notes_as_large_as_they_were_asked_for() -> None:
+    """A page more or less does not matter; slots lie behind them, on a page's border."""
+    arena = Arena.create(0, 1 << 20, note_bytes=3 * NOTE_BYTES - 100)
+    twin = Arena.attach(os.dup(arena.fd))
+    assert arena.serves(1 << 20, 3 * NOTE_BYTES)
+    assert not arena.serves(1 << 20, 3 * NOTE_BYTES + 1)
+    for place in range(NOTES):
+        twin.note(place, b"x" * (3 * NOTE_BYTES - 16))
+    assert [len(note) for note in arena.notes()] == [3 * NOTE_BYTES - 16] * NOTES
+    assert not any(arena.view(0))
+    assert len(arena.view(SLOTS - 1)) == 1 << 20
+    twin.close()
+    arena.close()
+
+
 def test_a_note_that_was_being_written_is_none(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its writer is killed between any two of its stores: the note before it is gone, others are not."""
     arena.note(1, b"another")
