@@ -73,6 +73,22 @@ def test_a_replaced_worker_makes_it_the_undisturbed_run(crew: Crews, tmp_path: P
     assert len(names[0]) == STEPS // 4
 
 
+@pytest.mark.parametrize("place", ["fetched", "stepped"])
+def test_batch_statistics_of_a_lost_rank_0(crew: Crews, place: str) -> None:
+    """All go on with what it had, whether the others are with it in that step or in the next one."""
+    ends: list[str] = []
+    for trouble in ({}, {"at": (place, 5), "what": "kill", "after_s": 0.3}):
+        one = crew(3, 3, norm=True)
+        for rank in range(3):
+            one.start(rank, **(trouble if rank == 0 else {}))
+        if trouble:
+            one.replace(0, "w0", "again")
+        one.ended()
+        ends.append(one.end())
+        one.close()
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize("place", ["begin", "restored"])
 def test_lost_while_others_recover(crew: Crews, place: str) -> None:
     """Before the process group is made, and when all is restored but nothing trained."""
