@@ -46,7 +46,7 @@ class Slot:
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
         """All of it is there. The pages are mapped now, so that the copy does not wait for them."""
-        self._arena.fault_in()
+        self._arena.fault_in(self._slot, len(self.view))
 
     def check(self) -> None:
         if self._arena.seq(self._slot) != self._seq:
