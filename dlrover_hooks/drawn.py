@@ -81,8 +81,12 @@ class Draws:
                 self._turn ^= 1
                 self._put(self._turn, mine)
         if found is not None:
-            self._put(_BEGUN, found)
+            self.took(found)
         self._seat, self._bound, self._over = (here, rank, world_size), False, None
+
+    def took(self, found: bytes) -> None:
+        """The random state that this life begins from came from elsewhere, as `found`."""
+        self._put(_BEGUN, found)
 
     def over(self, step: int, random: dict[str, Any]) -> None:
         """`step` is over, with `random` as `rng.capture` gives it. The newest word on a step counts."""
@@ -118,6 +122,15 @@ class Draws:
 def state(note: bytes) -> dict[str, Any]:
     """What `rng.restore` takes, of one that was found."""
     return rng.unpack(_decode(note).state)
+
+
+def by_rank(notes: Iterable[bytes], generation: Generation, world_size: int) -> dict[int, bytes]:
+    """What `find` finds, for each rank of which there is something."""
+    notes = list(notes)
+    read = (_read(note) for note in notes)
+    ranks = {note.rank for note in read if note is not None and note.world_size == world_size}
+    found = ((rank, find(notes, generation, rank, world_size)) for rank in ranks)
+    return {rank: note for rank, note in found if note is not None}
 
 
 def statistics(notes: Iterable[bytes], generation: Generation) -> Statistics:

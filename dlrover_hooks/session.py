@@ -163,6 +163,12 @@ class Session:
         """Where dataset `name` stood in the restored generation; None if nothing was restored."""
         return self._restored.data.get(name) if self._restored is not None else None
 
+    def draw_from(self, note: bytes) -> None:
+        """This rank's random state was noted on another node: what follows the restore is drawn from there."""
+        if self._restored is not None and self.membership is not None:
+            self._restored = standing.drawing(self._restored, note, self.place, self.attempt)
+            self.membership.draws.took(note)
+
     def forget_restored(self) -> None:
         """The adapter loads something else: neither data nor random state of the restore is put back."""
         self._restored = None
@@ -344,7 +350,7 @@ class Session:
     def _begin(self, plan: p.Plan) -> None:
         self.run, self.attempt = plan.run, plan.attempt
         if plan.restore is None:
-            self._restored = None
+            self._restored, self.found = None, standing.Noted()
         if self._engine is not None:
             if self._restored is not None:
                 self._engine.fill()

@@ -5,7 +5,8 @@ Under `regroup` the first two outlive it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -55,10 +56,15 @@ def engine(config: Config, place: Place, ear: Ear, kept: Membership | None) -> C
 
 
 class Noted(NamedTuple):
-    """What others have left on this node that no image has: this rank's note, and rank 0's batch statistics."""
+    """What was left on this node that no image has: this rank's note, rank 0's batch statistics, notes of all ranks.
+
+    `alike`: the image is of that sort, on all ranks alike.
+    """
 
     note: bytes | None = None
     statistics: drawn.Statistics = ()
+    notes: Mapping[int, bytes] = MappingProxyType({})
+    alike: bool = False
 
 
 def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, kept: Membership | None) -> Noted:
@@ -66,8 +72,8 @@ def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, k
     if restored.rng is not None or restored.weights_only or engine is None:
         return Noted()
     notes = [*(kept.draws.notes if kept is not None else []), *engine.notes.recall()]
-    mine = drawn.find(notes, restored.generation, place.rank, place.world_size)
-    return Noted(mine, drawn.statistics(notes, restored.generation))
+    by_rank = drawn.by_rank(notes, restored.generation, place.world_size)
+    return Noted(by_rank.get(place.rank), drawn.statistics(notes, restored.generation), by_rank, alike=True)
 
 
 def drawing(restored: stock.Restored, found: bytes | None, place: Place, attempt: int) -> stock.Restored:

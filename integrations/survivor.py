@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dlrover_hooks import rng
 from dlrover_hooks.integrations.batch_statistics import BatchStatistics
+from dlrover_hooks.integrations.handed_on import gathered
 from dlrover_hooks.integrations.small_set import SmallSet
 from dlrover_hooks.session import Session
 
@@ -49,8 +50,13 @@ class Survivor:
         self._state: Callable[[Any], Any] = state
         self._small: SmallSet | None = SmallSet(models, optimizers, extra, self._check)
         self._membership.salvage = self._salvage
-        statistics = BatchStatistics(models)
-        statistics.put_back(session.found.statistics)
+        found, statistics = (
+            gathered(session.found, session.place.rank, session.place.world_size),
+            BatchStatistics(models),
+        )
+        statistics.put_back(found.statistics)
+        if found.note is not None and session.found.note is None:
+            session.draw_from(found.note)
         self._membership.noting(statistics.take, statistics.nbytes)
         known = [weakref.ref(model) for model in (models if passing is None else passing)]
         self._membership.outlived = lambda: any(model() is not None for model in known)

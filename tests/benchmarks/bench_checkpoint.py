@@ -164,8 +164,8 @@ def keeper(pairs: int) -> Figures:
 def others(pairs: int) -> Figures:
     """How long a save holds up the training thread, ours and theirs, of the same state in turn.
 
-    Each saves twice, and the second time counts: the first one pays for what all the others have done to caches and page
-    tables, which no trainer has in its process.
+    Each saves twice, and the second time counts: the first one pays for what all the others have done to caches and
+    page tables, which no trainer has in its process.
     """
     state = Gpt().state()
     with tempfile.TemporaryDirectory(dir=REPOSITORY / "build") as name, engine() as ours:

@@ -83,14 +83,14 @@ class Crew:
         self.client = MasterClient(self.url, "secret", incarnation=self._agent)
 
     def start(
-        self, local_rank: int, name: str = "", *, newcomer: bool = False, alone: bool = False, **trouble: Any
+        self, local_rank: int, name: str = "", *, newcomer: bool = False, alone: bool | str = False, **trouble: Any
     ) -> str:
         """A worker that joins for itself; a `newcomer` before its script begins, as those of a launcher do.
 
-        `alone`: on a node of its own.
+        `alone`: on a node of its own, or the only one on that of this name.
         """
         name = name or f"w{local_rank}"
-        node = name if alone else "n0"
+        node = alone if isinstance(alone, str) else name if alone else "n0"
         if node not in self._keepers:
             self._keepers[node] = self.zygote.start("tests.elastic.crew:keeper", job=self.job, node=node)
         env = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.high, "DLROVER_HOOKS_JOB": self.job}

@@ -100,6 +100,37 @@ def test_rank_0_is_lost_again_and_again(crew: Crews) -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_each_worker_has_a_node_of_its_own(crew: Crews, victim: int, norm: bool) -> None:
+    """Without rank 0 the others change ranks: what each needs to go on with its new one was noted on another node."""
+    ends: list[str] = []
+    for trouble in ({}, {"at": ("reduced", 5), "what": "kill", "after_s": 0.3}):
+        one = crew(3, 3, norm=norm)
+        for rank in range(3):
+            one.start(rank, alone=True, **(trouble if rank == victim else {}))
+        if trouble:
+            one.replace(victim, f"w{victim}", "again", alone=f"w{victim}")
+        one.ended()
+        ends.append(one.end())
+        one.close()
+    assert ends[0] == ends[1]
+
+
+def test_on_nodes_of_their_own_two_are_lost_before_the_first_step(crew: Crews, calm: str) -> None:
+    """What came from another node is noted, too: the next round begins from there again."""
+    one = crew(3, 3)
+    one.start(0, alone=True, at=("stepped", 5), what="kill", after_s=0.3)
+    one.start(1, alone=True)
+    one.start(2, alone=True)
+    one.replace(0, "w0", "again", alone="w0", at=("fetched", 6), what="kill", after_s=0.3)
+    one.replace(0, "again", "anew", alone="w0")
+    one.ended()
+    assert steps_of(one) == [6, 6]
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
 def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:
     """Notes are of use in the memory of the keeper that is there, though nothing is saved in it yet."""
     one = crew(3, 3, pace_s=0.2)

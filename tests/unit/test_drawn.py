@@ -152,3 +152,14 @@ def test_batch_statistics_are_those_of_rank_0_in_whatever_world(states: dict[str
     assert drawn.statistics(notes, at(5)) == (("0.mean", b"zero"),)
     assert drawn.statistics(notes, at(6)) == (("0.mean", b"zero newer"),)
     assert drawn.statistics(other.notes.values(), at(5)) == drawn.statistics(notes, at(5, attempt=2)) == ()
+
+
+def test_all_ranks_of_which_there_is_a_note(states: dict[str, Any]) -> None:
+    """Of this step and world; each has the note that `find` finds."""
+    kept = [Kept(rank=rank) for rank in (0, 1, 2)] + [Kept(rank=1, world_size=2)]
+    for one, step in zip(kept, (5, 6, 4, 5), strict=True):
+        one.draws.over(step, states["five"])
+    kept[2].draws.ahead()
+    notes = [note for one in kept for note in one.notes.values()]
+    found = drawn.by_rank(notes, at(5), 3)
+    assert {rank: drawn.state(note) for rank, note in found.items()} == {0: states["five"], 2: states["now"]}
