@@ -143,17 +143,17 @@ def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: 
     """The one that has the random state of `rank` behind the step of `generation`; others are passed over.
 
     Where that step was not over for it, that of within the step counts: between the last gradient and the end of a step
-    hardly anybody draws.
+    hardly anybody draws. That is the newest one of its sort: memory that was given up may still show older ones.
     """
-    within = None
+    within, newest = None, -1
     for given in notes:
         note = _read(given)
         if note is None or note.rank != rank or world_size not in (None, note.world_size):
             continue
         if note.generation == generation and not note.ahead:
             return given
-        if note.ahead and _just_before(note.generation, generation):
-            within = given
+        if note.ahead and _just_before(note.generation, generation) and note.generation.step > newest:
+            within, newest = given, note.generation.step
     return within
 
 

@@ -50,10 +50,8 @@ class Survivor:
         self._state: Callable[[Any], Any] = state
         self._small: SmallSet | None = SmallSet(models, optimizers, extra, self._check)
         self._membership.salvage = self._salvage
-        found, statistics = (
-            gathered(session.found, session.place.rank, session.place.world_size),
-            BatchStatistics(models),
-        )
+        statistics = BatchStatistics(models)
+        found = gathered(session.found, session.place.rank, session.place.world_size)
         statistics.put_back(found.statistics)
         if found.note is not None and session.found.note is None:
             session.draw_from(found.note)

@@ -64,6 +64,21 @@ def test_within_a_step_that_the_others_made(states: dict[str, Any]) -> None:
     assert kept.find(at(5)) == states["five"], "it came to the end of the step"
 
 
+def test_older_notes_in_memory_that_was_given_up(states: dict[str, Any]) -> None:
+    """Of within a step, wherever they come among the others."""
+    kept = Kept()
+    kept.draws.over(4, states["five"])
+    kept.draws.ahead()
+    old = list(kept.notes.values())
+    states["now"] = states["seven"]
+    kept.draws.over(5, states["six"])
+    kept.draws.ahead()
+    for notes in ([*old, *kept.notes.values()], [*kept.notes.values(), *old]):
+        found = drawn.find(notes, at(6), 1, 3)
+        assert found is not None
+        assert drawn.state(found) == states["seven"]
+
+
 @pytest.mark.parametrize(
     ("generation", "rank", "world_size"),
     [(at(5, attempt=2), 1, 3), (at(6, attempt=2), 1, 3), (at(5, run="ab" * 16), 1, 3), (at(5), 0, 3), (at(5), 1, 2)],
