@@ -172,7 +172,10 @@ class Room:
             self._allocated(reply)
             self._stale += [self._next] if self._next is not None else []
             self._next = arena
+            old = [one for one in (self._arena, *self._stale) if one is not None and one.number != arena.number]
             for place, data in self._notes.items():
                 arena.note(place, data)
+                for one in old:  # it may be read for a while yet
+                    one.note(place, b"")
             self._changed.notify_all()
             return not arena.serves(self._wanted, self._note_bytes)

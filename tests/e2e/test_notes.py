@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover_hooks.checkpoint import wire
-from tests.e2e.kept import Kept, state, until
+from tests.e2e.kept import Kept, segment, state, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -45,6 +45,27 @@ def test_larger_notes_are_expected(kept: Kept) -> None:
     following.notes.expect(len(large))
     assert following.save(2, state(2, 1 << 20)) is not None
     assert following.notes.recall() == (large,)
+
+
+def test_no_note_is_left_in_memory_that_was_given_up(kept: Kept) -> None:
+    """It is read as long as it is there: an old word would be taken for the newest once that is written over. What
+    another trainer of this seat has left stays.
+    """
+    keeper = kept.keeper()
+    first = kept.trainer()
+    assert first.save(1, state(1)) is not None
+    first.notes.leave(0, b"of the first")
+    first.close()
+    second = kept.trainer()
+    second.notes.leave(2, b"of the second")
+    second.prepare(0)
+    until(lambda: second.ready, "memory")
+    old = segment(keeper.pid)
+    assert second.notes.recall() == (b"of the first", b"of the second")
+    second.notes.expect(1 << 20)
+    until(lambda: old.notes() == [b"of the first"], "other memory")
+    assert sorted(second.notes.recall()) == [b"of the first", b"of the second"]
+    old.close()
 
 
 def test_there_are_no_notes_without_a_keeper(kept: Kept) -> None:
