@@ -22,6 +22,7 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.errors import Corrupt
 from tests.e2e.session_life import pause
 
 RUN = uuid.uuid4().hex
@@ -134,10 +135,10 @@ def state(step: int, size: int = 1000) -> dict[str, Any]:
 
 
 def segment(keeper_pid: int, seat: int = 0) -> Arena:
-    """The keeper's own memory of a seat, from outside."""
+    """The keeper's own memory of a seat, from outside. One that is just being made is none yet."""
     for name in os.listdir(f"/proc/{keeper_pid}/fd"):
         path = f"/proc/{keeper_pid}/fd/{name}"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError, Corrupt):
             if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
                 return Arena.attach(os.open(path, os.O_RDWR))
     raise LookupError(f"no segment of seat {seat}")

@@ -18,7 +18,7 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
-from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Located, Replication, Secret
 from tests.e2e.session_life import until
 
@@ -107,7 +107,7 @@ class Node:
         found: dict[int, Arena] = {}
         for name in os.listdir(f"/proc/{self.keeper.pid}/fd"):
             path = f"/proc/{self.keeper.pid}/fd/{name}"
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError, Corrupt):  # the latter: it is just being made
                 if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
                     found.setdefault(os.stat(path).st_ino, Arena.attach(os.open(path, os.O_RDWR)))
         return list(found.values())

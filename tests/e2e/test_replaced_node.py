@@ -15,6 +15,7 @@ import pytest
 from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Held
 from tests.e2e.life_process import LifeProcess
 from tests.e2e.master_process import LiveMaster
@@ -69,7 +70,7 @@ class House:
         arenas: dict[int, Arena] = {}
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{name}"
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError, Corrupt):  # the latter: it is just being made
                 if os.readlink(path).startswith("/memfd:dlrover-hooks-seat-"):
                     arenas.setdefault(os.stat(path).st_ino, Arena.attach(os.open(path, os.O_RDWR)))
         ranks = {one.rank for one in held if one.home}
