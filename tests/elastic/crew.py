@@ -226,6 +226,32 @@ class Crew:
         self.client.close()
 
 
+def steps_of(crew: Crew) -> list[int]:
+    """What each later round began with."""
+    return [rows[0]["step"] for rows in crew.restores().values()]
+
+
+def as_if_left_alone(
+    crew: Callable[..., Crew], world: int, victim: int, place: tuple[str, int], *, apart: bool = False, **settings: Any
+) -> Crew:
+    """One run is left alone, and one loses `victim` at `place` and gets another: both end alike. The second one.
+
+    `apart`: each worker has a node of its own, and who replaces another one comes to that one's.
+    """
+    ends: list[str] = []
+    for trouble in ({}, {"at": place, "what": "kill", "after_s": 0.3}):
+        one = crew(world, world, **settings)
+        for rank in range(world):
+            one.start(rank, alone=apart, **(trouble if rank == victim else {}))
+        if trouble:
+            one.replace(victim, f"w{victim}", "again", alone=f"w{victim}" if apart else False)
+        one.ended()
+        ends.append(one.end())
+        one.close()
+    assert ends[0] == ends[1]
+    return one
+
+
 def master(fd: int, journal: str, flags: list[str]) -> None:
     from dlrover_hooks.master.__main__ import command
 

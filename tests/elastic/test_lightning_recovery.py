@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.crew import Crew
+from tests.elastic.crew import Crew, as_if_left_alone, steps_of
 
 WORKER = "tests.elastic.lightning_worker"
 STEPS, EPOCHS = 16, 4
 Crews = Callable[..., Crew]
-
-
-def steps_of(crew: Crew) -> list[int]:
-    """What each later round began with."""
-    return [rows[0]["step"] for rows in crew.restores().values()]
 
 
 @pytest.mark.parametrize(("victim", "outer"), [(1, False), (0, False), (1, True)])
@@ -76,17 +71,7 @@ def test_a_replaced_worker_makes_it_the_undisturbed_run(crew: Crews, tmp_path: P
 @pytest.mark.parametrize("place", ["fetched", "stepped"])
 def test_batch_statistics_of_a_lost_rank_0(crew: Crews, place: str) -> None:
     """All go on with what it had, whether the others are with it in that step or in the next one."""
-    ends: list[str] = []
-    for trouble in ({}, {"at": (place, 5), "what": "kill", "after_s": 0.3}):
-        one = crew(3, 3, norm=True)
-        for rank in range(3):
-            one.start(rank, **(trouble if rank == 0 else {}))
-        if trouble:
-            one.replace(0, "w0", "again")
-        one.ended()
-        ends.append(one.end())
-        one.close()
-    assert ends[0] == ends[1]
+    as_if_left_alone(crew, 3, 0, (place, 5), norm=True)
 
 
 @pytest.mark.parametrize("place", ["begin", "restored"])

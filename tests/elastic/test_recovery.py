@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.elastic.crew import Crew
+from tests.elastic.crew import Crew, as_if_left_alone, steps_of
 
 STEPS, EPOCHS = 16, 4
 Crews = Callable[..., Crew]
-
-
-def steps_of(crew: Crew) -> list[int]:
-    """What each later round began with."""
-    return [rows[0]["step"] for rows in crew.restores().values()]
 
 
 @pytest.mark.parametrize(("victim", "workers"), [(1, 2), (0, 0)])
@@ -92,22 +86,6 @@ def test_a_replaced_worker_makes_it_the_undisturbed_run(
     one.check(STEPS, EPOCHS)
     assert one.end() == calm
     assert [row["world"] for row in one.events("trained")] == [3, 3, 3]
-
-
-def as_if_left_alone(crew: Crews, world: int, victim: int, place: tuple[str, int], **settings: Any) -> Crew:
-    """One run is left alone, and one loses `victim` at `place` and gets another: both end alike. The second one."""
-    ends: list[str] = []
-    for trouble in ({}, {"at": place, "what": "kill", "after_s": 0.3}):
-        one = crew(world, world, **settings)
-        for rank in range(world):
-            one.start(rank, **(trouble if rank == victim else {}))
-        if trouble:
-            one.replace(victim, f"w{victim}", "again")
-        one.ended()
-        ends.append(one.end())
-        one.close()
-    assert ends[0] == ends[1]
-    return one
 
 
 def test_random_numbers_of_a_step_that_a_hook_of_the_users_reduced(crew: Crews) -> None:

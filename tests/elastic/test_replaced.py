@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.elastic.crew import Crew
-from tests.elastic.test_recovery import EPOCHS, STEPS, steps_of
+from tests.elastic.crew import Crew, as_if_left_alone, steps_of
+from tests.elastic.test_recovery import EPOCHS, STEPS
 
 Crews = Callable[..., Crew]
 
@@ -104,17 +104,7 @@ def test_rank_0_is_lost_again_and_again(crew: Crews) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_each_worker_has_a_node_of_its_own(crew: Crews, victim: int, norm: bool) -> None:
     """Without rank 0 the others change ranks: what each needs to go on with its new one was noted on another node."""
-    ends: list[str] = []
-    for trouble in ({}, {"at": ("reduced", 5), "what": "kill", "after_s": 0.3}):
-        one = crew(3, 3, norm=norm)
-        for rank in range(3):
-            one.start(rank, alone=True, **(trouble if rank == victim else {}))
-        if trouble:
-            one.replace(victim, f"w{victim}", "again", alone=f"w{victim}")
-        one.ended()
-        ends.append(one.end())
-        one.close()
-    assert ends[0] == ends[1]
+    as_if_left_alone(crew, 3, victim, ("reduced", 5), apart=True, norm=norm)
 
 
 def test_on_nodes_of_their_own_two_are_lost_before_the_first_step(crew: Crews, calm: str) -> None:
