@@ -39,7 +39,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     for launched in started:
         if launched.process.poll() is None:
             launched.process.kill()
-            launched.process.communicate()
+            launched.end()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import uuid
 import weakref
@@ -47,6 +48,15 @@ class Launched:
         weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary)} | environment
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
+        self._said: list[str] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)  # ends with the last who can still write
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self._said.append(line)
 
     def read(self) -> list[dict]:
         return [json.loads(line) for line in self.lives.read_text().splitlines()]
@@ -55,13 +65,26 @@ class Launched:
         deadline = time.monotonic() + timeout_s
         while not condition(lives := self.read()):
             assert time.monotonic() < deadline, (lives, self.process.poll())
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.end()
             pause()
         return lives
 
+    def says(self, text: str, timeout_s: float = 60.0) -> bool:
+        """Wait until it has said `text` in one line; False if it did not."""
+        deadline = time.monotonic() + timeout_s
+        while not any(text in line for line in self._said):
+            if time.monotonic() > deadline or not self._listener.is_alive():
+                return False
+            pause()
+        return True
+
     def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, errors
+        """Wait until the launcher and whoever writes to its stderr have ended: its exit code, and what was said."""
+        deadline = time.monotonic() + timeout_s
+        self.process.wait(timeout_s)
+        self._listener.join(max(0.0, deadline - time.monotonic()))
+        assert not self._listener.is_alive(), f"somebody still holds the stderr of {self.job}: {self._said[-20:]}"
+        return self.process.returncode, "".join(self._said)
 
     def child(self, word: str, timeout_s: float = 60.0) -> psutil.Process:
         """The launcher's child with `word` in its command line, such as "keeper", as soon as there is one."""

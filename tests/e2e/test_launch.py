@@ -150,7 +150,7 @@ def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable
     family = psutil.Process(run.process.pid).children(recursive=True)
     assert len(family) == 4, [child.cmdline() for child in family]
     run.process.kill()
-    run.process.communicate()
+    run.end()
     _, alive = psutil.wait_procs(family, timeout=60)
     for process in alive:
         process.kill()

@@ -32,8 +32,8 @@ def test_a_killed_run_leaves_the_files_of_an_unbroken_one(tmp_path: Path) -> Non
     foreign.parent.mkdir(parents=True)
     foreign.write_text("of somebody else")
     launched = Launched(tmp_path, SCRIPT, FOLDER=str(tmp_path / "out"))
-    _, errors = launched.process.communicate(timeout=200)
-    assert launched.process.returncode == 0, errors
+    code, errors = launched.end(timeout_s=200)
+    assert code == 0, errors
     assert launched.read() == [{"restored": 7}]
     assert foreign.read_text() == "of somebody else"
     (files, rows), (calm, calm_rows) = left(tmp_path / "out"), left(tmp_path / "calm")

@@ -154,7 +154,7 @@ def test_killing_the_launcher_with_the_master_ends_the_job(node: Node) -> None:
     lives = a.wait_for(lambda lives: len(lives) == 4)
     family = psutil.Process(a.process.pid).children(recursive=True)
     a.process.kill()
-    a.process.communicate()
+    a.end()
     assert all_gone([life["pid"] for life in lives if life["node"] == "a"])
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
