@@ -3,9 +3,9 @@
 Every save has the random state of its rank in it. What the survivors of a round save when it breaks does not: it is the
 same for all ranks, and a dead one has no say any more. So each rank notes its random state as it goes: behind a step
 and, ahead of what binds the others to it, in the step that is under way. Notes lie in the memory that the keeper holds
-for a seat, and outlive the process however it ends. Whoever has that rank in the next round, on the same node, goes on
-from there: the oldest survivor has rank 0, so that need not be who replaces the dead one. Elsewhere it is seeded anew.
-Rank 0 notes its batch statistics, too, which all go on with.
+for a seat, and outlive the process however it ends. Whoever has that rank in the next round goes on from there: the
+oldest survivor has rank 0, so that need not be who replaces the dead one. What is noted within a step is told to
+another node, which has it if this one is lost. Rank 0 notes its batch statistics, too, which all go on with.
 """
 
 from __future__ import annotations
@@ -55,12 +55,30 @@ class Draws:
         self._over: Generation | None = None
         """The step of this life that was noted last."""
         self._bound = False
+        self._told = dict[int, tuple[bytes, ...]]()
         self.statistics: Callable[[], Statistics] = tuple
         """What rank 0 has, of the life that is on."""
 
     @property
     def notes(self) -> list[bytes]:
         return [note for note in self._notes if note]
+
+    @property
+    def within(self) -> bytes:
+        """The newest one of within a step."""
+        return self._notes[_AHEAD]
+
+    @property
+    def told(self) -> list[bytes]:
+        """What ranks of another node noted within the last two steps."""
+        return [note for notes in self._told.values() for note in notes]
+
+    def heard(self, notes: Iterable[bytes]) -> None:
+        """Ranks of another node have told what they noted within the step that is under way here, too."""
+        if self._seat is not None:
+            step = self._seat[0].step
+            before = max((one for one in self._told if one < step), default=step)
+            self._told = {one: told for one, told in self._told.items() if one == before} | {step: tuple(notes)}
 
     def begin(
         self,

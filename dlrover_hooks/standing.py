@@ -58,12 +58,15 @@ def engine(config: Config, place: Place, ear: Ear, kept: Membership | None) -> C
 class Noted(NamedTuple):
     """What was left on this node that no image has: this rank's note, rank 0's batch statistics, notes of all ranks.
 
+    `told`, `told_statistics`: what other nodes told this process, which counts where theirs is lost.
     `alike`: the image is of that sort, on all ranks alike.
     """
 
     note: bytes | None = None
     statistics: drawn.Statistics = ()
     notes: Mapping[int, bytes] = MappingProxyType({})
+    told: Mapping[int, bytes] = MappingProxyType({})
+    told_statistics: drawn.Statistics = ()
     alike: bool = False
 
 
@@ -71,9 +74,14 @@ def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, k
     """What belongs to an image without a random state. Own notes count first, in case they were not left in time."""
     if restored.rng is not None or restored.weights_only or engine is None:
         return Noted()
-    notes = [*(kept.draws.notes if kept is not None else []), *engine.notes.recall()]
-    by_rank = drawn.by_rank(notes, restored.generation, place.world_size)
-    return Noted(by_rank.get(place.rank), drawn.statistics(notes, restored.generation), by_rank, alike=True)
+    generation, own, told = (
+        restored.generation,
+        *((kept.draws.notes, kept.draws.told) if kept is not None else ([], [])),
+    )
+    notes = [*own, *engine.notes.recall()]
+    by_rank, by_told = (drawn.by_rank(some, generation, place.world_size) for some in (notes, told))
+    statistics, told_statistics = (drawn.statistics(some, generation) for some in (notes, told))
+    return Noted(by_rank.get(place.rank), statistics, by_rank, by_told, told_statistics, alike=True)
 
 
 def drawing(restored: stock.Restored, found: bytes | None, place: Place, attempt: int) -> stock.Restored:

@@ -1,8 +1,11 @@
 """Notes that lie on another node (decision 0015), handed on by the new process group: who has a rank next need not be
-where it was. Training thread, on all ranks at once; nothing is sent but where somebody lacks what somebody has.
+where it was. Training thread, on all ranks at once; nothing is sent but where somebody lacks what somebody has. What a
+node told others counts where its own memory is lost.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 import torch
@@ -20,43 +23,45 @@ def gathered(found: Noted, rank: int, world_size: int) -> Noted:
     Raises:
         RuntimeError: a peer is gone, as from any collective.
     """
-    if not found.alike or world_size == 1 or not _can_send(world_size):
+    if not found.alike or world_size == 1 or sends_from(world_size) is None:
         return found
-    statistics = _encode(found.statistics) if found.statistics else b""
-    here = [found.notes.get(number, b"") for number in range(world_size)] + [statistics]
-    lacking = [0] * world_size + [not statistics]
+    here, told = _each(found.notes, found.statistics, world_size), _each(found.told, found.told_statistics, world_size)
+    lacking = [0] * world_size + [not here[-1]]
     lacking[rank] = found.note is None
-    senders = _greatest([(rank + 1) * bool(data) for data in here])
-    wanted = _greatest(lacking)
+    scores = [1 + world_size if own else int(bool(other)) for own, other in zip(here, told, strict=True)]
+    senders = greatest([score + rank if score else 0 for score in scores])
+    wanted = greatest(lacking)
     for number, (sender, want) in enumerate(zip(senders, wanted, strict=True)):
         if sender and want:
-            here[number] = _sent(here[number], sender - 1)
+            here[number] = _sent(here[number] or told[number], (sender - 1) % world_size)
     return found._replace(note=here[rank] or None, statistics=_decode(here[-1]) if here[-1] else ())
 
 
-def _can_send(world_size: int) -> bool:
+def _each(notes: Mapping[int, bytes], statistics: Statistics, world_size: int) -> list[bytes]:
+    """Of each rank, and the statistics behind them; empty where there is nothing."""
+    return [notes.get(number, b"") for number in range(world_size)] + [_encode(statistics) if statistics else b""]
+
+
+def sends_from(world_size: int) -> torch.device | None:
+    """Where the default group takes tensors from; None where it is not there, not so large, or of another sort."""
     if not dist.is_initialized() or dist.get_world_size() != world_size:
-        return False
-    return any(known in dist.get_backend() for known in ("gloo", "nccl"))
+        return None
+    known = dist.get_backend_config()  # `get_backend` does not know that of a group of the default backends
+    return next((torch.device(one.split(":")[0]) for one in ("cpu:gloo", "cuda:nccl") if one in known), None)
 
 
-def _device() -> torch.device:
-    """Where the default group takes tensors from."""
-    return torch.device("cpu" if "gloo" in dist.get_backend() else "cuda")
-
-
-def _greatest(values: list[int]) -> list[int]:
+def greatest(values: list[int]) -> list[int]:
     """By place, over all ranks."""
-    tensor = torch.tensor(values, dtype=torch.int64, device=_device())
+    tensor = torch.tensor(values, dtype=torch.int64, device=sends_from(dist.get_world_size()))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def _sent(data: bytes, sender: int) -> bytes:
-    (size,) = _greatest([len(data) if dist.get_rank() == sender else 0])
+    (size,) = greatest([len(data) if dist.get_rank() == sender else 0])
     room = torch.zeros(size, dtype=torch.uint8)
     if dist.get_rank() == sender:
         room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    room = room.to(_device())
+    room = room.to(sends_from(dist.get_world_size()))
     dist.broadcast(room, sender)
     return room.cpu().numpy().tobytes()

@@ -17,6 +17,7 @@ from dlrover_hooks import rng
 from dlrover_hooks.integrations.batch_statistics import BatchStatistics
 from dlrover_hooks.integrations.handed_on import gathered
 from dlrover_hooks.integrations.small_set import SmallSet
+from dlrover_hooks.integrations.told import told
 from dlrover_hooks.session import Session
 
 log = logging.getLogger("dlrover_hooks")
@@ -56,6 +57,11 @@ class Survivor:
         if found.note is not None and session.found.note is None:
             session.draw_from(found.note)
         self._membership.noting(statistics.take, statistics.nbytes)
+        where = session.place
+        if (
+            ways := told(self._membership.draws, where.rank, where.world_size, where.node, statistics.nbytes)
+        ) is not None:
+            self._membership.tell = ways.tell
         known = [weakref.ref(model) for model in (models if passing is None else passing)]
         self._membership.outlived = lambda: any(model() is not None for model in known)
         self._random: dict[str, Any] | None = None
@@ -108,6 +114,7 @@ class Survivor:
     def _salvage(self) -> None:
         small, state, ends = self._small, self._state, self._ends
         self._membership.noting()
+        self._membership.tell = lambda: None
         self._small, self._state, self._ends = None, _nothing, ()  # they know the adapter, and it knows this
         assert small is not None
         small.close()

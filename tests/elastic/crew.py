@@ -117,6 +117,10 @@ class Crew:
         self._keepers[node].kill()
         self._keepers[node] = self.zygote.start("tests.elastic.crew:keeper", job=self.job, node=node)
 
+    def lose(self, node: str) -> None:
+        """That node's keeper ends with all that it held."""
+        self._keepers[node].kill()
+
     def waits(self, name: str) -> bool:
         """The master knows that newcomer, and has no round for it yet."""
         own = self._newcomers[name]
@@ -232,19 +236,30 @@ def steps_of(crew: Crew) -> list[int]:
 
 
 def as_if_left_alone(
-    crew: Callable[..., Crew], world: int, victim: int, place: tuple[str, int], *, apart: bool = False, **settings: Any
+    crew: Callable[..., Crew],
+    world: int,
+    victim: int,
+    place: tuple[str, int],
+    *,
+    apart: bool = False,
+    lost: bool = False,
+    **settings: Any,
 ) -> Crew:
     """One run is left alone, and one loses `victim` at `place` and gets another: both end alike. The second one.
 
-    `apart`: each worker has a node of its own, and who replaces another one comes to that one's.
+    `apart`: each worker has a node of its own, and who replaces another one comes to that one's. `lost`: that node is
+    lost, and another one comes in its place.
     """
     ends: list[str] = []
     for trouble in ({}, {"at": place, "what": "kill", "after_s": 0.3}):
         one = crew(world, world, **settings)
         for rank in range(world):
-            one.start(rank, alone=apart, **(trouble if rank == victim else {}))
+            one.start(rank, alone=apart or lost, **(trouble if rank == victim else {}))
         if trouble:
-            one.replace(victim, f"w{victim}", "again", alone=f"w{victim}" if apart else False)
+            one.ended(f"w{victim}")
+            if lost:
+                one.lose(f"w{victim}")
+            one.start(victim, "again", alone=lost or (f"w{victim}" if apart else False))
         one.ended()
         ends.append(one.end())
         one.close()

@@ -121,6 +121,16 @@ def test_on_nodes_of_their_own_two_are_lost_before_the_first_step(crew: Crews, c
     assert one.end() == calm
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("place", [("fetched", 5), ("reduced", 5), ("stepped", 5)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_whole_node_is_lost_with_what_its_worker_noted(
+    crew: Crews, victim: int, place: tuple[str, int], norm: bool
+) -> None:
+    """Another node was told of it before anybody could make that step."""
+    as_if_left_alone(crew, 3, victim, place, lost=True, norm=norm)
+
+
 def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:
     """Notes are of use in the memory of the keeper that is there, though nothing is saved in it yet."""
     one = crew(3, 3, pace_s=0.2)
