@@ -83,18 +83,25 @@ class Crew:
         self.client = MasterClient(self.url, "secret", incarnation=self._agent)
 
     def start(
-        self, local_rank: int, name: str = "", *, newcomer: bool = False, alone: bool | str = False, **trouble: Any
+        self,
+        local_rank: int,
+        name: str = "",
+        *,
+        newcomer: bool = False,
+        alone: bool | str = False,
+        among: int = 1,
+        **trouble: Any,
     ) -> str:
         """A worker that joins for itself; a `newcomer` before its script begins, as those of a launcher do.
 
-        `alone`: on a node of its own, or the only one on that of this name.
+        `alone`: on a node of its own, or on that of this name, as one of `among`.
         """
         name = name or f"w{local_rank}"
         node = alone if isinstance(alone, str) else name if alone else "n0"
         if node not in self._keepers:
             self._keepers[node] = self.zygote.start("tests.elastic.crew:keeper", job=self.job, node=node)
         env = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.high, "DLROVER_HOOKS_JOB": self.job}
-        env |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} if alone else {}
+        env |= {"LOCAL_RANK": local_rank % among, "LOCAL_WORLD_SIZE": among} if alone else {}
         env |= {"DLROVER_HOOKS_MASTER": self.url, "DLROVER_HOOKS_TOKEN": "secret", "DLROVER_HOOKS_NODE": node}
         env |= {"DLROVER_HOOKS_LAUNCHER": self._agent, "DLROVER_HOOKS_MIN_WORKERS": self.low}
         env |= {"DLROVER_HOOKS_MAX_WORKERS": self.high} | self.environment

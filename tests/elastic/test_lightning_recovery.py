@@ -74,6 +74,12 @@ def test_batch_statistics_of_a_lost_rank_0(crew: Crews, place: str) -> None:
     as_if_left_alone(crew, 3, 0, (place, 5), norm=True)
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_whole_node_is_lost_with_what_its_worker_noted(crew: Crews, victim: int) -> None:
+    """Another node was told of it."""
+    as_if_left_alone(crew, 3, victim, ("stepped", 5), lost=True, norm=True)
+
+
 @pytest.mark.parametrize("place", ["begin", "restored"])
 def test_lost_while_others_recover(crew: Crews, place: str) -> None:
     """Before the process group is made, and when all is restored but nothing trained."""

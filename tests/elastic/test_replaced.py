@@ -107,6 +107,11 @@ def test_each_worker_has_a_node_of_its_own(crew: Crews, victim: int, norm: bool)
     as_if_left_alone(crew, 3, victim, ("reduced", 5), apart=True, norm=norm)
 
 
+def test_what_a_node_has_itself_counts_more_than_what_it_told(crew: Crews) -> None:
+    """Told was the state of within the step. Behind that another number was drawn; ranks change nodes."""
+    as_if_left_alone(crew, 3, 0, ("fetched", 6), apart=True, draws=True)
+
+
 def test_on_nodes_of_their_own_two_are_lost_before_the_first_step(crew: Crews, calm: str) -> None:
     """What came from another node is noted, too: the next round begins from there again."""
     one = crew(3, 3)
@@ -129,6 +134,51 @@ def test_a_whole_node_is_lost_with_what_its_worker_noted(
 ) -> None:
     """Another node was told of it before anybody could make that step."""
     as_if_left_alone(crew, 3, victim, place, lost=True, norm=norm)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 3)])
+def test_a_node_of_several_workers_is_lost(crew: Crews, sizes: tuple[int, int]) -> None:
+    """The first one. The other one's workers share out what they are told, and have the lowest ranks next."""
+    ends: list[str] = []
+    for lost in (False, True):
+        one = crew(sum(sizes), sum(sizes))
+        trouble = {"at": ("reduced", 5), "what": "kill", "after_s": 0.3} if lost else {}
+        for node, size in zip("ab", sizes, strict=True):
+            for local in range(size):
+                one.start(local, f"{node}{local}", alone=node, among=size, **(trouble if node == "a" else {}))
+        if lost:
+            one.ended(*(f"a{local}" for local in range(sizes[0])))
+            one.lose("a")
+            for local in range(sizes[0]):
+                one.start(local, f"c{local}", alone="c", among=sizes[0])
+        one.ended()
+        assert one.samples(EPOCHS) == [list(range(48))] * EPOCHS
+        ends.append(one.end())
+        one.close()
+    assert ends[0] == ends[1]
+
+
+def test_two_nodes_are_lost_before_the_first_step(crew: Crews, calm: str) -> None:
+    """One behind the other, in its place: what was told of the first is there until a step is made."""
+    one = crew(3, 3)
+    one.start(0, alone=True, at=("stepped", 5), what="kill", after_s=0.3)
+    one.start(1, alone=True)
+    one.start(2, alone=True)
+    for lost, comes, trouble in (
+        ("w0", "again", {"at": ("fetched", 6), "what": "kill", "after_s": 0.3}),
+        ("again", "anew", {}),
+    ):
+        one.ended(lost)
+        one.lose(lost)
+        one.start(0, comes, alone=True, **trouble)
+    one.ended()
+    assert steps_of(one) == [6, 6]
+    one.check(STEPS, EPOCHS)
+    assert one.end() == calm
+
+
+def test_with_accelerate_a_whole_node_is_lost(crew: Crews) -> None:
+    as_if_left_alone(crew, 2, 1, ("fetched", 5), lost=True, kind="accelerate")
 
 
 def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:

@@ -69,6 +69,7 @@ class Worker:
         if (step := settings.pop("copy_held", None)) is not None:
             self.hold_copy(step)
         self.hook, self.norm = settings.pop("hook", False), settings.pop("norm", False)
+        self.draws = settings.pop("draws", False)
         self.seeded = settings.pop("seeded", False)
         if self.seeded:  # by the script, outside of the function
             torch.manual_seed(11)
@@ -200,6 +201,8 @@ class Worker:
                         self.reach("stepped", self.step)
                         schedule.step()
                         optimizer.zero_grad()
+                        if self.draws:
+                            torch.rand(1)
                         self.stepped(checkpoints.step)
             self.trained(checkpoints.step, net, optimizer, lr=schedule.get_last_lr())
         dist.destroy_process_group()

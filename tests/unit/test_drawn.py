@@ -178,3 +178,33 @@ def test_all_ranks_of_which_there_is_a_note(states: dict[str, Any]) -> None:
     notes = [note for one in kept for note in one.notes.values()]
     found = drawn.by_rank(notes, at(5), 3)
     assert {rank: drawn.state(note) for rank, note in found.items()} == {0: states["five"], 2: states["now"]}
+
+
+def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) -> None:
+    """Of a step that is made again, in the next attempt, the newest: the one that all go on from stays."""
+    kept, other = Kept(rank=0), Kept(rank=1)
+
+    def told(generation: Generation) -> dict[str, Any] | None:
+        found = drawn.find(kept.draws.told, generation, 1, 3)
+        return drawn.state(found) if found is not None else None
+
+    for step, name in ((4, "five"), (5, "six"), (6, "seven")):
+        for one in (kept, other):
+            one.draws.over(step, states["now"])
+        states["now"] = states[name]
+        other.draws.ahead()
+        kept.draws.heard([other.draws.within])
+    assert [told(at(step)) for step in (5, 6, 7)] == [None, states["six"], states["seven"]]
+    for one in (kept, other):
+        one.draws.begin(at(6, attempt=2), one is other, 3)
+    states["now"] = states["five"]
+    other.draws.ahead()
+    kept.draws.heard([other.draws.within])
+    assert [told(generation) for generation in (at(6), at(7, attempt=2))] == [states["six"], states["five"]]
+    assert len(kept.draws.told) == 2
+
+
+def test_nothing_is_heard_before_a_life_begins() -> None:
+    draws = drawn.Draws(lambda *_: None)
+    draws.heard([b"early"])
+    assert not draws.told
