@@ -196,7 +196,7 @@ def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) ->
         kept.draws.heard([other.draws.within])
     assert [told(at(step)) for step in (5, 6, 7)] == [None, states["six"], states["seven"]]
     for one in (kept, other):
-        one.draws.begin(at(6, attempt=2), one is other, 3)
+        one.draws.begin(at(6, attempt=2), int(one is other), 3)
     states["now"] = states["five"]
     other.draws.ahead()
     kept.draws.heard([other.draws.within])
