@@ -18,12 +18,13 @@ import psutil
 import torch
 from rich.console import Console
 
-from tests.benchmarks import rendezvous_load, standby_world, survivors, torchruns
+from tests.benchmarks import rendezvous_load, standby_world, survivors, tells, torchruns
 from tests.benchmarks.report import REPOSITORY, Figures, report
 
 GROUPS: dict[str, Callable[[int], Figures]] = {
     "survivors": survivors.measure,
     "lightning": survivors.lightning,
+    "tells": tells.measure,
     "rendezvous": rendezvous_load.measure,
     "torchrun": torchruns.ours,
     "stock": torchruns.stock,

@@ -1,0 +1,65 @@
+"""What it costs each step that notes are told to another node: an arm of `make bench-recovery`.
+
+Two ranks over gloo on this machine, as if each had a node of its own: the messages are there, the wire between two
+nodes is not. Beside it, in turn, the smallest all-reduce of the same group: what it takes for the ranks to meet at all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from dlrover_hooks import rng
+from dlrover_hooks.drawn import Draws
+from dlrover_hooks.integrations.told import told
+from dlrover_hooks.protocol import Generation
+from tests.benchmarks.report import Figures
+from tests.ranks import free_port
+
+PAIRS_PER_ROUND = 30
+
+
+def measure(rounds: int) -> Figures:
+    """Medians of the first rank."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    ours, theirs = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_rank, args=(rank, port, rounds * PAIRS_PER_ROUND, theirs)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        assert ours.poll(120), "the ranks did not come to an end"
+        tell, meet = (statistics.median(times) for times in ours.recv())
+    finally:
+        for rank in ranks:
+            rank.join(20)
+            rank.kill()
+    return {"tell_ms": tell * 1e3, "tell_over_all_reduce": tell / meet}
+
+
+def _rank(rank: int, port: int, pairs: int, line: Connection) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    draws = Draws(lambda *_: None)
+    draws.begin(Generation(1, 0, "00" * 16), rank, 2)
+    ways, word = told(draws, rank, 2, f"node {rank}", 0), torch.zeros(1)
+    assert ways is not None
+    times: list[tuple[float, float]] = []
+    for step in range(pairs):
+        draws.over(step, rng.capture())
+        draws.ahead()
+        dist.all_reduce(word)
+        begun = time.perf_counter()
+        ways.tell()
+        told_at = time.perf_counter()
+        dist.all_reduce(word)
+        times.append((told_at - begun, time.perf_counter() - told_at))
+    if rank == 0:
+        line.send([list(column) for column in zip(*times, strict=True)])
+    dist.destroy_process_group()
