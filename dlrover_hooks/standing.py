@@ -74,13 +74,10 @@ def noted(restored: stock.Restored, place: Place, engine: Checkpointer | None, k
     """What belongs to an image without a random state. Own notes count first, in case they were not left in time."""
     if restored.rng is not None or restored.weights_only or engine is None:
         return Noted()
-    generation, own, told = (
-        restored.generation,
-        *((kept.draws.notes, kept.draws.told) if kept is not None else ([], [])),
-    )
-    notes = [*own, *engine.notes.recall()]
-    by_rank, by_told = (drawn.by_rank(some, generation, place.world_size) for some in (notes, told))
-    statistics, told_statistics = (drawn.statistics(some, generation) for some in (notes, told))
+    own, told = (kept.draws.notes, kept.draws.told) if kept is not None else ([], [])
+    sources = [*own, *engine.notes.recall()], told
+    by_rank, by_told = (drawn.by_rank(notes, restored.generation, place.world_size) for notes in sources)
+    statistics, told_statistics = (drawn.statistics(notes, restored.generation) for notes in sources)
     return Noted(by_rank.get(place.rank), statistics, by_rank, by_told, told_statistics, alike=True)
 
 

@@ -57,11 +57,8 @@ class Survivor:
         if found.note is not None and session.found.note is None:
             session.draw_from(found.note)
         self._membership.noting(statistics.take, statistics.nbytes)
-        where = session.place
-        if (
-            ways := told(self._membership.draws, where.rank, where.world_size, where.node, statistics.nbytes)
-        ) is not None:
-            self._membership.tell = ways.tell
+        if (way := told(self._membership.draws, session.place, statistics.nbytes)) is not None:
+            self._membership.tell = way.tell
         known = [weakref.ref(model) for model in (models if passing is None else passing)]
         self._membership.outlived = lambda: any(model() is not None for model in known)
         self._random: dict[str, Any] | None = None

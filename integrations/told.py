@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover_hooks.checkpoint.arena import NOTE_BYTES
+from dlrover_hooks.config import Place
 from dlrover_hooks.drawn import Draws
 from dlrover_hooks.integrations.handed_on import greatest, sends_from
 
@@ -36,10 +37,9 @@ class Told:
 
     def __init__(self, draws: Draws, rank: int, peers: Peers, statistics_bytes: int) -> None:
         self._draws, self._peers = draws, peers
-        self._size, self._rooms = (
-            _frame(rank, statistics_bytes),
-            {one: torch.zeros(_frame(one, statistics_bytes), dtype=torch.uint8) for one in peers.tell},
-        )
+        self._size = _frame(rank, statistics_bytes)
+        sizes = {one: _frame(one, statistics_bytes) for one in peers.tell}
+        self._rooms = {one: torch.zeros(size, dtype=torch.uint8, device="cpu") for one, size in sizes.items()}
 
     def tell(self) -> None:
         """Returns once what others tell has come.
@@ -58,19 +58,19 @@ class Told:
         self._draws.heard(_opened(room.numpy().tobytes()) for room in self._rooms.values())
 
 
-def told(draws: Draws, rank: int, world_size: int, node: str, statistics_bytes: int) -> Told | None:
+def told(draws: Draws, place: Place, statistics_bytes: int) -> Told | None:
     """None where there is one node only, or no gloo for host memory. On all ranks at once, training thread.
 
     Raises:
         RuntimeError: a peer is gone, as from any collective.
     """
-    if sends_from(world_size) != torch.device("cpu"):
+    if sends_from(place.world_size) != torch.device("cpu"):
         return None
-    mine = [0] * world_size
-    mine[rank] = 1 + zlib.crc32(node.encode())
+    mine = [0] * place.world_size
+    mine[place.rank] = 1 + zlib.crc32(place.node.encode())
     *nodes, most = greatest([*mine, statistics_bytes])
-    peers = paired(nodes, rank)
-    return Told(draws, rank, peers, most) if peers is not None else None
+    peers = paired(nodes, place.rank)
+    return Told(draws, place.rank, peers, most) if peers is not None else None
 
 
 def paired(nodes: list[int], rank: int) -> Peers | None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover_hooks import rng
+from dlrover_hooks.config import Place
 from dlrover_hooks.drawn import Draws
 from dlrover_hooks.integrations.told import told
 from dlrover_hooks.protocol import Generation
@@ -48,7 +49,7 @@ def _rank(rank: int, port: int, pairs: int, line: Connection) -> None:
     dist.init_process_group("gloo")
     draws = Draws(lambda *_: None)
     draws.begin(Generation(1, 0, "00" * 16), rank, 2)
-    ways, word = told(draws, rank, 2, f"node {rank}", 0), torch.zeros(1)
+    ways, word = told(draws, Place(rank=rank, world_size=2, node=f"node {rank}"), 0), torch.zeros(1)
     assert ways is not None
     times: list[tuple[float, float]] = []
     for step in range(pairs):

@@ -32,6 +32,7 @@ TRAIN = """
     def note(step):
         line = {"ev": "step", "step": step, "pid": os.getpid(), "node": os.environ["DLROVER_HOOKS_NODE"]}
         line |= {"rank": int(os.environ["RANK"]), "world": int(os.environ["WORLD_SIZE"]), "at": time.time()}
+        line |= {"port": os.environ["MASTER_PORT"]}
         fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
         os.write(fd, (json.dumps(line) + chr(10)).encode())
         os.close(fd)

@@ -139,11 +139,13 @@ def test_a_copy_is_under_way_at_the_fault(crew: Crews, calm: str) -> None:
     assert one.end() == calm
 
 
-def test_a_stopped_worker_is_cut_off_by_its_lease(crew: Crews) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_stopped_worker_is_cut_off_by_its_lease(crew: Crews, apart: bool) -> None:
+    """On nodes of their own one of the others waits for what the stopped one tells."""
     one = crew(1, 3, lease_s=1.5)
-    one.start(0)
-    one.start(1, at=("fetched", 5), what="stop")
-    one.start(2)
+    one.start(0, alone=apart)
+    one.start(1, alone=apart, at=("fetched", 5), what="stop")
+    one.start(2, alone=apart)
     one.stepped(6, "w0", "w2", world=2)
     stopped = one.events("trouble")[0]["t"]
     assert one.stepped(6, "w0", "w2", world=2)[-1]["t"] - stopped < 6.0
