@@ -132,12 +132,12 @@ class Crew:
         """The master knows that newcomer, and has no round for it yet."""
         own = self._newcomers[name]
         try:
-            return self.client.call(p.AwaitRound(self.job, own, timeout_s=0.01), timeout_s=2.0).round is None
+            return self.client.call(p.AwaitRound(self.job, own, timeout_s=0.01), timeout_s=WAIT_S).round is None
         except Stale:
             return False
 
     def view(self) -> p.JobView:
-        return self.client.call(p.ShowJob(self.job), timeout_s=2.0)
+        return self.client.call(p.ShowJob(self.job), timeout_s=WAIT_S)
 
     def release(self) -> None:
         """Whoever holds goes on."""
@@ -168,7 +168,7 @@ class Crew:
                 begun = [row["incarnation"] for row in self.events("begin", who=name)]
                 own = self._newcomers.get(name) or begun[-1]
                 with contextlib.suppress(Stale, UnknownJob):  # it has left before it ended
-                    self.client.call(p.Exited(self.job, self._agent, own, -9), timeout_s=2.0)
+                    self.client.call(p.Exited(self.job, self._agent, own, -9), timeout_s=WAIT_S)
 
     def send(self, name: str, signum: int) -> float:
         self.workers[name].send(signum)
