@@ -80,6 +80,12 @@ class Draws:
             before = max((one for one in self._told if one < step), default=step)
             self._told = {one: told for one, told in self._told.items() if one == before} | {step: tuple(notes)}
 
+    def heard_begun(self, notes: Iterable[bytes]) -> None:
+        """They have told what their life begins from: until a step is made all may have to go on from there again."""
+        if self._seat is not None:
+            before = self._seat[0].step - 1
+            self._told[before] = (*notes, *self._told.get(before, ()))
+
     def begin(
         self,
         here: Generation,

@@ -51,7 +51,7 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
         if bucket.is_last():  # with it the others can make this step without us
-            regroup.binds()
+            regroup.binds(dist.get_world_size(group))
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
 

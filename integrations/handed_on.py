@@ -5,6 +5,7 @@ node told others counts where its own memory is lost.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import msgspec
@@ -14,6 +15,12 @@ import torch.distributed as dist
 from dlrover_hooks.drawn import Statistics
 from dlrover_hooks.standing import Noted
 
+LOST = (
+    "rank %d: its random state was lost with its node, so it draws anew: a model that draws will not end as in the "
+    "undisturbed run"
+)
+
+log = logging.getLogger("dlrover_hooks")
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Statistics).decode
 
 
@@ -34,6 +41,8 @@ def gathered(found: Noted, rank: int, world_size: int) -> Noted:
     for number, (sender, want) in enumerate(zip(senders, wanted, strict=True)):
         if sender and want:
             here[number] = _sent(here[number] or told[number], (sender - 1) % world_size)
+    if any(senders[:-1]) and not here[rank]:
+        log.warning(LOST, rank)
     return found._replace(note=here[rank] or None, statistics=_decode(here[-1]) if here[-1] else ())
 
 

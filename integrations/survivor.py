@@ -58,6 +58,7 @@ class Survivor:
             session.draw_from(found.note)
         self._membership.noting(statistics.take, statistics.nbytes)
         if (way := told(self._membership.draws, session.place, statistics.nbytes)) is not None:
+            way.begin(found.note)
             self._membership.tell = way.tell
         known = [weakref.ref(model) for model in (models if passing is None else passing)]
         self._membership.outlived = lambda: any(model() is not None for model in known)
@@ -111,7 +112,7 @@ class Survivor:
     def _salvage(self) -> None:
         small, state, ends = self._small, self._state, self._ends
         self._membership.noting()
-        self._membership.tell = lambda: None
+        self._membership.tell = lambda _: None
         self._small, self._state, self._ends = None, _nothing, ()  # they know the adapter, and it knows this
         assert small is not None
         small.close()

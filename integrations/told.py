@@ -6,6 +6,7 @@ received what it is sent, before it gives its last gradients away: whoever has m
 
 from __future__ import annotations
 
+import logging
 import zlib
 from typing import NamedTuple
 
@@ -19,7 +20,13 @@ from dlrover_hooks.integrations.handed_on import greatest, sends_from
 
 _LENGTH_BYTES = 4
 _TAG = 0x7E11
-"""Messages of the training script's own have others."""
+"""Hardly one of the training script's own."""
+NO_GLOO = (
+    "a node that is lost takes the random state of its ranks along: it is told to another one over gloo, which this "
+    "process group has not (backend 'cpu:gloo,cuda:nccl' has it beside NCCL)"
+)
+
+log = logging.getLogger("dlrover_hooks")
 
 
 class Peers(NamedTuple):
@@ -32,30 +39,37 @@ class Peers(NamedTuple):
 class Told:
     """Of one life, over gloo. The first rank's notes have up to `statistics_bytes` more than others.
 
-    `tell`: on the thread that reduces gradients, on all ranks at once.
+    All raise RuntimeError where a peer is gone, as any collective.
     """
 
-    def __init__(self, draws: Draws, rank: int, peers: Peers, statistics_bytes: int) -> None:
-        self._draws, self._peers = draws, peers
-        self._size = _frame(rank, statistics_bytes)
-        sizes = {one: _frame(one, statistics_bytes) for one in peers.tell}
+    def __init__(self, draws: Draws, place: Place, peers: Peers, statistics_bytes: int) -> None:
+        self._draws, self._world_size, self._hears = draws, place.world_size, peers.hears
+        self._frame = bytearray(_frame_bytes(place.rank, statistics_bytes))
+        sizes = {one: _frame_bytes(one, statistics_bytes) for one in peers.tell}
         self._rooms = {one: torch.zeros(size, dtype=torch.uint8, device="cpu") for one, size in sizes.items()}
 
-    def tell(self) -> None:
-        """Returns once what others tell has come.
+    def begin(self, note: bytes | None) -> None:
+        """A life begins from `note`. On all ranks at once, before the first step. Training thread."""
+        self._draws.heard_begun(self._exchanged(note or b""))
 
-        Raises:
-            RuntimeError: a peer is gone, as from any collective.
+    def tell(self, ranks: int) -> None:
+        """Returns once what others tell has come, or at once if not all ranks do it.
+
+        On the thread that reduces gradients, on `ranks` ranks at once.
         """
-        note = self._draws.within
-        note = note if len(note) + _LENGTH_BYTES <= self._size else b""
-        frame = bytearray(len(note).to_bytes(_LENGTH_BYTES, "little") + note).ljust(self._size, b"\0")
-        works = [dist.isend(torch.frombuffer(frame, dtype=torch.uint8), self._peers.hears, tag=_TAG)]
+        if ranks == self._world_size:
+            self._draws.heard(self._exchanged(self._draws.within))
+
+    def _exchanged(self, note: bytes) -> list[bytes]:
+        note = note if len(note) + _LENGTH_BYTES <= len(self._frame) else b""
+        self._frame[:_LENGTH_BYTES] = len(note).to_bytes(_LENGTH_BYTES, "little")
+        self._frame[_LENGTH_BYTES : _LENGTH_BYTES + len(note)] = note
+        works = [dist.isend(torch.frombuffer(self._frame, dtype=torch.uint8), self._hears, tag=_TAG)]
         works += [dist.irecv(room, one, tag=_TAG) for one, room in self._rooms.items()]
         for work in works:
             assert work is not None
             work.wait()
-        self._draws.heard(_opened(room.numpy().tobytes()) for room in self._rooms.values())
+        return [_opened(memoryview(room.numpy())) for room in self._rooms.values()]
 
 
 def told(draws: Draws, place: Place, statistics_bytes: int) -> Told | None:
@@ -65,12 +79,14 @@ def told(draws: Draws, place: Place, statistics_bytes: int) -> Told | None:
         RuntimeError: a peer is gone, as from any collective.
     """
     if sends_from(place.world_size) != torch.device("cpu"):
+        if place.rank == 0 and 0 < place.local_world_size < place.world_size:
+            log.info(NO_GLOO)
         return None
     mine = [0] * place.world_size
     mine[place.rank] = 1 + zlib.crc32(place.node.encode())
     *nodes, most = greatest([*mine, statistics_bytes])
     peers = paired(nodes, place.rank)
-    return Told(draws, place.rank, peers, most) if peers is not None else None
+    return Told(draws, place, peers, most) if peers is not None else None
 
 
 def paired(nodes: list[int], rank: int) -> Peers | None:
@@ -87,10 +103,10 @@ def paired(nodes: list[int], rank: int) -> Peers | None:
     return Peers(hears(rank), tuple(one for one in range(len(nodes)) if hears(one) == rank))
 
 
-def _frame(rank: int, statistics_bytes: int) -> int:
+def _frame_bytes(rank: int, statistics_bytes: int) -> int:
     return _LENGTH_BYTES + NOTE_BYTES + (statistics_bytes if rank == 0 else 0)
 
 
-def _opened(frame: bytes) -> bytes:
+def _opened(frame: memoryview) -> bytes:
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
-    return frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    return bytes(frame[_LENGTH_BYTES : _LENGTH_BYTES + length])

@@ -65,8 +65,8 @@ class Membership:
         """Saves what the adapter has of the last quiet point, and lets go of it. Training thread."""
         self.draws = Draws(self._note)
         """Where the random generators stood, for whoever has this rank next."""
-        self.tell: Callable[[], None] = lambda: None
-        """Tells another node what was just noted within the step. The thread that reduces gradients."""
+        self.tell: Callable[[int], None] = lambda _: None
+        """Tells another node what was just noted within the step, if so many ranks do. The thread that reduces."""
         self.outlived: Callable[[], bool] = lambda: False
         """Is something of the round before still there, though its training function was left?"""
         self.left_at: float | None = None
@@ -272,17 +272,17 @@ def current() -> Membership | None:
     return active if active is not None and active._here and not active.ended else None
 
 
-def binds() -> None:
-    """What this process gives to the others now, others may build on, whatever becomes of it, and of its node.
+def binds(ranks: int) -> None:
+    """What this process gives to the others now, they may build on, whatever becomes of it, and of its node.
 
-    Any thread, on all ranks at once.
+    Any thread, on all of so many ranks at once.
 
     Raises:
         RuntimeError: a peer is gone, as from any collective.
     """
     if (membership := current()) is not None:
         membership.draws.ahead()
-        membership.tell()
+        membership.tell(ranks)
 
 
 def entered(session: Any, config: Config) -> Membership | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dlrover_hooks import rng
 from dlrover_hooks.config import Place
 from dlrover_hooks.drawn import Draws
+from dlrover_hooks.integrations.batch_statistics import ALL_BYTES
 from dlrover_hooks.integrations.told import told
 from dlrover_hooks.protocol import Generation
 from tests.benchmarks.report import Figures
@@ -27,37 +28,45 @@ PAIRS_PER_ROUND = 30
 
 
 def measure(rounds: int) -> Figures:
-    """Medians of the first rank."""
+    """Medians of the first rank; and where it tells as many batch statistics as it may."""
+    tell, meet = _medians(rounds * PAIRS_PER_ROUND, 0)
+    most, _ = _medians(rounds * PAIRS_PER_ROUND, ALL_BYTES)
+    return {"tell_ms": tell * 1e3, "tell_over_all_reduce": tell / meet, "tell_2_mib_ms": most * 1e3}
+
+
+def _medians(pairs: int, statistics_bytes: int) -> tuple[float, float]:
     context, port = multiprocessing.get_context("spawn"), free_port()
     ours, theirs = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank, args=(rank, port, rounds * PAIRS_PER_ROUND, theirs)) for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(rank, port, pairs, statistics_bytes, theirs)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
         assert ours.poll(120), "the ranks did not come to an end"
-        tell, meet = (statistics.median(times) for times in ours.recv())
+        tell, meet = map(statistics.median, ours.recv())
     finally:
         for rank in ranks:
             rank.join(20)
             rank.kill()
-    return {"tell_ms": tell * 1e3, "tell_over_all_reduce": tell / meet}
+    return tell, meet
 
 
-def _rank(rank: int, port: int, pairs: int, line: Connection) -> None:
+def _rank(rank: int, port: int, pairs: int, statistics_bytes: int, line: Connection) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     draws = Draws(lambda *_: None)
     draws.begin(Generation(1, 0, "00" * 16), rank, 2)
-    ways, word = told(draws, Place(rank=rank, world_size=2, node=f"node {rank}"), 0), torch.zeros(1)
-    assert ways is not None
+    draws.statistics = lambda: (("all", bytes(statistics_bytes)),) if statistics_bytes else ()
+    way = told(draws, Place(rank=rank, world_size=2, node=f"node {rank}"), statistics_bytes + 64)
+    assert way is not None
+    word = torch.zeros(1)
     times: list[tuple[float, float]] = []
     for step in range(pairs):
         draws.over(step, rng.capture())
         draws.ahead()
         dist.all_reduce(word)
         begun = time.perf_counter()
-        ways.tell()
+        way.tell(2)
         told_at = time.perf_counter()
         dist.all_reduce(word)
         times.append((told_at - begun, time.perf_counter() - told_at))

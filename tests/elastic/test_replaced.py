@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -158,23 +159,42 @@ def test_a_node_of_several_workers_is_lost(crew: Crews, sizes: tuple[int, int]) 
     assert ends[0] == ends[1]
 
 
-def test_two_nodes_are_lost_before_the_first_step(crew: Crews, calm: str) -> None:
-    """One behind the other, in its place: what was told of the first is there until a step is made."""
+@pytest.mark.parametrize("second", ["w1", "w2", "again"])
+@pytest.mark.parametrize("first_node", [False, True])
+def test_two_are_lost_before_the_first_step(crew: Crews, calm: str, first_node: bool, second: str) -> None:
+    """The first with or without its node, then a survivor or who came in its place, with its node: what a life begins
+    from is told when it begins.
+    """
     one = crew(3, 3)
+    again: dict[str, Any] = {"at": ("fetched", 6), "what": "kill", "after_s": 0.3}
     one.start(0, alone=True, at=("stepped", 5), what="kill", after_s=0.3)
-    one.start(1, alone=True)
-    one.start(2, alone=True)
-    for lost, comes, trouble in (
-        ("w0", "again", {"at": ("fetched", 6), "what": "kill", "after_s": 0.3}),
-        ("again", "anew", {}),
-    ):
-        one.ended(lost)
-        one.lose(lost)
-        one.start(0, comes, alone=True, **trouble)
+    for rank in (1, 2):
+        one.start(rank, alone=True, **(again | {"lives": [2]} if second == f"w{rank}" else {}))
+    one.ended("w0")
+    if first_node:
+        one.lose("w0")
+    one.start(0, "again", alone=True if first_node else "w0", **(again if second == "again" else {}))
+    one.ended(second)
+    one.lose("w0" if second == "again" and not first_node else second)
+    one.start(1, "anew", alone=True)
     one.ended()
     assert steps_of(one) == [6, 6]
     one.check(STEPS, EPOCHS)
     assert one.end() == calm
+
+
+def test_what_was_lost_with_a_node_is_said(crew: Crews) -> None:
+    """DDP has a communication hook of the user's own, which tells nobody: the run goes on, to another end."""
+    one = crew(2, 2, hook=True)
+    one.start(0, alone=True)
+    one.start(1, alone=True, at=("stepped", 5), what="kill", after_s=0.3)
+    one.ended("w1")
+    one.lose("w1")
+    before = len(one.zygote.log.read_text())
+    one.start(1, "again", alone=True)
+    one.ended()
+    one.check(STEPS, EPOCHS)
+    assert "rank 1: its random state was lost with its node" in one.zygote.log.read_text()[before:]
 
 
 def test_with_accelerate_a_whole_node_is_lost(crew: Crews) -> None:
