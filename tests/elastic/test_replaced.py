@@ -168,8 +168,9 @@ def test_two_are_lost_before_the_first_step(crew: Crews, calm: str, first_node: 
     one = crew(3, 3)
     again: dict[str, Any] = {"at": ("fetched", 6), "what": "kill", "after_s": 0.3}
     one.start(0, alone=True, at=("stepped", 5), what="kill", after_s=0.3)
+    later: dict[str, Any] = again | {"lives": [2]}
     for rank in (1, 2):
-        one.start(rank, alone=True, **(again | {"lives": [2]} if second == f"w{rank}" else {}))
+        one.start(rank, alone=True, **(later if second == f"w{rank}" else {}))
     one.ended("w0")
     if first_node:
         one.lose("w0")
