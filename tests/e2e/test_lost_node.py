@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.launched import Launched, all_gone
 
-STEPS, EPOCHS = 12, 2
+STEPS, EPOCHS, LOST_AT = 12, 2, 6
 SCRIPT = """
     import hashlib
     import torch
@@ -35,14 +35,15 @@ SCRIPT = """
                     optimizer.step()
                     optimizer.zero_grad()
                     note(step=checkpoints.step, node=os.environ["DLROVER_HOOKS_NODE"])
-                    time.sleep(0.05)
+                    if (os.environ["DLROVER_HOOKS_NODE"], checkpoints.step) == ("b", LOST_AT):
+                        threading.Event().wait(600)
         end = hashlib.sha256(b"".join(one.numpy().tobytes() for one in net.state_dict().values())).hexdigest()
         if dist.get_rank() == 0:
             note(end=end, step=checkpoints.step)
         dist.destroy_process_group()
 
     train()
-    """.replace("EPOCHS", str(EPOCHS))
+    """.replace("EPOCHS", str(EPOCHS)).replace("LOST_AT", str(LOST_AT))
 
 
 def ends(run: Launched) -> list[tuple[str, int]]:
@@ -63,7 +64,8 @@ def test_another_node_in_its_place_makes_it_the_undisturbed_run(
     a = node("a", SCRIPT, *flags)
     a.child("dlrover_hooks.master")
     b = node("b", SCRIPT, *flags)
-    lives = a.wait_for(lambda lives: any(life["step"] == STEPS // 2 for life in lives), timeout_s=120)
+    at = {"node": "b", "step": LOST_AT}
+    lives = a.wait_for(lambda lives: any(life.items() >= at.items() for life in lives), timeout_s=120)
     lost = {life["pid"] for life in lives if life["node"] == "b"}
     b.process.kill()
     b.end()
