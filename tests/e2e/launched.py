@@ -151,6 +151,10 @@ MEMBER = """
     def attach(**more):
         return client.call(p.Attach(conf.job, place.incarnation, place.node, os.getpid(), **more))
 
+    def begun():
+        # all have attached: what fails from now on failed in training
+        return client.call(p.AwaitPlan(conf.job, place.incarnation))
+
     def beat(step):
         client.call(p.Heartbeat(conf.job, place.incarnation, step))
 

@@ -203,6 +203,7 @@ def test_the_last_screen_tells_the_first_failure(launch: Callable[..., Launched]
     """Who, in its own words, where, what was done; its stderr streamed on as ever (ED-27)."""
     script = """
         attach()
+        begun()
         beat(5 + life)
         if life == 0 and place.rank == 1:
             raise ValueError("wrong learning rate")
