@@ -148,14 +148,27 @@ class Preemption:
 
     def speak(self, call: Callable[[p.Message, str], p.Message | None]) -> None:
         """Tell the master what is new; `call` answers None if it is away: then this is tried again."""
+        while (word := self.word()) is not None:
+            reply = call(word, "preempt")
+            if reply is None:
+                return
+            self.hear(word, reply)
+
+    def word(self) -> p.Preempt | p.Hold | None:
+        """What the master has to be told next. A `Hold` is a promise, kept from now on, heard or not."""
         if self.mine and not self._told:
-            reply = call(p.Preempt(self._job, self._incarnation, self._node, self.left_s, self.reason), "preempt")
-            self._told = reply is not None
-            self._hear(reply)
+            return p.Preempt(self._job, self._incarnation, self._node, self.left_s, self.reason)
         if (self._summoned or self._told) and not (self._held or self.alone):
-            reply = call(p.Hold(self._job, self._incarnation, self.gate.promise()), "preempt")
-            self._held = reply is not None
-            self._hear(reply)
+            return p.Hold(self._job, self._incarnation, self.gate.promise())
+        return None
+
+    def hear(self, word: p.Preempt | p.Hold, reply: p.Message) -> None:
+        """The master's answer to `word`."""
+        if isinstance(word, p.Preempt):
+            self._told = True
+        else:
+            self._held = True
+        self._hear(reply)
 
     def leaves_at(self, step: int, caller: Caller) -> bool:
         """Does this rank leave at the quiet point of `step`? Waits for the agreement, if there is one to be awaited.

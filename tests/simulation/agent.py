@@ -203,6 +203,14 @@ class Agent:
         except HooksError:
             return
 
+    async def preempted(self, node: str, within_s: float) -> None:
+        """A notice says that `node` is to go."""
+        try:
+            word = p.Preempt(self.job, self.incarnation, node, within_s, "notice")
+            await self.client.call(word, channel="preempt", timeout_s=2.0)
+        except HooksError:
+            return
+
     def _undecided(self) -> list[Worker]:
         return [one for one in self.node.workers if one.exit_code is None and not one.waits]
 

@@ -116,11 +116,20 @@ class Chaos:
         return worker.process.name
 
     def _preempt(self) -> str:
-        worker = self._worker()
+        """A worker gets the signal, all of a node get it, or the node's agent knows of it and tells the master."""
+        worker, agent = self._worker(), self._agent()
         if not isinstance(worker, Worker):
             return ""
-        worker.preempted = True
-        return worker.process.name
+        whom, how = [worker], self.world.chance.choice(("alone", "with its node", "by a notice"))
+        if how != "alone":
+            whom = [one for one in self.world.nodes[worker.node].workers if not one.process.dead]
+        for one in whom:
+            if how != "by a notice":
+                one.process.spawn(one.sigterm())
+            self.world.loop.deliver(self.world.swarm.grace_s, one.process.kill)
+        if how == "by a notice" and agent is not None:
+            agent.process.spawn(agent.preempted(worker.node, self.world.swarm.grace_s))
+        return f"{worker.process.name} {how}"
 
     def _slander(self) -> str:
         """An agent says that another's worker has ended."""

@@ -26,7 +26,7 @@ class FreeWorker:
         self.process = Process(f"{node.name}.{self.incarnation}", world.loop, rate=world.rate())
         self.client = Client(world.network, self.process, node.name, self.incarnation, 60.0)
         self.call = self.client.call
-        self.told_to_fail = self.preempted = False
+        self.told_to_fail = False
         self.exit_code: int | None = None
 
     def start(self) -> None:

@@ -18,11 +18,14 @@ from dlrover_hooks.master.core import (
     membership,
     nodes,
     partitions,
+    preemption,
     restore,
     rounds,
     seating,
 )
+from dlrover_hooks.master.core.effects import Wake, parting_topic
 from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.runtime.preemption import Gate
 
 Patch = pytest.MonkeyPatch
 
@@ -233,6 +236,35 @@ def make_do_with_less(patch: Patch) -> None:
     patch.setattr(rounds, "add", add)
 
 
+def part_too_early(patch: Patch) -> None:
+    """All are to leave at a step that some have passed."""
+    real = preemption._decide
+
+    def decide(job: Any, effects: Any) -> None:
+        before = job.leaving.step
+        real(job, effects)
+        if before is None and job.leaving.step is not None:
+            job.leaving.step = max(0, job.leaving.step - 1)
+
+    patch.setattr(preemption, "_decide", decide)
+
+
+def ask_one_for_all(patch: Patch) -> None:
+    """The first promise counts for everybody."""
+
+    def decide(job: Any, effects: Any) -> None:
+        if job.leaving.step is None and job.leaving.promised:
+            job.leaving.step = job.leaving.passed + 1
+            effects.append(Wake(topic=parting_topic(job.name)))
+
+    patch.setattr(preemption, "_decide", decide)
+
+
+def promise_in_vain(patch: Patch) -> None:
+    """A rank says where it is, and goes on."""
+    patch.setattr(Gate, "promise", lambda gate: gate.passed)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     lease_twice,
     commit_early,
@@ -253,4 +285,7 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     move_survivors_up,
     prefer_votes,
     make_do_with_less,
+    part_too_early,
+    ask_one_for_all,
+    promise_in_vain,
 )

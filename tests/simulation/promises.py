@@ -94,6 +94,7 @@ class Promises:
         self._seats: dict[tuple[str, int], str] = {}
         self._sizes: dict[str, int] = {}
         self._begun: dict[int, Model] = {}
+        self._partings: dict[int, int] = {}
         self._last: Model | None = None
         self.silent = False
         """Some worker left without the master's word."""
@@ -238,6 +239,16 @@ class Promises:
         self.manifests.add(manifest.generation)
         self.tell("storage", f"has {manifest.generation}")
 
+    def passed(self, who: str, round_: int, step: int, left: int | None) -> None:
+        """A member that is bound by the agreement passes the quiet point of `step`; `left`: or leaves there, and has
+        begun at that step."""
+        agreed = self._partings.get(round_)
+        if left is None:
+            self.check(agreed is None or step < agreed, f"{who} passes step {step}, and all leave at {agreed}")
+        else:
+            right = agreed is not None and step == max(agreed, left)
+            self.check(right, f"{who} leaves round {round_} at step {step}, and {agreed} was agreed on")
+
     def offered(self, attach: p.Attach) -> None:
         """A worker says what its node holds."""
         for held in attach.held:
@@ -251,6 +262,9 @@ class Promises:
         if getattr(request, "job", None) != self.job:
             return
         newest, complete = getattr(reply, "newest_committed", None), getattr(reply, "newest_complete", None)
+        if isinstance(reply, p.Parting) and reply.step is not None:
+            agreed = self._partings.setdefault(reply.round, reply.step)
+            self.check(agreed == reply.step, f"all leave round {reply.round} at {agreed}, and then at {reply.step}")
         if newest is not None and (self.committed is None or newest > self.committed):
             self.check(newest in self.manifests, f"{newest} is said to be committed, and is not")
             self.committed = newest

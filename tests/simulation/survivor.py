@@ -119,6 +119,8 @@ class Survivor:
             raise Gone(0)
         deadline, seated = worker.process.clock() + FORM_S, p.Seated()
         while seated.round is None:
+            if worker.parting is not None and worker.parting.overdue:
+                raise Gone(p.REQUEUE)
             if worker.process.clock() > deadline:
                 raise MasterAway("no round formed in time")
             ask = p.AwaitRound(worker.job, worker.incarnation, after=worker.round, timeout_s=5.0)

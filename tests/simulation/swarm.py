@@ -95,6 +95,8 @@ class Swarm(msgspec.Struct, frozen=True):
     """Mean time between two faults."""
     trouble_s: float
     """Faults stop after so long."""
+    grace_s: float
+    """From a SIGTERM to a SIGKILL."""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -211,4 +213,5 @@ def _trouble(dice: random.Random, step_s: float, *, deadly: bool, quiet: bool) -
         "faults": tuple(sorted(faults)),
         "every_s": step_s * dice.choice((3.0, 8.0, 20.0)) + dice.choice((0.0, 3.0)),
         "trouble_s": step_s * dice.choice((15.0, 30.0, 60.0)) + 5.0,
+        "grace_s": dice.choice((2.0, 10.0, 60.0)),
     }

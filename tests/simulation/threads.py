@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.courier import Courier, _Saved, _Skipped
+from dlrover_hooks.courier import Courier, _Saved, _Skipped, _Woken
 from dlrover_hooks.data.leases import Borrower, Claim, Held
 from dlrover_hooks.errors import HooksError, MasterAway, Stale
 from tests.simulation.loop import Loop, Process
 
 Call = Callable[..., Awaitable[Any]]
+T = TypeVar("T")
 
 
 class Bell:
@@ -170,12 +171,22 @@ class UnderWay(Exception):
     """The thread would wait for an answer now."""
 
 
-class _Turns:
+class Turns:
     """A caller that cannot wait: it says what it was asked to send, and the second time it has the answer."""
 
     def __init__(self) -> None:
         self.wanted: tuple[p.Message, str, float | None, bool] | None = None
         self.outcome: p.Message | HooksError | None = None
+
+    async def ask(self, call: Call) -> None:
+        """Send it, and wait for the answer."""
+        wanted, self.wanted = self.wanted, None
+        assert wanted is not None
+        request, channel, timeout_s, again = wanted
+        try:
+            self.outcome = await call(request, channel=channel, timeout_s=timeout_s, again=again)
+        except HooksError as error:
+            self.outcome = error
 
     def call(
         self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
@@ -201,7 +212,7 @@ class Post(Courier):
         engine: Any,
         beat_s: float,
     ) -> None:
-        self._turns = _Turns()
+        self._turns = Turns()
         super().__init__(self._turns, *seat, engine)
         self._process, self._await = process, call
         self._mail = Bell(loop, process)
@@ -222,6 +233,9 @@ class Post(Courier):
     def skipped(self, generation: p.Generation) -> None:
         self._mail.put(_Skipped(generation))
 
+    def wake(self) -> None:
+        self._mail.put(_Woken())
+
     def end(self) -> None:
         """No more beats. What is not delivered is not."""
         self._over = True
@@ -238,21 +252,25 @@ class Post(Courier):
             if self._process.clock() >= next_beat and not self._over:
                 await self._turn(self._beat)
                 next_beat = self._process.clock() + self._beat_s
+            await self._speak()
 
-    async def _turn(self, work: Callable[[], None]) -> None:
+    async def _speak(self) -> None:
+        """See `Preemption.speak`."""
+        of = self.preemption
+        while of is not None and not self._over and (word := of.word()) is not None:
+            reply = await self._turn(lambda word=word: self._call(word, "preempt"))
+            if reply is None:
+                return
+            of.hear(word, reply)
+
+    async def _turn(self, work: Callable[[], T]) -> T | None:
         """Let `work` go on until it wants nothing more of the master."""
         turns = self._turns
         while not self._over:
             try:
                 return work()
             except UnderWay:
-                wanted, turns.wanted = turns.wanted, None
-            assert wanted is not None
-            request, channel, timeout_s, again = wanted
-            try:
-                turns.outcome = await self._await(request, channel=channel, timeout_s=timeout_s, again=again)
-            except HooksError as error:
-                turns.outcome = error
-                if isinstance(error, MasterAway):
-                    work()
-                    return
+                await turns.ask(self._await)
+            if isinstance(turns.outcome, MasterAway):
+                return work()
+        return None

@@ -18,6 +18,7 @@ from tests.simulation.group import Aborted, Group, Share, Total
 from tests.simulation.loop import Process
 from tests.simulation.memory import Engine, Image
 from tests.simulation.model import Model
+from tests.simulation.parting import Parting
 from tests.simulation.survivor import Chair, Gone, Survivor
 from tests.simulation.swarm import Level, Recovery
 from tests.simulation.threads import Bell, Post
@@ -50,7 +51,9 @@ class Worker:
         """Rung when one is."""
         self.waiting = 0
         """So many newcomers wait."""
-        self.told_to_fail = self.preempted = False
+        self.told_to_fail = False
+        self.parting: Parting | None = None
+        """None: training has not begun once, and SIGTERM is the end."""
         self.round = 0
         self.waits_for_chair: asyncio.Future[None] | None = None
         self.next_chair = chair
@@ -74,6 +77,14 @@ class Worker:
         self.next_chair = chair
         if self.waits_for_chair is not None and not self.waits_for_chair.done():
             self.waits_for_chair.set_result(None)
+
+    async def sigterm(self) -> None:
+        """Somebody wants it to go."""
+        if self.parting is None:
+            return self._exit(143)
+        self.parting.flag("SIGTERM")
+        if self.post is not None:
+            self.post.wake()
 
     def _noticed(self, notice: Any) -> None:
         if self.post is not None:
@@ -169,6 +180,7 @@ class Worker:
             self.world.promises.check(False, f"{self.incarnation} was told two ranks")
         seat = self.job, (self.incarnation, chair.rank, chair.world_size)
         post = self.post = Post(self.world.loop, self.process, self.call, seat, self.engine, swarm.beat_s)
+        self.parting = post.preemption = Parting(self, self.parting)
         if self.survives:  # the master has heard its heartbeats, and goes on to expect them
             post.begin(p.Cadence())
         plan = await self._plan()
@@ -177,6 +189,7 @@ class Worker:
         if not self.survives:
             post.begin(plan.cadence)
         post.cadence = plan.cadence
+        self.parting.begin(self.model.step)
         self.fit.rank = chair.rank
         await self.fit.open()
         base = self.fit.base if chair.rank == 0 and isinstance(self.fit, Fit) else None
@@ -289,28 +302,27 @@ class Worker:
         if isinstance(post.error, Stale):
             raise post.error
         post.error = None
-        if self.preempted:
-            await self.fit.close()
-            await self.call(p.Leave(self.job, self.incarnation, p.Departure.PREEMPTED), timeout_s=5.0)
-            raise Gone(p.REQUEUE)
         stepped = self.fit.marked and self.saved_at != self.model.step
         self.fit.commit()
-        if stepped and save_due(post.cadence, self.model.step):
-            await self._save()
+        assert self.parting is not None
+        saved = await self.parting.quiet_point()
+        if stepped and not saved and save_due(post.cadence, self.model.step):
+            await self.save()
         if stepped and self.survivor is not None:
             self.survivor.quiet_point()
 
     saved_at = -1
 
-    async def _save(self, *, durable: bool = False) -> bool:
+    async def save(self, *, last: bool = False, durable: bool = False) -> bool:
+        """See `Session.cut`, `HastySave.make` and `LastSave.make`."""
         self.saved_at = self.model.step
         assert self.post is not None
         generation = p.Generation(self.engine.attempt, self.model.step, self.engine.run)
         world_size = self.chair.world_size
-        ok = await self.engine.save(self.process, self.model, self.fit.state(), world_size, last=durable)
+        ok = await self.engine.save(self.process, self.model, self.fit.state(), world_size, last=last)
         if ok:
             self.post.saved(generation, 0.01, durable=durable)
-        elif not durable:
+        elif not last:
             self.post.skipped(generation)
         return ok
 
@@ -348,7 +360,7 @@ class Worker:
                 saved = False
             if generation in post.broken:
                 return
-            saved = saved or await self._save(durable=True)
+            saved = saved or await self.save(last=True, durable=True)
             if isinstance(post.error, Stale):
                 raise post.error
             view: p.JobView = await self.call(p.ShowJob(self.job), timeout_s=60.0)

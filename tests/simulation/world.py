@@ -15,6 +15,7 @@ from dlrover_hooks import courier
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data import leases
 from dlrover_hooks.errors import StorageFailed
+from dlrover_hooks.runtime import preemption
 from tests.simulation.chaos import Chaos
 from tests.simulation.group import Group
 from tests.simulation.host import Host
@@ -212,8 +213,8 @@ class _Time:
 @contextmanager
 def _virtual() -> Iterator[None]:
     """While a world runs the worker's threads tell the time by their process, and the log is quiet."""
-    before = leases.time, courier.time, courier.Sampler
-    leases.time = courier.time = _Time  # pyright: ignore[reportAttributeAccessIssue]
+    before = leases.time, preemption.time, courier.time, courier.Sampler
+    leases.time = preemption.time = courier.time = _Time  # pyright: ignore[reportAttributeAccessIssue]
     courier.Sampler = _Vitals  # pyright: ignore[reportAttributeAccessIssue]
     logging.disable(logging.CRITICAL)
     collects = gc.isenabled()
@@ -221,7 +222,7 @@ def _virtual() -> Iterator[None]:
     try:
         yield
     finally:
-        leases.time, courier.time, courier.Sampler = before
+        leases.time, preemption.time, courier.time, courier.Sampler = before
         logging.disable(logging.NOTSET)
         if collects:
             gc.enable()
