@@ -143,7 +143,7 @@ def test_a_node_that_was_done_starts_again_with_the_others(node: Node, hooks: st
     a.child("dlrover_hooks.master")
     b = node("b", script, "--nnodes", "2", member=True)
     first = in_round(a.wait_for(lambda lives: len(in_round(lives, 1)) == 2), 1)
-    assert {"a": a, "b": b}[first[0]["node"]].says("waiting for the other nodes")
+    assert {"a": a, "b": b}[first[0]["node"]].says("its worker is done")
     os.kill(first[1]["pid"], signal.SIGKILL)
     (code, said_a), (other, said_b) = a.end(), b.end()
     assert (code, other) == (0, 0), said_a + said_b

@@ -95,6 +95,7 @@ def test_a_worker_that_the_master_has_lost_is_killed_and_replaced(
     script = """
         if life == 0 and place.rank == 1:
             attach(recovers=True)
+            begun()
             beat(1)
             note(round=1, now=1)
             threading.Event().wait(600)

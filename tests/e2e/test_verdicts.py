@@ -82,10 +82,12 @@ def test_the_echo_of_a_death_is_not_its_cause(launch: Callable[..., Launched]) -
     """A worker whose collective failed may end first: the one that was shot a moment later is the cause."""
     script = """
         note()
+        import select
+        while life == 0 and len(open(sys.argv[1]).readlines()) < 2:
+            select.select([], [], [], 0.02)
         if life == 0 and place.rank == 0:
             raise RuntimeError("connection closed by peer")
         if life == 0:
-            import select
             select.select([], [], [], 0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         """
