@@ -101,6 +101,7 @@ class Crew:
         if node not in self._keepers:
             self._keepers[node] = self.zygote.start("tests.elastic.crew:keeper", job=self.job, node=node)
         env = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.high, "DLROVER_HOOKS_JOB": self.job}
+        env |= {"TORCHELASTIC_RUN_ID": self.job}  # as the launcher: without it Fabric makes up ranks of its own
         env |= {"LOCAL_RANK": local_rank % among, "LOCAL_WORLD_SIZE": among} if alone else {}
         env |= {"DLROVER_HOOKS_MASTER": self.url, "DLROVER_HOOKS_TOKEN": "secret", "DLROVER_HOOKS_NODE": node}
         env |= {"DLROVER_HOOKS_LAUNCHER": self._agent, "DLROVER_HOOKS_MIN_WORKERS": self.low}

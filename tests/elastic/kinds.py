@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,7 +24,9 @@ def fabric(worker: Worker, *, leased: bool = False) -> None:
     from dlrover_hooks.integrations.fabric import ElasticFabric
     from tests.elastic.worker import Numbers
 
-    bare = Fabric(accelerator="cpu", devices=dist_world(), strategy="ddp")
+    world_size = dist_world()
+    num_nodes = max(1, world_size // int(os.environ["LOCAL_WORLD_SIZE"]))
+    bare = Fabric(accelerator="cpu", devices=world_size // num_nodes, num_nodes=num_nodes, strategy="ddp")
     bare.launch()
     elastic = ElasticFabric(bare, on_preempt=worker.left, **worker.settings)
     net, adam, schedule, inner = worker.parts()

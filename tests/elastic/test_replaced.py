@@ -195,8 +195,10 @@ def test_what_was_lost_with_a_node_is_said(crew: Crews) -> None:
     assert "rank 1: its random state was lost with its node" in one.zygote.log.read_text()[before:]
 
 
-def test_with_accelerate_a_whole_node_is_lost(crew: Crews) -> None:
-    as_if_left_alone(crew, 2, 1, ("fetched", 5), lost=True, kind="accelerate")
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("kind", ["accelerate", "fabric"])
+def test_under_a_framework_a_whole_node_is_lost(crew: Crews, kind: str, victim: int) -> None:
+    as_if_left_alone(crew, 2, victim, ("fetched", 5), lost=True, kind=kind)
 
 
 def test_the_keeper_was_killed_before(crew: Crews, calm: str) -> None:
