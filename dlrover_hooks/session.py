@@ -108,7 +108,7 @@ class Session:
         attach = stock.attach(
             self.config, self.place, self._incarnation, self._engine, speaks=survives, recovers=recovers
         )
-        attached = self._caller.call(attach, timeout_s=60.0)
+        attached = stock.seated_alike(self._caller.call(attach, timeout_s=60.0), self.config.job, self.place)
         self.run = attached.run
         if kept is None:
             self._watcher = self._caller.watch(self.config.job, self._noticed)

@@ -25,6 +25,7 @@ from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, MasterAway, NoCheckpoint, UsageError
 from dlrover_hooks.protocol import (
     Attach,
+    Attached,
     AwaitPlan,
     AwaitRound,
     Generation,
@@ -203,6 +204,18 @@ def attach(
         recovers=recovers,
     )
     return _announced(offer, config, place, engine if speaks else None)
+
+
+def seated_alike(attached: Attached, job: str, place: Place) -> Attached:
+    """`attached`, if its seat is what the process group here says. Raises UsageError: no vote of it would count."""
+    here, seat = (place.rank, place.world_size), (attached.rank, attached.world_size)
+    if here != seat:
+        raise UsageError(
+            f"job {job}: rank {here[0]} of {here[1]} in its process group has the seat of rank {seat[0]} of {seat[1]}",
+            hint="the framework numbers its processes itself: let it take RANK and WORLD_SIZE from the environment "
+            "(Lightning, Fabric: TorchElasticEnvironment), with as many devices and nodes as were launched",
+        )
+    return attached
 
 
 def _held(config: Config, place: Place, engine: Checkpointer) -> tuple[Held, ...]:

@@ -119,3 +119,24 @@ def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: bool)
     last = errors.splitlines()[-1]
     assert what in last, errors
     assert last.endswith(again)
+
+
+def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched]) -> None:
+    """A framework that numbers its processes itself: said at once, not where the first vote of a checkpoint counts."""
+    script = """
+        import torch
+        import torch.distributed as dist
+        from dlrover_hooks import AsyncCheckpointer, elastic_loader
+        note()
+        os.environ["RANK"] = str(1 - int(os.environ["RANK"]))
+        dist.init_process_group("gloo")
+        net = torch.nn.Linear(2, 2)
+        data = torch.utils.data.DataLoader(range(8), batch_size=2, shuffle=True)
+        AsyncCheckpointer(model=net, optimizer=torch.optim.SGD(net.parameters()), loader=elastic_loader(data))
+        """
+    run = launch(script, "-n", "2")
+    code, errors = run.end()
+    assert (code, len(run.read())) == (78, 2), errors
+    ranks = [f"rank {one} of 2 in its process group has the seat of rank {1 - one} of 2" for one in (0, 1)]
+    assert any(said in errors for said in ranks), errors
+    assert "TorchElasticEnvironment" in errors

@@ -78,7 +78,7 @@ class Counted:
             dead |= self._taken_along(event.job, event.incarnation)
         elif isinstance(event, p.Attach):
             self._attached.setdefault(job, set()).add(event.incarnation)
-            if event.held or event.keeper is not None:
+            if event.held or self.places[event.incarnation][1] == 0:  # who speaks for its node may hold nothing
                 self._held.setdefault(job, {})[event.node] = event.held
             if reply.rank == 0:
                 self._stored[job] = {manifest.generation for manifest in event.stored}
@@ -172,6 +172,7 @@ class Counted:
                 self._attempts[job.name] = current.number, current.attempt
                 self._sizes[job.name, current.attempt] = current.world_size
                 self._places[job.name, current.attempt] = _places(job)
+            self._attached[job.name] = {name for name, one in current.members.items() if one.attached}
         self._held[job.name] = dict(job.offers.held)
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -270,6 +271,8 @@ class Counted:
             self._check(not older, f"{begins}, but {generation} lies whole in memory")
         if choice is None:
             return
+        if choice.world_size < self.size_of(job.name, choice.generation.attempt):
+            promises.lone.add(choice.generation)
         if choice.source is Source.STORAGE:
             self._check(choice.generation in promises.manifests, f"{choice.generation} is in no storage")
             return
@@ -289,7 +292,7 @@ class Counted:
     def _not_forgotten(self, job: Job, begins: str) -> None:
         """While all keepers live, and every rank is where it was, what was complete in memory is so to this day."""
         choice, complete = job.plan.restore, self._promises.complete
-        if complete is None or self._promises.memory_lost or job.refusals:
+        if complete is None or complete in self._promises.lone or self._promises.memory_lost or job.refusals:
             return
         if self._places.get((job.name, complete.attempt)) != _places(job):
             return
