@@ -121,6 +121,7 @@ class Agent:
     def _turn(self) -> None:
         self._selector.select(timeout=1.0)
         self._look()
+        self._speaker.tell_again()
         if not self._job_over:
             self._ear.open()
 

@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import BadRequest, HooksError, MasterAway, Unauthorized, UsageError
+from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, Unauthorized, UsageError
 from dlrover_hooks.runtime.options import Level, Options
 from dlrover_hooks.runtime.ports import free_port
 from dlrover_hooks.runtime.seat import deserted
@@ -55,6 +55,7 @@ class Speaker:
     ) -> None:  # fmt: skip
         self._options, self._station, self._client, self._look = options, station, client, look
         self._away_since = away_since
+        self._unheard: list[p.Exited] = []
 
     def view(self) -> p.JobView | None:
         """The job as it stands; None if the master did not say."""
@@ -120,7 +121,23 @@ class Speaker:
         for worker, end in ends.items():
             code = -9 if end.exit_code is None else end.exit_code
             own = self._client.incarnation
-            self._say(p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers))
+            exited = p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers)
+            if not self._heard(exited):
+                self._unheard.append(exited)
+
+    def tell_again(self) -> None:
+        """What the master was away for: of a worker that has not attached it hears from nobody else."""
+        while self._unheard and self._heard(self._unheard[0], again=False):
+            del self._unheard[0]
+
+    def _heard(self, exited: p.Exited, *, again: bool = True) -> bool:
+        try:
+            self._client.call(exited, timeout_s=2.0, again=again)
+        except (MasterAway, JournalFailed):
+            return False
+        except HooksError as error:  # it is nobody's any more
+            log.debug("job %s: the end of %s: %s", self._station.job, exited.worker, error.message)
+        return True
 
     def failures(self, known: int) -> int:
         """Of the job, on all nodes, once all ends are told of. `known`: those before the newest one."""

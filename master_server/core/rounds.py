@@ -101,8 +101,8 @@ class Rounds(msgspec.Struct):
     """Age of a place: the order in which (node, local rank) was first seen."""
     places_seen: int = 0
     parted: tuple[str, ...] = ()
-    """Members that rounds before the current one have lost, the youngest last: their launchers' word may come late.
-    O(workers): of the oldest nobody speaks any more."""
+    """Members that rounds before the current one have lost, and newcomers that ended without a seat, the youngest last:
+    their launchers' word may come late, or their own. O(workers): of the oldest nobody speaks any more."""
     told: int = 0
     """The `newcomers` that watchers were woken for last."""
 
@@ -155,8 +155,9 @@ def _check_incarnations(rounds: Rounds, join: Join) -> None:
     for name in sorted(names):
         holder = rounds.seats.get(name, join.incarnation)
         member = members.get(name)
-        if member is not None and not member.live:
-            raise Stale(f"Incarnation {name!r} has already left job {join.job!r} ({member.gone}).", hint=REJOIN)
+        if is_over(rounds, name):
+            how = f" ({member.gone})" if member is not None else ""
+            raise Stale(f"Incarnation {name!r} has already left job {join.job!r}{how}.", hint=REJOIN)
         if holder != join.incarnation or (member is not None and join.incarnation not in (member.agent, name)):
             raise BadRequest(
                 f"Job {join.job!r}: incarnation {name!r} belongs to another agent.",
@@ -315,9 +316,16 @@ def reapers(rounds: Rounds, worker: str) -> set[str]:
     return found | ({waiting.join.incarnation, waiting.join.launcher} if waiting is not None else set())
 
 
-def had_seat(rounds: Rounds, worker: str) -> bool:
-    """In the current round, or not long ago."""
-    return worker in rounds.parted or (rounds.round is not None and worker in rounds.round.members)
+def is_over(rounds: Rounds, worker: str) -> bool:
+    """It was a member, or a newcomer, and has ended: in the current round, or not long ago."""
+    member = rounds.round.members.get(worker) if rounds.round else None
+    return worker in rounds.parted or (member is not None and not member.live)
+
+
+def remember(rounds: Rounds, *parted: str) -> None:
+    """These are over, and in no round that could tell."""
+    world_size = rounds.round.world_size if rounds.round else 0
+    rounds.parted = (*rounds.parted, *parted)[-4 * world_size - 64 :]
 
 
 def knows(rounds: Rounds, incarnation: str) -> bool:

@@ -7,7 +7,7 @@ finds its image.
 
 from __future__ import annotations
 
-from dlrover_hooks.master.core.rounds import Member, Round, Rounds, place_name, unlist
+from dlrover_hooks.master.core.rounds import Member, Round, Rounds, place_name, remember, unlist
 from dlrover_hooks.protocol import Join, Phase, Seat
 
 
@@ -42,9 +42,8 @@ def form(rounds: Rounds, prefix: str, now: float) -> bool:
         return False
     rounds.number += 1
     before = rounds.round.members.values() if rounds.round else ()
-    parted = (*rounds.parted, *sorted(member.incarnation for member in before if not member.live))
-    rounds.parted = parted[-4 * len(order) - 64 :]
     rounds.round = _seat(rounds.number, f"{prefix}/{rounds.number}", order)
+    remember(rounds, *sorted(member.incarnation for member in before if not member.live))
     for join in chosen:
         del rounds.waiting[join.incarnation]
         unlist(rounds, join)

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.errors import BadRequest, HooksError, MasterAway
+from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway
 from tests.simulation.client import Client
 from tests.simulation.loop import Process
 from tests.simulation.survivor import Chair
@@ -38,6 +38,7 @@ class Agent:
         self.local_ranks = list(range(world.swarm.workers))
         self._round, self._broken, self._finished = 0, 0, False
         self._first = True
+        self._unheard: list[p.Exited] = []
 
     def start(self) -> None:
         for worker in list(self.node.workers):  # their launcher's end ended them, too
@@ -83,7 +84,8 @@ class Agent:
             await self._rung(30.0)
 
     async def _rung(self, seconds: float) -> None:
-        await self.bell.wait(seconds)
+        await self._tell_again()
+        await self.bell.wait(min(seconds, 1.0) if self._unheard else seconds)
         if self.bell._items:
             self.bell.pop()
 
@@ -188,12 +190,23 @@ class Agent:
 
     async def _tell(self, worker: Worker) -> None:
         """Its process ended."""
+        code = worker.exit_code or 0
+        exited = p.Exited(self.job, self.incarnation, worker.incarnation, code, newcomer=worker.newcomer)
+        if not await self._heard(exited):
+            self._unheard.append(exited)
+
+    async def _tell_again(self) -> None:
+        """See `Speaker.tell_again`."""
+        while self._unheard and await self._heard(self._unheard[0], again=False):
+            del self._unheard[0]
+
+    async def _heard(self, exited: p.Exited, *, again: bool = True) -> bool:
         try:
-            code = worker.exit_code or 0
-            exited = p.Exited(self.job, self.incarnation, worker.incarnation, code, newcomer=worker.newcomer)
-            await self.client.call(exited, timeout_s=2.0)
+            await self.client.call(exited, timeout_s=2.0, again=again)
         except HooksError as error:
-            self.world.tell(self.process.name, f"not heard: {worker.incarnation} ended ({type(error).__name__})")
+            self.world.tell(self.process.name, f"not heard: {exited.worker} ended ({type(error).__name__})")
+            return not isinstance(error, MasterAway | JournalFailed)
+        return True
 
     async def slander(self, incarnation: str) -> None:
         """Say that another agent's worker has ended, which is no business of this one."""

@@ -140,9 +140,24 @@ def test_a_replacement_that_dies_before_it_has_a_seat_is_a_failure_too() -> None
     with pytest.raises(Stale):
         master.call(p.Exited("job", "b", "somebody", -9))
     for code in (0, p.REQUEUE):
-        master.call(p.Exited("job", "b", "importing too", code, newcomer=True))
+        master.call(p.Exited("job", "b", f"importing {code}", code, newcomer=True))
     assert view(master).failures == 3
     assert jobs.decode(jobs.encode(master.state)) == master.state
+
+
+def test_a_newcomer_that_has_ended_gets_no_seat() -> None:
+    """Its own join may come behind its launcher's word. Nobody would tell of its end once more, and all would wait."""
+    master = two_nodes(recovers=True)
+    master.call(p.Exited("job", "b", "b0", -9))
+    for _ in range(2):
+        master.call(p.Exited("job", "b", "new", -9, newcomer=True))
+        assert view(master).failures == 2, "each once"
+        with pytest.raises(Stale, match="'new' has already left"):
+            master.call(join("new", seats=(p.Seat("new", 0),), node="node-b", low=1, high=2, launcher="b"))
+    master.call(join("a0", seats=(p.Seat("a0", 0),), node="node-a", low=1, high=2, launcher="a"))
+    assert [one.incarnation for one in view(master).members] == ["a0"]
+    with pytest.raises(Stale, match="'b0' has already left"):
+        master.call(join("b0", seats=(p.Seat("b0", 0),), node="node-b", low=1, high=2, launcher="b"))
 
 
 def test_a_launch_has_its_budget_a_node_that_joins_has_the_jobs() -> None:
