@@ -143,7 +143,11 @@ class HastySave:
         if view.newest_committed is not None and view.newest_committed >= self._generation:
             self._courier.newest_committed = view.newest_committed
             return True
-        if durable and self._generation not in self._courier.failed:
-            return None
-        complete = view.newest_complete
-        return False if complete is not None and complete >= self._generation else None
+        if view.newest_complete is None or view.newest_complete < self._generation:
+            return False if _lacks_ranks(view) else None
+        return None if durable and self._generation not in self._courier.failed else False
+
+
+def _lacks_ranks(view: p.JobView) -> bool:
+    """Some rank has left this round: what is not whole by then will not be."""
+    return view.phase is p.Phase.BROKEN or not all(member.alive for member in view.members)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.elastic.crew import Crew
 
@@ -32,6 +33,10 @@ def left(one: Crew, who: str) -> int:
     told = one.events("preempted")
     assert [(row["who"], row["mine"], row["reason"]) for row in told] == [(who, True, "SIGTERM")]
     return told[0]["step"]
+
+
+def metrics(one: Crew) -> str:
+    return requests.get(one.url + "/metrics", headers={"Authorization": "Bearer secret"}, timeout=30).text
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -77,6 +82,22 @@ def test_the_round_breaks_before_they_have_parted(crew: Crews) -> None:
     assert [rows[0]["step"] for rows in one.restores().values()] == [5, step]
     one.check(STEPS, EPOCHS)
     assert [row["who"] for row in one.events("trained")] == ["w0"]
+
+
+def test_who_dies_where_all_leave_is_not_waited_for(crew: Crews) -> None:
+    """That step will not be whole on all ranks, however long the grace is: the others save it, and go or go on."""
+    one = three(crew, w1={"at": ("stepped", 5), "what": "stop"}, w2={"at": ("fetched", 5), "what": "hold"})
+    one.until(lambda: one.events("trouble"))
+    one.send("w2", signal.SIGTERM)
+    one.until(lambda: one.view().parting.step == 6)
+    one.release()
+    one.until(lambda: f'dlrover_hooks_votes_total{{job="{one.job}"}} 2.0' in metrics(one))  # two have it, and wait
+    died = one.send("w1", signal.SIGKILL)
+    one.ended()
+    assert left(one, "w2") == 6
+    assert one.events("exit", who="w2")[0]["t"] - died < 10.0, "the grace is 25 s"
+    assert [rows[0]["step"] for rows in one.restores().values()] == [6]
+    one.check(STEPS, EPOCHS)
 
 
 def test_who_waits_for_a_replacement_does_not_wait_for_ever(crew: Crews) -> None:

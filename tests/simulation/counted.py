@@ -272,7 +272,7 @@ class Counted:
         if choice is None:
             return
         if choice.world_size < self.size_of(job.name, choice.generation.attempt):
-            promises.lone.add(choice.generation)
+            promises.loose.add(choice.generation)
         if choice.source is Source.STORAGE:
             self._check(choice.generation in promises.manifests, f"{choice.generation} is in no storage")
             return
@@ -292,7 +292,7 @@ class Counted:
     def _not_forgotten(self, job: Job, begins: str) -> None:
         """While all keepers live, and every rank is where it was, what was complete in memory is so to this day."""
         choice, complete = job.plan.restore, self._promises.complete
-        if complete is None or complete in self._promises.lone or self._promises.memory_lost or job.refusals:
+        if complete is None or complete in self._promises.loose or self._promises.memory_lost or job.refusals:
             return
         if self._places.get((job.name, complete.attempt)) != _places(job):
             return

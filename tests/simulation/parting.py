@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
+from dlrover_hooks.parting import _lacks_ranks
 from dlrover_hooks.runtime.preemption import Preemption
 from tests.simulation.survivor import Gone
 from tests.simulation.threads import Idle, Turns, UnderWay
@@ -101,5 +102,6 @@ class Parting(Preemption):
         committed, complete = view.newest_committed, view.newest_complete
         if committed is not None and committed >= generation:
             return True
-        waits = durable and generation not in post.failed
-        return not waits and complete is not None and complete >= generation
+        if complete is None or complete < generation:
+            return _lacks_ranks(view)
+        return not durable or generation in post.failed
