@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
-FORGETS = {"kill keeper", "crash node", "replace node", "damage image"}
-"""Behind these a node does not hold in memory what it held."""
+FORGETS = {"kill keeper", "stop keeper", "crash node", "replace node", "damage image"}
+"""Behind these a node need not hold in memory what it held: a stopped keeper hashes nothing that is saved anew."""
 
 
 class Chaos:

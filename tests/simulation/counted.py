@@ -32,6 +32,8 @@ class Counted:
     def __init__(self, promises: Promises) -> None:
         self._promises, self._check = promises, promises.check
         self._dead: dict[str, set[str]] = {}
+        self._ended = set[str]()
+        """Newcomers, by their launchers' word, which may come twice."""
         self._votes: dict[tuple[str, p.Generation, VoteKind], set[int]] = {}
         self._held: dict[str, dict[str, tuple[p.Held, ...]]] = {}
         """By job and node, what was said of its memory."""
@@ -72,6 +74,8 @@ class Counted:
                 self._joined(event, dead)
         elif isinstance(event, p.Exited):
             self._exited(event)
+            if event.newcomer:
+                self._ended.add(event.worker)
             dead.add(event.worker)
         elif isinstance(event, (Lost, p.Leave)):
             dead.add(event.incarnation)
@@ -117,7 +121,8 @@ class Counted:
             if any(event.worker in dict(world) for world in self._worlds.get(event.job, {}).values()):
                 first = not broken and event.worker in dict(self._before[event.job]) and event.worker not in dead
                 return failed and first, failed and first
-            return failed and event.newcomer, failed and event.newcomer
+            counts = failed and event.newcomer and event.worker not in self._ended
+            return counts, counts
         died = isinstance(event, Lost) or (isinstance(event, p.Leave) and event.reason is p.Departure.FAILED)
         return 0, died or (isinstance(event, p.Join) and event.sole)
 
@@ -272,7 +277,7 @@ class Counted:
         if choice is None:
             return
         if choice.world_size < self.size_of(job.name, choice.generation.attempt):
-            promises.loose.add(choice.generation)
+            promises.lone.add(choice.generation)
         if choice.source is Source.STORAGE:
             self._check(choice.generation in promises.manifests, f"{choice.generation} is in no storage")
             return
@@ -292,7 +297,7 @@ class Counted:
     def _not_forgotten(self, job: Job, begins: str) -> None:
         """While all keepers live, and every rank is where it was, what was complete in memory is so to this day."""
         choice, complete = job.plan.restore, self._promises.complete
-        if complete is None or complete in self._promises.loose or self._promises.memory_lost or job.refusals:
+        if complete is None or complete in self._promises.lone or self._promises.memory_lost or job.refusals:
             return
         if self._places.get((job.name, complete.attempt)) != _places(job):
             return

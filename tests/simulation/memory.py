@@ -137,7 +137,6 @@ class Keeper:
         for other, old in enumerate(self.slots[seat]):
             if other != index and whose(old) == whose(image):
                 self.proofs.pop((seat, other), None)
-                self._world.promises.loose.add(image.generation)
         self.images[seat, index] = image
         self.process.spawn(self._hash(seat, index, slot.seq + 1, notify))
 

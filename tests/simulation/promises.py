@@ -104,9 +104,8 @@ class Promises:
         """The newest generation that somebody was told is committed."""
         self.complete: p.Generation | None = None
         """The newest one that somebody was told is complete in memory."""
-        self.loose: set[p.Generation] = set()
-        """Complete, but not to be relied on: in one image, which need not be on every node; or saved once more, which
-        voids the image before at once, and a keeper that is stopped hashes none."""
+        self.lone: set[p.Generation] = set()
+        """Complete in one image, which need not be on every node."""
         self.memory_lost = False
         """Some keeper ended, or what it holds was damaged, or a rank saved on without a word from the master."""
 
