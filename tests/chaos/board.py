@@ -95,6 +95,11 @@ class Board:
         else:
             row[3] = pack(now)
 
+    def overwrites(self, rank: int, gone: Age) -> None:
+        """It is about to save over that step, blindly: however far it comes, that one is not whole any more."""
+        ring = self._row(rank)[4 : 4 + RING]
+        ring[ring == pack(gone)] = 0
+
     def heard(self, rank: int, complete: Age) -> None:
         """The master has told it that this is complete over all ranks, and its keeper knows."""
         self._row(rank)[2] = pack(complete)
@@ -128,6 +133,12 @@ class Board:
         near = (newest[0], max(newest[1] - RING // 2, 0))
         skipped, blind = (max(unpack(row[word]) for row in rows) for word in (3, 14))
         return NOTHING if skipped != NOTHING and min(skipped, blind) >= near else newest
+
+    def story(self, world: int) -> str:
+        """Of each rank: where it is, what it restored, heard of, left out and saved blindly last, and what it saved."""
+        rows = [[unpack(word) for word in (*self._row(rank)[:4], *self._row(rank)[14:15], *self._row(rank)[4:12])]
+                for rank in range(world)]  # fmt: skip
+        return "\n".join(f"rank {rank}: {row[:5]} {sorted(row[5:])}" for rank, row in enumerate(rows))
 
     def made(self, rank: int, now: Age) -> bool:
         """It has published that step."""

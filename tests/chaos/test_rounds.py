@@ -27,7 +27,8 @@ class Rounds:
 
     def __init__(self, cluster: Cluster, chance: random.Random) -> None:
         self.cluster, self.chance, self.tally = cluster, chance, Counter[str]()
-        self._behind: list[int] = []
+        self._before = ""
+        """What the ranks had done when they were killed."""
 
     def start(self) -> None:
         self.cluster.start_trainers()
@@ -91,6 +92,7 @@ class Rounds:
         cluster = self.cluster
         if cluster.mend():
             floor = max(floor, cluster.floor())
+            self._before = cluster.board.story(cluster.world)
             newest = cluster.board.newest(cluster.world)
             cluster.start_trainers()
             restarted = True
@@ -105,7 +107,7 @@ class Rounds:
         assert {one["wrong"] for one in found} == {""}, f"{found}\n{tail()}"
         assert len({(tuple(one["restored"]), one["attempt"], one["source"]) for one in found}) == 1, found
         restored, source = tuple(found[0]["restored"]), found[0]["source"]
-        assert floor <= restored <= newest, f"{floor} <= {restored} <= {newest}, {source}\n{tail()}"
+        assert floor <= restored <= newest, f"{floor} <= {restored} <= {newest}, {source}\n{self._before}\n{tail()}"
         self.tally[f"restored from {source or 'nothing'}"] += 1
 
 
@@ -131,6 +133,29 @@ def test_killed_in_every_phase(
     seconds = time.monotonic() - began
     print(f"{chaos_rounds} rounds in {seconds:.1f} s: {dict(sorted(rounds.tally.items()))}")
     record_property("chaos", dict(rounds.tally) | {"rounds": chaos_rounds, "seconds": seconds})
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_killed_in_a_save_that_knows_nothing_of_others(chaos_seed: int, tmp_path: Path, runtime: Path) -> None:
+    """While the master is away what it has not heard of is written over: what it had said is complete stays."""
+    print(f"seed {chaos_seed}")
+    cluster = Cluster(tmp_path, runtime, world=3, nodes=1, nbytes=9 << 20, save_to=str(tmp_path / "ck"), save_every=1,
+                      persist_every=3)  # fmt: skip
+    with cluster, left_nothing(cluster):
+        rounds = Rounds(cluster, random.Random(chaos_seed))
+        rounds.start()
+        for saves in range(4):
+            cluster.trained_on(2)
+            cluster.kill("master")
+            for last in (*[False] * saves, True):
+                caught = cluster.catch(Phase.COPYING, PHASE_S, "rank 1")  # None: it has no slot, and saves no more
+                if last:
+                    cluster.kill("rank 0", "rank 1")
+                if caught is not None:
+                    caught.let_go()
+            rounds._up((0, 0), restarted=False)
+        assert rounds.tally["restored from memory"] > 0
 
 
 def calm(cluster: Cluster, persist: int) -> None:

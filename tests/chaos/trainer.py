@@ -10,12 +10,14 @@ import logging
 import select
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dlrover_hooks import config
 from dlrover_hooks.checkpoint import keeper as keeper_process
+from dlrover_hooks.checkpoint.arena import Slot
 from dlrover_hooks.errors import HooksError, MasterAway
 from dlrover_hooks.master.__main__ import command
 from dlrover_hooks.protocol import Departure
@@ -87,6 +89,20 @@ class Trainer:
         self.session = Session(config.load({}, **settings), self.place)
         assert self.session._engine is not None
         self.engine = self.session._engine
+        self._mark_overwritten()
+
+    def _mark_overwritten(self) -> None:
+        """While the master is away: what it has not heard of gives way, see `checkpoint.reuse`."""
+        others, rank = self.engine.others, self.place.rank
+        real = others.choose_slot
+
+        def choose_slot(slots: Callable[[], Sequence[Slot]], *given: Any, **how: Any) -> int | None:
+            away, index = others.away, real(slots, *given, **how)
+            if index is not None and (away or others.away):
+                self.board.overwrites(rank, age(slots()[index].generation))
+            return index
+
+        others.choose_slot = choose_slot
 
     def up(self) -> None:
         """Join, restore, and tell how that went."""
