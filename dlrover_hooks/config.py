@@ -7,6 +7,7 @@ too, so that identity (job, node, rank) has one source.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import stat
@@ -188,7 +189,16 @@ class _LastWords:
         _say_last(kind, error, trace)
         self._before(kind, error, trace)
         if isinstance(error, (UsageError, Stale, RoundEnded)):
+            if sys.excepthook is not self:
+                _let_out(sys.stderr)
             raise SystemExit(78 if isinstance(error, UsageError) else AGAIN)
+
+
+def _let_out(stderr: Any) -> None:
+    """torch.distributed's hook gathers what the one before prints, to put the rank ahead; an exit code loses it all."""
+    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
+        sys.__stderr__.write(stderr.getvalue())
+        sys.__stderr__.flush()
 
 
 def last_words_to(fd: int) -> dict[str, str]:

@@ -121,8 +121,12 @@ def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: bool)
     assert last.endswith(again)
 
 
-def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched]) -> None:
-    """A framework that numbers its processes itself: said at once, not where the first vote of a checkpoint counts."""
+@pytest.mark.parametrize("known_first", [False, True])
+def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched], known_first: bool) -> None:
+    """A framework that numbers its processes itself: said at once, not where the first vote of a checkpoint counts.
+
+    Also where torch's excepthook lies over ours (`known_first`), and gathers what that prints.
+    """
     script = """
         import torch
         import torch.distributed as dist
@@ -136,7 +140,7 @@ def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched
         data = torch.utils.data.DataLoader(range(8), batch_size=2, shuffle=True)
         AsyncCheckpointer(model=net, optimizer=torch.optim.SGD(net.parameters()), loader=elastic_loader(data))
         """
-    run = launch(script, "-n", "2")
+    run = launch(script, "-n", "2", member=known_first)
     code, errors = run.end()
     assert (code, len(run.read())) == (78, 2), errors
     assert "rank 1 of 2 in its process group has the seat of rank 0 of 2" in errors, errors
