@@ -55,7 +55,8 @@ class Speaker:
     ) -> None:  # fmt: skip
         self._options, self._station, self._client, self._look = options, station, client, look
         self._away_since = away_since
-        self._unheard: list[p.Exited] = []
+        self._unheard: dict[str, p.Exited] = {}
+        """By worker, the ends that the master has not answered yet; a worker that is done is told of at every turn."""
 
     def view(self) -> p.JobView | None:
         """The job as it stands; None if the master did not say."""
@@ -121,16 +122,20 @@ class Speaker:
         for worker, end in ends.items():
             code = -9 if end.exit_code is None else end.exit_code
             own = self._client.incarnation
-            exited = p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers)
-            if not self._heard(exited):
-                self._unheard.append(exited)
+            self._unheard[worker] = p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers)
+        self._tell_all(again=True)
 
     def tell_again(self) -> None:
         """What the master was away for: of a worker that has not attached it hears from nobody else."""
-        while self._unheard and self._heard(self._unheard[0], again=False):
-            del self._unheard[0]
+        self._tell_all(again=False)
 
-    def _heard(self, exited: p.Exited, *, again: bool = True) -> bool:
+    def _tell_all(self, *, again: bool) -> None:
+        for worker, exited in list(self._unheard.items()):
+            if not self._heard(exited, again=again):
+                return
+            del self._unheard[worker]
+
+    def _heard(self, exited: p.Exited, *, again: bool) -> bool:
         try:
             self._client.call(exited, timeout_s=2.0, again=again)
         except (MasterAway, JournalFailed):
