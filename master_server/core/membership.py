@@ -110,8 +110,8 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     if event.worker in job.ledgers.free:  # its launcher has no seats either, so nobody knows it here
         return _part(job, event.worker, rounds.LOST, now, effects)
     reapers = rounds.reapers(job.rounds, event.worker)
-    seated = job.rounds.round is not None and event.worker in job.rounds.round.members
-    unseated = event.newcomer and not (seated or rounds.is_over(job.rounds, event.worker))
+    member = job.rounds.round.members.get(event.worker) if job.rounds.round else None
+    unseated = event.newcomer and member is None and not rounds.is_over(job.rounds, event.worker)
     if event.incarnation not in reapers and not (unseated or rounds.knows(job.rounds, event.incarnation)):
         raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
     if reapers and event.incarnation not in reapers:
@@ -119,7 +119,6 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     if unseated:  # a join of its own may still be on its way
         job.failures += event.exit_code not in _POLITE
         rounds.remember(job.rounds, event.worker)
-    member = job.rounds.round.members.get(event.worker) if job.rounds.round else None
     if member is not None:
         member.exit_code = event.exit_code
     return _part(job, event.worker, _POLITE.get(event.exit_code, rounds.LOST), now, effects)
