@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.parting import _lacks_ranks
+from dlrover_hooks.parting import HastySave
 from dlrover_hooks.runtime.preemption import Preemption
 from tests.simulation.survivor import Gone
 from tests.simulation.threads import Idle, Turns, UnderWay
@@ -99,9 +99,5 @@ class Parting(Preemption):
             view: p.JobView = await worker.call(p.ShowJob(worker.job), timeout_s=1.0)
         except HooksError:
             return False
-        committed, complete = view.newest_committed, view.newest_complete
-        if committed is not None and committed >= generation:
-            return True
-        if complete is None or complete < generation:
-            return _lacks_ranks(view)
-        return not durable or generation in post.failed
+        real = HastySave(cast("Any", engine), post, generation, lambda: view, lambda: self.left_s)
+        return real._look(durable) is not None

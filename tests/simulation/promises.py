@@ -95,6 +95,7 @@ class Promises:
         self._sizes: dict[str, int] = {}
         self._begun: dict[int, Model] = {}
         self._partings: dict[int, int] = {}
+        """By round, the step where all leave, as the first of them was told."""
         self._last: Model | None = None
         self.silent = False
         """Some worker left without the master's word."""
