@@ -25,6 +25,7 @@ from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Ro
 from dlrover_hooks.watching import Watcher, Wire
 
 _AGAIN = (502, 503, 504)
+_HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
 
 
 class Caller(Protocol):
@@ -60,6 +61,8 @@ class MasterClient:
         self._headers = {"X-Dlrover-Hooks-Protocol": str(PROTOCOL), "Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._met = False
+        """A master has answered: another kind of answer is a fault on the way to it."""
         self._seqs: collections.Counter[str] = collections.Counter()
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._renew()
@@ -148,12 +151,19 @@ class MasterClient:
                 why, reached = type(error).__name__, reached or not _unconnected(error)
             else:
                 reached = True
-                if response.status_code < 300:
-                    return msgspec.json.decode(response.content, type=row.reply)
-                error = _refusal(response)
-                if response.status_code not in _AGAIN or isinstance(error, JournalFailed):
-                    raise error
-                why = f"it answered {response.status_code}"
+                try:
+                    reply = _reply(row, response)
+                except _Foreign as foreign:  # a proxy's page on the way to a master that has answered before
+                    if not self._met:
+                        raise MasterError(foreign.message, hint=_HINT) from None
+                    why = foreign.message
+                else:
+                    self._met = True
+                    if not isinstance(reply, HooksError):
+                        return reply
+                    if response.status_code not in _AGAIN or isinstance(reply, JournalFailed):
+                        raise reply
+                    why = f"it answered {response.status_code}"
             if not again or self._closed.wait(
                 min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))
             ):
@@ -161,7 +171,7 @@ class MasterClient:
             pause_s = min(1.0, 2 * pause_s)
         away = MasterAway(
             f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
-            hint="Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address.",
+            hint=_HINT,
         )
         away.reached = reached
         raise away
@@ -174,7 +184,12 @@ class MasterClient:
         else:
             body = msgspec.json.encode(_within(request, left) if row.waits else request)
         return self._session().request(
-            row.method, self.url + path, data=body, headers=headers, timeout=(max(0.05, min(left, 5.0)), left)
+            row.method,
+            self.url + path,
+            data=body,
+            headers=headers,
+            timeout=(max(0.05, min(left, 5.0)), left),
+            allow_redirects=False,
         )
 
 
@@ -190,12 +205,23 @@ def _within(request: Message, left: float) -> Message:
     return request if timeout_s is None else msgspec.structs.replace(request, timeout_s=min(timeout_s, 0.8 * left))
 
 
-def _refusal(response: requests.Response) -> HooksError:
-    """The error that a problem+json body names."""
+class _Foreign(HooksError):
+    """An answer that is not a master's."""
+
+
+def _reply(row: Route, response: requests.Response) -> Any:
+    """The reply, or the error that a problem+json body names. Raises _Foreign."""
     try:
+        if response.status_code < 300:
+            return msgspec.json.decode(response.content, type=row.reply)
         problem = msgspec.json.decode(response.content, type=Problem)
     except msgspec.DecodeError:
-        return MasterError(f"HTTP {response.status_code} from {response.url}, not from a dlrover-hooks master.")
+        if response.status_code in _AGAIN:
+            return MasterError(f"HTTP {response.status_code} from {response.url}")
+        to = f" (a redirect to {response.headers['Location']})" if response.is_redirect else ""
+        raise _Foreign(
+            f"HTTP {response.status_code}{to} from {response.url}: the answer is not a dlrover-hooks master's."
+        ) from None
     error = named(problem.type)(problem.detail, hint=problem.hint)
     error.status = problem.status
     return error

@@ -82,6 +82,7 @@ class Courier:
         self._reached, self._outage = False, Outage()
         self._doubtful: p.Generation | None = None
         """A vote for it may have reached the master, though it was not answered."""
+        self._next_beat, self._ended = 0.0, False
         self._thread = threading.Thread(target=self._run, name="dlrover-hooks-courier", daemon=True)
 
     def start(self, cadence: p.Cadence) -> None:
@@ -115,22 +116,33 @@ class Courier:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_beat = 0.0
-        while True:
+        while not self._ended:
             try:
-                notice = self._notices.get(timeout=max(0.0, min(BEAT_S, next_beat - time.monotonic())))
-                if notice is None:
-                    self._deliver()
-                    return
+                self._turn()
+            except Exception as error:  # without this thread the worker is declared dead, and nobody says why
+                log.exception("rank %d of job %s: the thread that speaks with the master failed", self._rank, self._job)
+                self.error = self.error or HooksError(
+                    f"rank {self._rank} of job {self._job}: the thread that speaks with the master met "
+                    f"{type(error).__name__}: {error}",
+                    hint="its traceback is in the log; please report it",
+                )
+
+    def _turn(self) -> None:
+        try:
+            notice = self._notices.get(timeout=max(0.0, min(BEAT_S, self._next_beat - time.monotonic())))
+            self._ended = notice is None
+            if notice is not None:
                 self._take(notice)
-            except queue.Empty:
-                pass
-            self._deliver()
-            if time.monotonic() >= next_beat:
-                self._beat()
-                next_beat = time.monotonic() + BEAT_S
-            if self.preemption is not None:
-                self.preemption.speak(self._call)
+        except queue.Empty:
+            pass
+        self._deliver()
+        if self._ended:
+            return
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_S
+            self._beat()
+        if self.preemption is not None:
+            self.preemption.speak(self._call)
 
     def _take(self, notice: Keepers | _Saved | _Skipped | _Woken) -> None:
         if isinstance(notice, _Woken):

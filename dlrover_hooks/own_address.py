@@ -11,7 +11,12 @@ def towards(host: str | None, port: int) -> str:
     Raises:
         OSError: there is no way.
     """
-    family, kind, _, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(to)
-        return str(probe.getsockname()[0])
+    refused: OSError | None = None
+    for family, kind, _, _, to in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(to)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            refused = refused or error
+    raise refused or OSError(f"{host} has no address")

@@ -60,11 +60,7 @@ class Line:
             self._http = self._connected()
 
     def _connected(self) -> http.client.HTTPConnection:
-        family, kind, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
-        with _FORKING:
-            self._sock = socket.socket(family, kind)
-        self._sock.settimeout(_CONNECT_S)
-        self._sock.connect(address)
+        self._sock = self._dialled()
         if self._context is not None:
             with _FORKING:  # wrapping moves the descriptor to a new object
                 self._sock = self._context.wrap_socket(
@@ -78,6 +74,22 @@ class Line:
         connection = http.client.HTTPConnection(self._netloc)
         connection.sock = self._sock
         return connection
+
+    def _dialled(self) -> socket.socket:
+        """Connected to the first address of the name that accepts, as the calls do it. Raises the first OSError."""
+        refused: OSError | None = None
+        for family, kind, _, _, address in socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM):
+            with _FORKING:
+                self._sock = sock = socket.socket(family, kind)
+            sock.settimeout(_CONNECT_S)
+            try:
+                sock.connect(address)
+            except OSError as error:
+                sock.close()
+                refused = refused or error
+            else:
+                return sock
+        raise refused or OSError(f"{self._host} has no address")
 
     def hang_up(self) -> None:
         """Wake whoever waits in `ask`; any thread."""

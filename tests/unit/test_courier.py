@@ -122,6 +122,27 @@ def test_a_refused_vote_is_dropped_and_remembered(courier: Courier, line: Line) 
     assert [vote.generation for vote in line.votes] == [generation(2)]
 
 
+def test_an_unexpected_error_ends_no_heartbeats_and_is_surfaced(
+    courier: Courier, line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose heartbeats have ended is declared dead, and nobody would know why (DL-90)."""
+    vitals, failed = courier._vitals.sample, threading.Event()
+
+    def broken() -> p.Vitals:
+        if failed.is_set():
+            return vitals()
+        failed.set()
+        raise ZeroDivisionError("odd vitals")
+
+    monkeypatch.setattr(courier._vitals, "sample", broken)
+    assert failed.wait(60.0)
+    calls = line._calls
+    line.wait(lambda: line._calls > calls + 1)
+    courier.stop()
+    assert "ZeroDivisionError: odd vitals" in str(courier.error)
+    assert "Traceback" in caplog.text
+
+
 def test_a_stored_file_is_committed(courier: Courier, line: Line) -> None:
     file = p.ShardFile("shard", 0, 10, 4, ("a",))
     courier.notice(hashed(4))
