@@ -110,7 +110,7 @@ class LastSave:
     def _await_manifest(self, stored_at: float) -> None:
         if time.monotonic() > stored_at + MANIFEST_S:
             raise StorageFailed(
-                f"the file of {self._generation} is written, but its MANIFEST is not, {MANIFEST_S:g} s later",
+                f"the file of {self._generation} is written, but it is not committed {MANIFEST_S:g} s later",
                 hint="the master's log says why, or another worker's which could not write its own file",
             )
 

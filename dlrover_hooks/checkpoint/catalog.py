@@ -14,6 +14,7 @@ from dlrover_hooks.protocol import Generation, Manifest, Message
 MANIFEST, LATEST, FINISHED = "MANIFEST.json", "latest.json", "finished.json"
 FRESH, GIVEN_UP = "fresh.json", "given-up.json"
 FOLDER = re.compile(r"step-(\d{10,})-(\d{4,})$")
+SHARD = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors")
 MANIFEST_BYTES = 256 << 20
 """Most that a MANIFEST may have: the hashes of a generation of 50 TB."""
 LIMIT = 1 << 63

@@ -93,8 +93,10 @@ class Claim:
                 return
             self._mine.pop(self.place.url, None)
             if self.place.local:
-                self.place.remove(LEASE)
-                os.close(self._fd)  # the lock file stays: removing it would let two processes lock two files
+                try:
+                    self.place.remove(LEASE)
+                finally:  # the lock file stays: removing it would let two processes lock two files
+                    os.close(self._fd)
             else:
                 self._end_lease()
 
@@ -131,8 +133,12 @@ class Claim:
                 if isinstance(error, (BlockingIOError, PermissionError)):
                     raise _busy(self.place, read_owner(self.place)) from None
                 raise
+        try:
+            self.place.put(LEASE, msgspec.json.encode(self.who))
+        except BaseException:
+            os.close(fd)  # or the lock would be held until this process ends, by a claim that nobody can release
+            raise
         self._fd = fd
-        self.place.put(LEASE, msgspec.json.encode(self.who))
 
     def _lease(self) -> None:
         held = read_owner(self.place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import threading
 import time
@@ -27,6 +28,8 @@ BLOCK_BYTES = 8 << 20
 PARTS = 10_000
 SMALL_BYTES = 1 << 20
 """Most that a file about the tree may have: `latest`, a reader's note."""
+_PART = re.compile(r".+\.\d+-\d+\.tmp$")
+"""Names of this module's temporary files: process and thread that write them."""
 LITTER_S = 3600.0
 """A temporary file that old belongs to nobody."""
 
@@ -211,14 +214,18 @@ class Place:
     def remove_folder(self, name: str) -> None:
         """No folder `name` afterwards, whatever was in it."""
         with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.path(name), recursive=True)
+            if self.local:
+                _remove_tree(self.path(name))
+            else:
+                self.fs.rm(self.path(name), recursive=True)
 
     def sweep(self) -> None:
-        """Remove temporary files that a dead writer left in this folder."""
+        """Remove temporary files that a dead writer left in this folder; nothing that has another kind of name."""
         for name in self.sizes() if self.local else ():
-            if name.endswith(".tmp"):
+            if is_part(name):
                 with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
-                    if os.stat(self.path(name)).st_mtime < time.time() - LITTER_S:
+                    found = os.lstat(self.path(name))
+                    if stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - LITTER_S:
                         os.unlink(self.path(name))
 
     @contextlib.contextmanager
@@ -230,6 +237,31 @@ class Place:
             if not self.local:
                 type(self.fs).clear_instance_cache()
             raise
+
+
+def is_part(name: str) -> bool:
+    """Has a file of this name been written by `Place.put` or `Place.write`, and not been finished?"""
+    return _PART.match(name) is not None
+
+
+def _remove_tree(path: str) -> None:
+    """Remove all that can be removed of the folder `path`. Raises the first OSError then."""
+    errors = list[OSError]()
+    for folder, folders, files in os.walk(path, topdown=False, onerror=errors.append):
+        for name in (*files, *folders):
+            one = os.path.join(folder, name)
+            _attempt(os.rmdir if name in folders and not os.path.islink(one) else os.unlink, one, errors)
+    _attempt(os.rmdir, path, errors)
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+
+def _attempt(remove: Callable[[str], None], path: str, errors: list[OSError]) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        errors.append(error)
 
 
 def _read_local(path: str, limit: int) -> bytes:

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -35,7 +35,7 @@ from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
 
 _log = logging.getLogger("dlrover_hooks")
 _said = set[str]()
-"""Links that were named."""
+"""Links, and what could not be removed: each was named in the log."""
 RUNS = 1000
 """So many runs that were given up are remembered: 35 kB."""
 READER = "reading-"
@@ -94,16 +94,40 @@ def condemned(rows: Iterable[Listed], job: str, run: str, keep: int | Retention)
 def retain(place: Place, rows: Iterable[Listed], manifest: Manifest, keep: int | Retention) -> None:
     """After the commit of `manifest`: remove what is condemned, and all runs before it if it was to start anew.
 
-    `rows` (see `catalog.changes`) with the new one among them. Each is looked at again before it is removed.
+    `rows` (see `catalog.changes`) with the new one among them. Each is looked at again before it is removed. What
+    cannot be removed is named in the log and tried again after the next commit: the generation is committed already.
     """
     rows, run = list(rows), manifest.generation.run
-    if load(place, FRESH, Fresh) == Fresh(job=manifest.job, run=run):
-        _give_up(place, [one for one in rows if _is_older(one, manifest)])
-        place.remove(FRESH)
+    with _told(place, "what an earlier run left"):
+        if load(place, FRESH, Fresh) == Fresh(job=manifest.job, run=run) and _give_up(
+            place, [one for one in rows if _is_older(one, manifest)]
+        ):
+            place.remove(FRESH)
+    now = time.time()
     for one in condemned(rows, manifest.job, run, keep):
-        if (now := _same(place, one)) is not None and not being_read(place, now, time.time()):
+        _remove_if(place, one, lambda same: not being_read(place, same, now))
+    with _told(place, "a temporary file"):
+        place.sweep()
+
+
+@contextlib.contextmanager
+def _told(place: Place, what: str) -> Iterator[None]:
+    """A failure to remove `what` is logged, once."""
+    try:
+        yield
+    except StorageFailed as error:
+        if (key := f"{place.url} {what}") not in _said:
+            _said.add(key)
+            _log.warning("%s: %s is not removed and takes up space: %s", place.url, what, error)
+
+
+def _remove_if(place: Place, one: Listed, may: Callable[[Listed], bool]) -> bool:
+    """Remove a generation that is as it was and that `may` go. False: that failed, and was logged."""
+    with _told(place, one.folder):
+        if (now := _same(place, one)) is not None and may(now):
             remove(place, one.folder)
-    place.sweep()
+        return True
+    return False
 
 
 def _is_older(one: Listed, manifest: Manifest) -> bool:
@@ -111,14 +135,15 @@ def _is_older(one: Listed, manifest: Manifest) -> bool:
     return old is not None and old.job == manifest.job and old.generation.run != manifest.generation.run
 
 
-def _give_up(place: Place, older: list[Listed]) -> None:
-    """Remember their runs, since a keeper far away may hold something of them that it still wants to commit."""
+def _give_up(place: Place, older: list[Listed]) -> bool:
+    """Remove them, and remember their runs: a keeper far away may hold something of them that it still wants to commit.
+
+    False: some could not be removed.
+    """
     runs = {one.manifest.generation.run: None for one in older if one.manifest is not None}
     before = (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
     place.put(GIVEN_UP, msgspec.json.encode(GivenUp(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
-    for one in older:
-        if _same(place, one) is not None:
-            remove(place, one.folder)
+    return all([_remove_if(place, one, lambda _: True) for one in older])
 
 
 def _same(place: Place, one: Listed) -> Listed | None:

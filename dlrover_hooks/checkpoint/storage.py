@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from dlrover_hooks.checkpoint.catalog import (
     LATEST,
     MANIFEST,
     MANIFEST_BYTES,
+    SHARD,
     Finished,
     Fresh,
     GivenUp,
@@ -47,8 +48,8 @@ from dlrover_hooks.checkpoint.catalog import (
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, Stream
 from dlrover_hooks.checkpoint.claim import Claim, Owner, holder
 from dlrover_hooks.checkpoint.patience import Attempt
-from dlrover_hooks.checkpoint.place import Place, absolute
-from dlrover_hooks.checkpoint.retention import READER, retain
+from dlrover_hooks.checkpoint.place import Place, absolute, is_part
+from dlrover_hooks.checkpoint.retention import retain
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, ShardFile
 
@@ -295,14 +296,22 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
     if why is not None:
         raise StorageFailed(f"{manifest.generation} of job {manifest.job!r} at {place.path(home)}: {why}")
     _outdate(place, home, manifest.generation, manifest.job)
-    named = {file.name for file in manifest.files} | {MANIFEST}
-    for stray in set(sizes) - named:
-        if not stray.startswith(READER):
-            place.remove(f"{home}/{stray}")
+    _remove_strays(place, home, sizes, {file.name for file in manifest.files})
     _make_exist(place, f"{home}/{MANIFEST}", manifest)
     _point_latest(place, manifest)
     this = Listed(home, manifest.generation.step, manifest.generation.attempt, manifest=manifest, committed=True)
     retain(place, [*(one for one in rows if one.folder != home), this], manifest, keep)
+
+
+def _remove_strays(place: Place, home: str, sizes: Mapping[str, int], named: Collection[str]) -> None:
+    """Remove our own files that no MANIFEST will name: of ranks that are no more, or unfinished.
+
+    Other files and folders there are somebody else's (a file server puts some into every folder): they stay.
+    """
+    for name, size in sizes.items():
+        ours = SHARD.fullmatch(name) is not None or is_part(name)
+        if ours and size >= 0 and name not in named:
+            place.remove(f"{home}/{name}")
 
 
 def _make_exist(place: Place, name: str, manifest: Manifest) -> None:

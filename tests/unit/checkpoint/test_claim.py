@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -13,10 +14,11 @@ import msgspec
 import pytest
 
 from dlrover_hooks.checkpoint.claim import Claim, Owner, read_owner, still_held
-from dlrover_hooks.errors import SaveToBusy
+from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.master.folders import Folders
 from dlrover_hooks.protocol import Generation, Manifest
 from dlrover_hooks.testing import faulty_store
+from tests.disks import small_disk
 
 HOLD = (
     "from dlrover_hooks.checkpoint.claim import Claim; import sys; "
@@ -39,6 +41,21 @@ def test_a_keepers_short_claim_is_waited_for_by_its_own_job(tmp_path: Path) -> N
         release.start()
         Claim.take(url, None, "job", "pid 3").release()
         release.join()
+
+
+def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path) -> None:
+    """A keeper whose last save finds the disk full lives on; the next start must not be refused because of it."""
+    with small_disk(tmp_path / "disk") as disk:
+        url = str(disk / "saved")
+        Claim.take(url, None, "job", "pid 1").release()
+        (disk / "filler").write_bytes(bytes(128 << 10))
+        with open(disk / "rest", "wb", buffering=0) as rest, contextlib.suppress(OSError):
+            while rest.write(bytes(4096)):
+                pass
+        with pytest.raises(StorageFailed, match="No space left"):
+            Claim.take(url, None, "job", "keeper, pid 1")
+        (disk / "rest").unlink()
+        assert not _refused(url)
 
 
 def _refused(url: str) -> bool:

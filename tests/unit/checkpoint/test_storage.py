@@ -325,6 +325,77 @@ def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == {"latest.json", "step-0000000001-0000", new.name}
 
 
+def test_temporary_files_of_others_stay_and_stop_no_commit(tmp_path: Path) -> None:
+    """A SIGKILL inside Accelerate's save_state leaves a folder `*.tmp`; notes.tmp is the user's."""
+    folder, notes, odd = tmp_path / ".mine.7.behind.tmp", tmp_path / "notes.tmp", tmp_path / "latest.json.3-3.tmp"
+    for one in (folder, odd):
+        one.mkdir()
+    notes.touch()
+    for one in (folder, notes, odd):
+        os.utime(one, (1.0, 1.0))
+    save(str(tmp_path), generation(1))
+    assert names(str(tmp_path)) == {"latest.json", "step-0000000001-0000", folder.name, notes.name, odd.name}
+
+
+def test_what_others_put_beside_the_files_stays_and_stops_no_commit(url: str) -> None:
+    """File servers put folders into every folder. Of our own files those go that the MANIFEST does not name."""
+    place, home = storage.Place(url), "step-0000000001-0000"
+    storage.write_shard(url, None, generation(1), 2, 3, [memoryview(DATA)], len(DATA), job="job")
+    place.put(f"{home}/notes.txt", b"mine")
+    place.make(f"{home}/@eaDir")
+    place.put(f"{home}/@eaDir/thumb", b"theirs")
+    manifest = save(url, generation(1))
+    assert steps(url) == [1]
+    assert set(place.sizes(home)) == {"MANIFEST.json", "notes.txt", "@eaDir", *(file.name for file in manifest.files)}
+    save(url, generation(2), keep=1)
+    assert names(url) == {"latest.json", "step-0000000002-0000"}
+
+
+def test_what_cannot_be_removed_stops_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS keeps what is open as `.nfs*`: all else is removed, it is said once, and tried again."""
+    url, homes = str(tmp_path), [tmp_path / storage.folder(generation(step)) for step in (1, 2)]
+    for step in (1, 2):
+        save(url, generation(step))
+    (homes[0] / ".nfs0001").touch()
+    remove = os.unlink
+
+    def busy(path: str, **options: int) -> None:
+        if ".nfs" in str(path):
+            raise OSError(16, "Device or resource busy")
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", busy)
+        for step in (3, 4):
+            save(url, generation(step), keep=1)
+            assert steps(url) == [step]
+    assert os.listdir(homes[0]) == [".nfs0001"]
+    assert not homes[1].exists()
+    assert caplog.text.count("step-0000000001-0000 is not removed and takes up space") == 1
+    save(url, generation(5), keep=1)
+    assert not homes[0].exists()
+
+
+def test_older_runs_that_cannot_be_removed_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `--fresh`, too: the first commit of the new run counts, and a later one removes the rest."""
+    url = str(tmp_path)
+    save(url, generation(1))
+    storage.start_anew(url, None, "job", FRESH)
+
+    def fail(place: storage.Place, name: str) -> None:
+        raise StorageFailed(f"cannot remove {name}: Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Place, "remove", fail)
+        save(url, generation(1, FRESH, attempt=1))
+    assert steps(url) == [1]
+    assert (tmp_path / "step-0000000001-0000").exists()
+    save(url, generation(2, FRESH, attempt=1))
+    assert names(url) == {"given-up.json", "latest.json", "step-0000000001-0001", "step-0000000002-0001"}
+
+
 def test_a_file_that_is_gone_is_named(url: str) -> None:
     manifest = save(url, generation(2), world=1)
     storage.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
