@@ -1,19 +1,22 @@
 """The journal: every event in SQLite before it is answered, and now and then a snapshot in place of the old ones.
 
-Write-ahead logging with `synchronous=FULL`: what was answered survives a power cut. A batch is one transaction. Not
-thread-safe: calls must not overlap, but may come from any thread.
+Write-ahead logging with `synchronous=FULL`: what was answered survives a power cut. A batch is one transaction. One
+process at a time has it open, by a lock that ends with that process. Not thread-safe: calls must not overlap, but may
+come from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
 import sqlite3
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from dlrover_hooks.errors import JournalFailed
+from dlrover_hooks.errors import JournalFailed, UsageError
 from dlrover_hooks.master.core import events, jobs
 from dlrover_hooks.master.core.jobs import Master
 
@@ -26,14 +29,23 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 
 class Journal:
-    """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and outlives restarts."""
+    """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and outlives restarts.
+
+    Raises:
+        UsageError: another live process has it open.
+        JournalFailed: it cannot be opened.
+    """
 
     def __init__(self, path: str | Path | None = None, *, synchronous: str = "full") -> None:
         self.path = str(path) if path is not None else ":memory:"
         self.since_snapshot = 0
+        self._lock: int | None = None
         try:
+            if path is not None:
+                self._lock = _locked(self.path)
             self._open(synchronous)
         except (sqlite3.Error, OSError) as error:
+            self._unlock()
             raise JournalFailed(
                 f"The journal {self.path} cannot be opened: {error}.",
                 hint="Give --journal a writable file that belongs to this master alone.",
@@ -96,11 +108,48 @@ class Journal:
                 self._db.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Let another process open it. Idempotent."""
         self._db.close()
+        self._unlock()
 
     def remove(self) -> None:
         """Close it, and forget what it holds: nobody will ever ask again."""
-        self.close()
+        self._db.close()
         if self.path != ":memory:":
             Path(self.path).unlink(missing_ok=True)
+            Path(lock_path(self.path)).unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def lock_path(journal: str) -> str:
+    """The file whose lock says that a process has `journal` open; it names that process. It stays when that ends."""
+    return os.path.realpath(journal) + ".lock"
+
+
+def _locked(journal: str) -> int:
+    """A descriptor that holds the lock until it is closed or the process ends, however it ends.
+
+    Not a lock of the journal itself: on NFS it would collide with SQLite's own.
+    """
+    path = lock_path(journal)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+    except BlockingIOError:
+        holder = os.read(lock, 1000).decode(errors="replace").strip()
+        os.close(lock)
+        raise UsageError(
+            f"The journal {journal} is open in another master: {holder or 'its process has just started'}.",
+            hint="Two masters on one journal would destroy it: end that process, or give this one another --journal.",
+        ) from None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock

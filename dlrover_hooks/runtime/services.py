@@ -120,7 +120,7 @@ def temporary_journal() -> Iterator[str]:
     try:
         yield path
     finally:
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in ("", "-wal", "-shm", ".lock"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path + suffix)
 

@@ -101,11 +101,25 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
             assert "Traceback" not in ended.stderr
 
 
+def test_a_second_master_on_a_journal_is_refused(live_master: LiveMaster, tmp_path: Path) -> None:
+    """Exit 78 with the first one's pid and host, by whatever path; killed, the first one leaves it free."""
+    live_master.client("agent").call(join())
+    (tmp_path / "link.db").symlink_to(live_master.journal)
+    for name in ("master.db", "link.db"):
+        ended = _command("--port", "0", "--journal", str(tmp_path / name))
+        assert ended.returncode == 78
+        assert f"pid {live_master.pid} on host {socket.gethostname()}" in ended.stderr
+        assert "Traceback" not in ended.stderr
+    live_master.kill()
+    live_master.restart()
+    assert live_master.client("agent").call(p.ShowJob("job")).run == "run0"
+
+
 def test_journal_is_private(live_master: LiveMaster) -> None:
-    """It holds storage options: mode 0600, its side files too."""
+    """It holds storage options: mode 0600, its side files (WAL, its index, the lock) too."""
     live_master.client("agent").call(join())
     files = list(live_master.journal.parent.glob("master.db*"))
-    assert len(files) == 3
+    assert len(files) == 4
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
