@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover_hooks.data.indices import ElasticIndices as ElasticIndices
     from dlrover_hooks.data.loader import elastic_loader as elastic_loader
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
     from dlrover_hooks.data.shards import ShardDataset as ShardDataset
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AsyncCheckpointer": "dlrover_hooks.integrations.torch",
+    "ElasticIndices": "dlrover_hooks.data.indices",
     "ElasticSampler": "dlrover_hooks.data.sampler",
     "Retention": "dlrover_hooks.protocol",
     "Session": "dlrover_hooks.session",

@@ -74,7 +74,7 @@ def elastic_loader(
         sampler = loader.sampler
         if not isinstance(sampler, ElasticSampler):
             sampler = _elastic(loader, order, block, window, global_batch_size, seed, tail, num_replicas, rank)
-        made = ElasticLoader(_with_sampler(loader, sampler, seed_samples), sampler, name=name)
+        made = ElasticLoader(with_sampler(loader, sampler, seed_samples), sampler, name=name)
         if sampler.plan.world_size > 1:
             log.info("loader %r: %s", name, sampler.plan.summary)
     if fixed_length and not made.fixed_length:
@@ -306,7 +306,7 @@ def _elastic(
     )
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: ElasticSampler, seeded: bool) -> DataLoader[Any]:
+def with_sampler(loader: DataLoader[Any], sampler: ElasticSampler, seeded: bool) -> DataLoader[Any]:
     """A copy with another sampler. Copied, not constructed anew: options of newer torch and of subclasses survive."""
     made = copy.copy(loader)
     batches = Batches(sampler, seeded=seeded, workers=loader.num_workers > 0)
