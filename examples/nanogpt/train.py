@@ -99,7 +99,7 @@ def main(given: argparse.Namespace) -> None:
     torch.manual_seed(1337 + rank)
     text, model = read(slice(0, 40)), GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    saved = torch.load(BEST) if BEST.exists() else {"step": 0}
+    saved: dict = torch.load(BEST) if BEST.exists() else {"step": 0}
     if saved["step"]:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
