@@ -137,14 +137,15 @@ def _age(seconds: float) -> str:
 def verify(url: str, options: dict[str, Any], step: int | None) -> None:
     """Read every file of every generation at URL and compare each chunk with its hash.
 
-    Exit code 1 if anything is damaged; each damage is named by file and chunk.
+    Without --step the files beside them, such as latest.json, are looked at, too. Exit code 1 if anything is damaged;
+    each damage is named by file and chunk.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from dlrover_hooks.checkpoint.place import Place
     from dlrover_hooks.checkpoint.progress import readable
-    from dlrover_hooks.checkpoint.verification import faults
+    from dlrover_hooks.checkpoint.verification import faults, tree_faults
 
     with _said():
         place = Place(url, options)
@@ -160,11 +161,12 @@ def verify(url: str, options: dict[str, Any], step: int | None) -> None:
             for one in found:
                 bad += faults(place, one, lambda nbytes: bar.advance(task, nbytes))
             read = bar.tasks[0].completed
-        for line in bad:
+        beside = list(tree_faults(place, rows)) if step is None else []
+        for line in (*bad, *beside):
             click.echo(line)
         whole = len(found) - len({line.split("/", 1)[0].split(":", 1)[0] for line in bad})
         click.echo(f"{whole} of {len(found)} generations are whole, {readable(read)} read")
-        if bad:
+        if bad or beside:
             sys.exit(_FAILED)
 
 

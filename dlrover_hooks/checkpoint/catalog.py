@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 
 from dlrover_hooks.checkpoint.place import SMALL_BYTES, Place, failures, reason
 from dlrover_hooks.errors import Corrupt, StorageFailed
@@ -22,7 +23,13 @@ LIMIT = 1 << 63
 _Row = TypeVar("_Row", bound=Message)
 
 
-class Latest(Message, frozen=True):
+class Note(Message, frozen=True, kw_only=True):
+    """A small file about the tree. `digest`: of all the rest; empty in what `decode` gives, and in files before it."""
+
+    digest: str = ""
+
+
+class Latest(Note, frozen=True):
     """What `latest.json` holds."""
 
     job: str
@@ -31,7 +38,7 @@ class Latest(Message, frozen=True):
     format: int = 1
 
 
-class Finished(Message, frozen=True):
+class Finished(Note, frozen=True):
     """What `finished.json` holds."""
 
     job: str
@@ -40,7 +47,7 @@ class Finished(Message, frozen=True):
     format: int = 1
 
 
-class Fresh(Message, frozen=True):
+class Fresh(Note, frozen=True):
     """What `fresh.json` holds."""
 
     job: str
@@ -48,7 +55,7 @@ class Fresh(Message, frozen=True):
     format: int = 1
 
 
-class GivenUp(Message, frozen=True):
+class GivenUp(Note, frozen=True):
     """What `given-up.json` holds: runs whose late commits are refused, the last ones last."""
 
     runs: tuple[str, ...] = ()
@@ -87,12 +94,25 @@ def age(manifest: Manifest) -> tuple[int, int]:
     return manifest.generation.attempt, manifest.generation.step
 
 
+def encode(note: Note) -> bytes:
+    """A file that holds `note` and its digest."""
+    return msgspec.json.encode(msgspec.structs.replace(note, digest=_digest(note)))
+
+
+def _digest(note: Note) -> str:
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(note))
+
+
 def decode(data: bytes | None, row: type[_Row]) -> _Row | None:
-    """`data` as `row`; None if absent or damaged."""
+    """`data` as `row`; None if absent, damaged, or other than its digest says."""
     try:
-        return msgspec.json.decode(data, type=row) if data else None
+        found = msgspec.json.decode(data, type=row) if data else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    if not isinstance(found, Note) or not found.digest:
+        return found
+    plain = msgspec.structs.replace(found, digest="")
+    return plain if _digest(plain) == found.digest else None
 
 
 def content(place: Place, name: str, limit: int = SMALL_BYTES) -> bytes | None:

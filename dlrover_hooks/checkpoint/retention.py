@@ -25,6 +25,7 @@ from dlrover_hooks.checkpoint.catalog import (
     GivenUp,
     Listed,
     age,
+    encode,
     folder,
     load,
     look,
@@ -142,7 +143,7 @@ def _give_up(place: Place, older: list[Listed]) -> bool:
     """
     runs = {one.manifest.generation.run: None for one in older if one.manifest is not None}
     before = (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
-    place.put(GIVEN_UP, msgspec.json.encode(GivenUp(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
+    place.put(GIVEN_UP, encode(GivenUp(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
     return all([_remove_if(place, one, lambda _: True) for one in older])
 
 

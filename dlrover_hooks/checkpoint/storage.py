@@ -39,6 +39,7 @@ from dlrover_hooks.checkpoint.catalog import (
     changes,
     content,
     decode,
+    encode,
     fault,
     folder,
     listing,
@@ -218,7 +219,7 @@ def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) 
     place = Place(url, options)
     found = [one.manifest for one in listing(place) if one.manifest is not None]
     if any(old.job == job and old.generation.run != run for old in found):
-        place.put(FRESH, msgspec.json.encode(Fresh(job=job, run=run)))
+        place.put(FRESH, encode(Fresh(job=job, run=run)))
 
 
 def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
@@ -239,7 +240,8 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     found.sort(key=age, reverse=True)
     if not found and any(one.unread for one in lost):  # to train from step 0 instead is nobody's wish
         raise StorageFailed("; ".join(bad), hint="let this user read them, or remove what is beyond repair")
-    run = _current_run(place, found, job, gone, bad)
+    known = {one.manifest.generation.run for one in rows if one.manifest is not None}
+    run = _current_run(place, found, job, known, gone, bad)
     ended = load(place, FINISHED, Finished)
     finished = ended.step if ended is not None and job in (None, ended.job) and ended.run == run else None
     return Scan(
@@ -262,21 +264,33 @@ def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[Place, lis
 
 
 def _current_run(
-    place: Place, found: list[Manifest], job: str | None, gone: tuple[str, ...], bad: list[str]
+    place: Place,
+    found: list[Manifest],
+    job: str | None,
+    known: Collection[str],
+    gone: Collection[str],
+    bad: list[str],
 ) -> str | None:
+    """The run that `latest` names, if there is anything of it (`known`); else that of the generation saved last."""
     data = content(place, LATEST)
     latest = decode(data, Latest)
+    ended = load(place, FINISHED, Finished)
+    ended = ended if ended is not None and job in (None, ended.job) else None
+    newest = max(found, key=lambda manifest: manifest.created_at).generation if found else None
+    instead = f"{newest} is the newest generation that is whole: its run is taken" if newest else ""
     if latest is not None and job in (None, latest.job) and latest.generation.run not in gone:
-        home = place.path(latest.folder)
+        home, run = place.path(latest.folder), latest.generation.run
         if latest.generation not in (manifest.generation for manifest in found) and home not in str(bad):
             bad.append(f"{home}: {LATEST} names {latest.generation}, which is not there")
-        return latest.generation.run
-    if data is not None and latest is None:
-        bad.append(f"{place.path(LATEST)}: cannot be read, the run saved last is taken")
-    if found:
-        return max(found, key=lambda manifest: manifest.created_at).generation.run
-    ended = load(place, FINISHED, Finished)
-    return ended.run if ended is not None and job in (None, ended.job) else None
+        if run in known or (ended is not None and ended.run == run):
+            return run
+        if newest:
+            bad.append(f"{place.path(LATEST)}: names a run of which nothing is there; {instead}")
+    elif data is not None and latest is None:
+        bad.append(
+            f"{place.path(LATEST)}: cannot be read, or does not match its hash; {instead or 'no generation is whole'}"
+        )
+    return newest.run if newest else ended.run if ended else None
 
 
 def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
@@ -331,14 +345,14 @@ def _point_latest(place: Place, manifest: Manifest) -> None:
     new = Latest(job=manifest.job, generation=manifest.generation, folder=folder(manifest.generation))
     same_run = now is not None and now.job == new.job and now.generation.run == new.generation.run
     if now is None or not same_run or now.generation < new.generation:
-        place.put(LATEST, msgspec.json.encode(new))
+        place.put(LATEST, encode(new))
 
 
 def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
     """Remember that `run` of `job` ended at `step`, so that a later start does not train again."""
     place = Place(url, options)
     place.make()
-    place.put(FINISHED, msgspec.json.encode(Finished(job=job, run=run, step=step)))
+    place.put(FINISHED, encode(Finished(job=job, run=run, step=step)))
 
 
 def manifest_of(url: str, options: Mapping[str, Any] | None, generation: Generation) -> Manifest:

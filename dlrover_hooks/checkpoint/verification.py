@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import xxhash
 
-from dlrover_hooks.checkpoint.catalog import Listed
+from dlrover_hooks.checkpoint.catalog import (
+    FINISHED,
+    FRESH,
+    GIVEN_UP,
+    LATEST,
+    Finished,
+    Fresh,
+    GivenUp,
+    Latest,
+    Listed,
+    Note,
+    content,
+    decode,
+    load,
+)
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
 from dlrover_hooks.checkpoint.place import Place, failures
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import ShardFile
+
+_NOTES: dict[str, type[Note]] = {LATEST: Latest, FINISHED: Finished, FRESH: Fresh, GIVEN_UP: GivenUp}
+
+
+def tree_faults(place: Place, rows: Collection[Listed]) -> Iterator[str]:
+    """One line for each damage of the files beside the generations `rows`, beginning with its name."""
+    for name, kind in _NOTES.items():
+        if (data := content(place, name)) is not None and decode(data, kind) is None:
+            yield f"{name}: cannot be read, or does not match its hash"
+    latest = load(place, LATEST, Latest)
+    whole = (one.manifest.generation for one in rows if one.manifest is not None and one.fault is None)
+    if latest is not None and latest.generation not in whole:
+        yield f"{LATEST}: names {latest.generation}, which is not there or not whole"
 
 
 def faults(place: Place, one: Listed, advance: Callable[[int], None]) -> Iterator[str]:

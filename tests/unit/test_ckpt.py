@@ -135,6 +135,9 @@ def test_verify_names_file_and_chunk(tree: str) -> None:
     assert "3 of 5 generations are whole, 67.1 MB read" in done.stdout
     assert done.stderr == ""
     assert called("verify", tree, "--step", "30").exit_code == 0
+    (Path(tree) / "latest.json").write_bytes(b"{}")
+    assert "latest.json: cannot be read, or does not match its hash\n" in called("verify", tree).stdout
+    assert called("verify", tree, "--step", "30").exit_code == 0
     gone = called("verify", tree, "--step", "35")
     assert gone.exit_code == 78
     assert "no step 35 is at" in gone.output

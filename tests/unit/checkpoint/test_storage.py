@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint import retention, storage
+from dlrover_hooks.checkpoint import catalog, retention, storage, verification
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.storage import Claim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
@@ -269,6 +269,37 @@ def test_damaged_latest_is_named_and_the_last_run_taken(url: str) -> None:
     scan = storage.scan(url, None, "job")
     assert len(scan.manifests) == 1
     assert "latest.json" in scan.damaged[0]
+
+
+def test_a_bit_flip_in_latest_hides_no_generation(tmp_path: Path) -> None:
+    """Each flip is found, or changes nothing; the newest whole generation is taken, and the damage is named."""
+    url, path = str(tmp_path), tmp_path / "latest.json"
+    for step in (1, 2, 3):
+        save(url, generation(step), keep=3)
+    data = path.read_bytes()
+    good = catalog.decode(data, catalog.Latest)
+    assert good == catalog.Latest("job", generation(3), storage.folder(generation(3)))
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert catalog.decode(bytes(flipped), catalog.Latest) in (good, None)
+    path.write_bytes(data.replace(RUN[:4].encode(), b"aaba", 1))
+    scan = storage.scan(url, None, "job")
+    assert [manifest.generation.step for manifest in scan.manifests] == [3, 2, 1]
+    assert "latest.json: cannot be read, or does not match its hash; step 3" in scan.damaged[0]
+
+
+def test_a_latest_of_an_unknown_run_hides_no_generation(url: str) -> None:
+    """Its folder was removed, or it was written by hand; one without a digest is an older release's."""
+    save(url, generation(4))
+    row = catalog.Latest("job", generation(9, FRESH), storage.folder(generation(9, FRESH)))
+    storage.Place(url).put("latest.json", msgspec.json.encode(row))
+    assert steps(url) == [4]
+    damaged = storage.scan(url, None, "job").damaged
+    assert "names a run of which nothing is there; step 4" in damaged[-1]
+    assert [*verification.tree_faults(storage.Place(url), catalog.listing(storage.Place(url)))] == [
+        f"latest.json: names {row.generation}, which is not there or not whole"
+    ]
 
 
 def test_a_manifest_that_became_another_runs_is_named(url: str) -> None:
