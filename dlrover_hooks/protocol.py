@@ -11,7 +11,7 @@ Units: `_s` seconds, `_bytes` bytes. `now` is never in a request: the master's c
 from __future__ import annotations
 
 import enum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -24,6 +24,32 @@ AGAIN, REQUEUE, BAD_NODE = 74, 75, 76
 (only a launcher ever sees that one). 75: it was preempted and has left. 76: this node is bad, replace it."""
 
 
+# Every number of a message has bounds: what the master counts on from it still fits the journal and any JSON reader.
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+"""Up to the greatest integer that every reader of JSON keeps exactly."""
+LARGEST_STEP = 1 << 52
+Step = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_STEP)]
+"""An optimizer step or an attempt that somebody names. The master adds to it, and the sum is a `Count`."""
+Passed = Annotated[int, msgspec.Meta(ge=-1, le=LARGEST_STEP)]
+"""A step, or -1: none yet."""
+LARGEST_EVERY = 1 << 40
+Every = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_EVERY)]
+"""Optimizer steps between two saves."""
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+"""A rank, or a number of workers."""
+World = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+"""Workers of a round that has been."""
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Bytes, or a position in a dataset."""
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 32) - 1)]
+Status = Annotated[int, msgspec.Meta(ge=100, le=599)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+"""Positions per second."""
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Anything that crosses a room: immutable and typed."""
 
@@ -31,8 +57,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 class Generation(Message, frozen=True, order=True):
     """One checkpoint. Newest means greatest (attempt, step); `run` must agree before two may be compared."""
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Step
     run: str
 
     def __str__(self) -> str:
@@ -63,7 +89,7 @@ class KeeperAddress(Message, frozen=True):
 
     node: str
     host: str
-    port: int
+    port: Port
 
 
 class Replication(Message, frozen=True):
@@ -81,10 +107,10 @@ class Held(Message, frozen=True):
     """
 
     generation: Generation
-    rank: int
-    world_size: int
-    seat: int
-    slot: int
+    rank: Rank
+    world_size: World
+    seat: Rank
+    slot: Rank
     sharded: bool = False
     home: str = ""
 
@@ -95,17 +121,17 @@ class Cadence(Message, frozen=True):
     The first saved step >= `persist_from` is also made durable (None: nothing is due).
     """
 
-    every: int = 0
-    persist_from: int | None = None
+    every: Count = 0
+    persist_from: Count | None = None
 
 
 class ShardFile(Message, frozen=True):
     """One rank's durable file of a generation; `chunks` are xxh3-64 hex digests of `chunk_bytes` pieces."""
 
     name: str
-    rank: int
-    nbytes: int
-    chunk_bytes: int
+    rank: Rank
+    nbytes: Size
+    chunk_bytes: Size
     chunks: tuple[str, ...]
 
 
@@ -114,23 +140,23 @@ class Manifest(Message, frozen=True):
 
     job: str
     generation: Generation
-    world_size: int
+    world_size: Rank
     files: tuple[ShardFile, ...]
     created_at: float
-    format: int = 1
+    format: Count = 1
 
 
 class Restore(Message, frozen=True):
     """What every rank of a round loads."""
 
     generation: Generation
-    world_size: int
+    world_size: World
     source: Source
     url: str | None = None
     """Folder of the checkpoint tree for STORAGE."""
     weights: bool = False
     """Only the model's weights are taken: a new run begins with them."""
-    answers: tuple[int, ...] | None = None
+    answers: tuple[Rank, ...] | None = None
     """Saved ranks whose `leases` the receiver answers for; None: local rank 0 for all images that its node holds."""
 
 
@@ -147,8 +173,8 @@ class Seat(Message, frozen=True):
     """One worker to be. `rank` is set only when a foreign launcher (torchrun) has already fixed it."""
 
     incarnation: str
-    local_rank: int
-    rank: int | None = None
+    local_rank: Rank
+    rank: Rank | None = None
 
 
 class Departure(enum.Enum):
@@ -185,13 +211,13 @@ class Join(Message, frozen=True):
     node: str
     seats: tuple[Seat, ...]
     host: str
-    port: int
+    port: Port
     """A port on `host` that is free for the process group's store if a seat here gets rank 0."""
-    min_workers: int
-    max_workers: int
+    min_workers: Rank
+    max_workers: Rank
     """0, by agents that were seated before: both bounds as they are."""
     proposed_run: str
-    last_call_s: float = 0.3
+    last_call_s: Seconds = 0.3
     fresh: bool = False
     """Start a new run even if older generations of this job are found."""
     again: bool = False
@@ -210,7 +236,7 @@ class Joined(Message, frozen=True):
     job: str
     run: str
     finished: bool = False
-    finished_step: int | None = None
+    finished_step: Step | None = None
 
 
 class AwaitRound(Message, frozen=True):
@@ -218,21 +244,21 @@ class AwaitRound(Message, frozen=True):
 
     job: str
     incarnation: str
-    after: int = 0
-    timeout_s: float = 20.0
+    after: Count = 0
+    timeout_s: Seconds = 20.0
 
 
 class Seated(Message, frozen=True):
     """`round` None: nothing yet, ask again."""
 
-    round: int | None = None
-    ranks: tuple[int, ...] = ()
+    round: Count | None = None
+    ranks: tuple[Rank, ...] = ()
     """Global ranks in the order of the joined seats."""
-    world_size: int = 0
-    node_rank: int = 0
-    node_count: int = 0
+    world_size: Rank = 0
+    node_rank: Rank = 0
+    node_count: Rank = 0
     master_addr: str = ""
-    master_port: int = 0
+    master_port: Port = 0
     store_prefix: str = ""
 
 
@@ -242,9 +268,9 @@ class Retention(Message, frozen=True):
     Plain values, so that a YAML file can hold them; `keep="last=2,every_steps=1000,every=1h"` is the same in one text.
     """
 
-    last: int = 2
+    last: Count = 2
     """The newest so many."""
-    every_steps: int | None = None
+    every_steps: Count | None = None
     """The first one at or after each multiple of so many optimizer steps."""
     every: str | None = None
     """The first one of each such span of time: a duration such as `"1h"`."""
@@ -261,21 +287,21 @@ class Attach(Message, frozen=True):
     job: str
     incarnation: str
     node: str
-    pid: int
+    pid: Count
     save_to: str | None = None
     storage_options: dict[str, Any] = {}
-    keep: int | Retention = 2
-    save_every: int | str = "auto"
+    keep: Count | Retention = 2
+    save_every: Every | str = "auto"
     """Optimizer steps (int), `"auto"`, or a duration in canonical seconds such as `"90s"`."""
-    persist_every: int | str = "600s"
+    persist_every: Every | str = "600s"
     resume: str = "auto"
     held: tuple[Held, ...] = ()
     """The node's slot inventory; sent by local rank 0 only."""
     stored: tuple[Manifest, ...] = ()
     """Whole generations found in storage; sent by global rank 0 only. `files` may be left empty."""
-    damaged: tuple[tuple[int, int], ...] = ()
+    damaged: tuple[tuple[Step, Step], ...] = ()
     """Attempt and step of those that were committed there and are not whole; like `heard`, global rank 0 sends it."""
-    heard: int = 0
+    heard: Step = 0
     """The greatest attempt of all that lies there, whole or not: no folder's name is used twice."""
     keeper: KeeperAddress | None = None
     """The node's keeper takes part in replication; sent, like the next three, by local rank 0 only."""
@@ -292,9 +318,9 @@ class Attach(Message, frozen=True):
 
 class Attached(Message, frozen=True):
     run: str
-    round: int
-    rank: int
-    world_size: int
+    round: Count
+    rank: Rank
+    world_size: World
 
 
 class AwaitPlan(Message, frozen=True):
@@ -302,17 +328,17 @@ class AwaitPlan(Message, frozen=True):
 
     job: str
     incarnation: str
-    after: int = 0
-    timeout_s: float = 20.0
+    after: Count = 0
+    timeout_s: Seconds = 20.0
 
 
 class Plan(Message, frozen=True):
     """What this rank does next. `number` None: nothing yet, ask again. Numbers only count up."""
 
-    number: int | None = None
-    round: int = 0
+    number: Count | None = None
+    round: Count = 0
     phase: Phase = Phase.ATTACHING
-    attempt: int = 0
+    attempt: Count = 0
     run: str = ""
     restore: Restore | None = None
     """RESTORING: load this, then send `Loaded`. TRAINING: what was loaded (None: a fresh start)."""
@@ -321,7 +347,7 @@ class Plan(Message, frozen=True):
     """`resume="require"` found nothing: the reason to show."""
     fallbacks: tuple[str, ...] = ()
     """Generations given up on the way to this plan, with the reason each."""
-    lost: int = 0
+    lost: Count = 0
     """`restore` is None, although there were so many checkpoints: none of them could be loaded."""
     replication: Replication | None = None
     """For local rank 0 of a node that takes part."""
@@ -332,7 +358,7 @@ class Loaded(Message, frozen=True):
 
     job: str
     incarnation: str
-    round: int
+    round: Count
     ok: bool
     reason: str = ""
     cuts: dict[str, dict[str, str]] = {}
@@ -345,7 +371,7 @@ class Locate(Message, frozen=True):
     job: str
     incarnation: str
     generation: Generation
-    rank: int
+    rank: Rank
 
 
 class Located(Message, frozen=True):
@@ -357,9 +383,9 @@ class Located(Message, frozen=True):
 
 class Vitals(Message, frozen=True):
     cpu_percent: float = 0.0
-    memory_bytes: int = 0
+    memory_bytes: Size = 0
     gpu_percent: float | None = None
-    gpu_memory_bytes: int | None = None
+    gpu_memory_bytes: Size | None = None
 
 
 class Heartbeat(Message, frozen=True):
@@ -367,21 +393,21 @@ class Heartbeat(Message, frozen=True):
 
     job: str
     incarnation: str
-    step: int = 0
+    step: Step = 0
     vitals: Vitals | None = None
 
 
 class Beat(Message, frozen=True):
-    round: int = 0
+    round: Count = 0
     broken: bool = False
     """The round lost a member: stop at the next step, the agent or launcher re-forms it."""
     newest_complete: Generation | None = None
     cadence: Cadence = Cadence()
-    may_complete: tuple[int, ...] = ()
+    may_complete: tuple[Step, ...] = ()
     """See `Voted`."""
     parting: bool = False
     """Somebody is preempted: answer with `Hold`."""
-    waiting: int = 0
+    waiting: Rank = 0
     """See `Notice`."""
 
 
@@ -391,10 +417,10 @@ class Notice(Message, frozen=True):
     `waiting`: so many seats could be added to the round that trains now. It grows when a member joins again.
     """
 
-    round: int
+    round: Count
     broken: bool = False
     finished: bool = False
-    waiting: int = 0
+    waiting: Rank = 0
 
 
 class Watch(Message, frozen=True):
@@ -406,8 +432,8 @@ class Watch(Message, frozen=True):
 
     job: str
     incarnation: str
-    after: int = 0
-    waiting: int = 0
+    after: Count = 0
+    waiting: Rank = 0
 
     def told(self, notice: Notice) -> Watch:
         """What to ask next, after `notice`."""
@@ -426,7 +452,7 @@ class Exited(Message, frozen=True):
     job: str
     incarnation: str
     worker: str
-    exit_code: int
+    exit_code: ExitCode
     newcomer: bool = False
     """It was started to ask for a seat by itself. If it never had one, its end is a failure of the job all the same."""
 
@@ -434,7 +460,7 @@ class Exited(Message, frozen=True):
 class Ending(Message, frozen=True):
     """An agent's verdict for the whole job: it is not to go on. `exit_code`: of every launcher."""
 
-    exit_code: int
+    exit_code: ExitCode
     why: str
 
 
@@ -442,7 +468,7 @@ class Leave(Message, frozen=True):
     job: str
     incarnation: str
     reason: Departure
-    step: int = 0
+    step: Step = 0
     ending: Ending | None = None
     """Said by an agent: no round is to form any more. The other agents hear `Notice.finished`, and see `JobView`."""
 
@@ -456,7 +482,7 @@ class Preempt(Message, frozen=True):
     job: str
     incarnation: str
     node: str
-    within_s: float
+    within_s: Seconds
     reason: str
 
 
@@ -468,7 +494,7 @@ class Hold(Message, frozen=True):
 
     job: str
     incarnation: str
-    passed: int
+    passed: Passed
 
 
 class Parting(Message, frozen=True):
@@ -478,11 +504,11 @@ class Parting(Message, frozen=True):
     `left_s`: until the first of them goes; in answers to events only.
     """
 
-    round: int = 0
-    step: int | None = None
+    round: Count = 0
+    step: Count | None = None
     reason: str = ""
     nodes: tuple[str, ...] = ()
-    left_s: float = 0.0
+    left_s: Seconds = 0.0
     again: bool = False
     """Nothing yet, ask again."""
 
@@ -492,23 +518,23 @@ class AwaitParting(Message, frozen=True):
 
     job: str
     incarnation: str
-    timeout_s: float = 20.0
+    timeout_s: Seconds = 20.0
 
 
 class Vote(Message, frozen=True):
     job: str
     incarnation: str
     generation: Generation
-    rank: int
-    world_size: int
+    rank: Rank
+    world_size: World
     kind: VoteKind
     file: ShardFile | None = None
     reason: str = ""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """Median seconds per optimizer step here, 0 if not known yet."""
-    copy_s: float = 0.0
+    copy_s: Seconds = 0.0
     """Seconds the save held up the step."""
-    passed: int = 0
+    passed: Step = 0
     """Of steps before this one, this rank will vote MEMORY for none that it has not voted for by now."""
 
 
@@ -516,7 +542,7 @@ class Voted(Message, frozen=True):
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
     cadence: Cadence = Cadence()
-    may_complete: tuple[int, ...] = ()
+    may_complete: tuple[Step, ...] = ()
     """Steps that may still become the newest complete one: somebody voted for them, and no rank has passed them by."""
 
 
@@ -524,8 +550,8 @@ class Partition(Message, frozen=True):
     """Positions `begin`, `begin + 1`, ... up to `end` (None: nobody knows yet) of one source."""
 
     name: str = ""
-    begin: int = 0
-    end: int | None = None
+    begin: Size = 0
+    end: Size | None = None
 
 
 class OpenLedger(Message, frozen=True):
@@ -541,11 +567,11 @@ class OpenLedger(Message, frozen=True):
     fingerprint: str
     """Everything that decides which sample a position is; two that differ are refused."""
     partitions: tuple[Partition, ...]
-    epoch_length: int = 0
+    epoch_length: Size = 0
     """Positions of an epoch, 0 for a stream."""
-    batch_size: int = 1
+    batch_size: Count = 1
     """A lease is a multiple of it where it can be."""
-    shard_size: int = 0
+    shard_size: Count = 0
     """Positions of a lease; 0: from the measured speed."""
     free: bool = False
 
@@ -556,7 +582,7 @@ class Ledger(Message, frozen=True):
     Only rank 0 is told `done`: it keeps it in the next checkpoints for all.
     """
 
-    fence: int
+    fence: Count
     done: dict[str, str] = {}
 
 
@@ -566,10 +592,10 @@ class Ack(Message, frozen=True):
     `failed`: the position at `upto` could not be read, and why; the rest goes back. `back`: the rest goes back.
     """
 
-    lease: int
-    upto: int
+    lease: Count
+    upto: Size
     failed: str = ""
-    failed_upto: int = 0
+    failed_upto: Size = 0
     """Positions [upto, failed_upto) are the ones that failed."""
     back: bool = False
 
@@ -583,21 +609,21 @@ class TakeLeases(Message, frozen=True):
     job: str
     incarnation: str
     name: str
-    fence: int
-    count: int = 1
-    epoch: int = 0
+    fence: Count
+    count: Count = 1
+    epoch: Size = 0
     acks: tuple[Ack, ...] = ()
-    rate: float = 0.0
+    rate: Rate = 0.0
 
 
 class Lease(Message, frozen=True):
     """Positions [lo, hi) of `partition`, lent for `within_s`."""
 
-    id: int
+    id: Count
     partition: str
-    lo: int
-    hi: int
-    within_s: float
+    lo: Size
+    hi: Size
+    within_s: Seconds
 
 
 class LedgerState(enum.Enum):
@@ -612,8 +638,8 @@ class Quarantined(Message, frozen=True):
     """Positions that failed again and again and are not handed out any more."""
 
     partition: str
-    lo: int
-    hi: int
+    lo: Size
+    hi: Size
     reason: str
 
 
@@ -631,9 +657,9 @@ class AwaitShards(Message, frozen=True):
     job: str
     incarnation: str
     name: str
-    fence: int
-    epoch: int = 0
-    timeout_s: float = 20.0
+    fence: Count
+    epoch: Size = 0
+    timeout_s: Seconds = 20.0
 
 
 class ShowLedger(Message, frozen=True):
@@ -644,11 +670,11 @@ class ShowLedger(Message, frozen=True):
 class LedgerView(Message, frozen=True):
     """Positions by state. `todo` None: the stream has no end. `doing` by holder's incarnation."""
 
-    fence: int
-    done: int
-    doing: dict[str, int]
-    todo: int | None
-    leases: int = 0
+    fence: Count
+    done: Size
+    doing: dict[str, Size]
+    todo: Size | None
+    leases: Count = 0
     quarantined: tuple[Quarantined, ...] = ()
 
 
@@ -676,7 +702,7 @@ class ChangeKeys(Message, frozen=True):
 
     job: str
     incarnation: str
-    round: int
+    round: Count
     changes: tuple[KeyChange, ...]
 
 
@@ -685,9 +711,9 @@ class AwaitKeys(Message, frozen=True):
 
     job: str
     incarnation: str
-    round: int
+    round: Count
     keys: tuple[str, ...]
-    timeout_s: float = 20.0
+    timeout_s: Seconds = 20.0
 
 
 class KeyValues(Message, frozen=True):
@@ -699,7 +725,7 @@ class KeyValues(Message, frozen=True):
 class ListKeys(Message, frozen=True):
     job: str
     incarnation: str
-    round: int
+    round: Count
 
 
 class KeyNames(Message, frozen=True):
@@ -725,17 +751,17 @@ class ShowJob(Message, frozen=True):
 class MemberView(Message, frozen=True):
     incarnation: str
     node: str
-    rank: int
-    local_rank: int
+    rank: Rank
+    local_rank: Rank
     attached: bool
     alive: bool
-    step: int = 0
+    step: Step = 0
     vitals: Vitals | None = None
     recovers: bool = False
     """See `Attach`."""
     gone: str = ""
     """How it left: a `Departure`, `lost`, or `replaced` (its agent has asked for its seat anew)."""
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     """As its launcher saw it."""
 
 
@@ -743,31 +769,31 @@ class Unstored(Message, frozen=True):
     """The newest generation that could not be made durable, because storage did not take a rank's file."""
 
     generation: Generation
-    rank: int
+    rank: Rank
     reason: str
 
 
 class JobView(Message, frozen=True):
     job: str
     run: str
-    attempt: int
-    round: int
+    attempt: Count
+    round: Count
     phase: Phase
-    step: int
+    step: Step
     members: tuple[MemberView, ...] = ()
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
     unstored: Unstored | None = None
     restored_from: Source | None = None
     finished: bool = False
-    finished_step: int | None = None
-    begun_step: int | None = None
+    finished_step: Step | None = None
+    begun_step: Step | None = None
     """Where the current attempt began: the restored step, 0 for a fresh start; None until that is chosen."""
     save_to: str | None = None
     parting: Parting = Parting()
     ending: Ending | None = None
     """An agent has given the job up."""
-    failures: int = 0
+    failures: Count = 0
     """Since the launch: rounds that broke of a death, and replacements that died before they had a seat."""
 
 
@@ -776,7 +802,7 @@ class Problem(Message, frozen=True):
 
     type: str
     title: str
-    status: int
+    status: Status
     detail: str
     hint: str = ""
 

@@ -10,7 +10,7 @@ import xxhash
 
 from dlrover_hooks.checkpoint.place import SMALL_BYTES, Place, failures, reason
 from dlrover_hooks.errors import Corrupt, StorageFailed
-from dlrover_hooks.protocol import Generation, Manifest, Message
+from dlrover_hooks.protocol import LARGEST_STEP, Generation, Manifest, Message
 
 MANIFEST, LATEST, FINISHED = "MANIFEST.json", "latest.json", "finished.json"
 FRESH, GIVEN_UP = "fresh.json", "given-up.json"
@@ -18,8 +18,6 @@ FOLDER = re.compile(r"step-(\d{10,})-(\d{4,})$")
 SHARD = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors")
 MANIFEST_BYTES = 256 << 20
 """Most that a MANIFEST may have: the hashes of a generation of 50 TB."""
-LIMIT = 1 << 63
-"""Of steps and attempts: what other readers of MANIFESTs can count."""
 _Row = TypeVar("_Row", bound=Message)
 
 
@@ -171,7 +169,9 @@ def _seen(place: Place, name: str, before: _Seen | None) -> _Seen:
 
 
 def _homes(place: Place) -> list[str]:
-    return sorted(name for name in place.sizes() if FOLDER.match(name))
+    """Folders named like a generation. Numbers that no step or attempt can have are somebody else's name."""
+    found = {name: FOLDER.match(name) for name in place.sizes()}
+    return sorted(name for name, match in found.items() if match and max(int(match[1]), int(match[2])) <= LARGEST_STEP)
 
 
 def look(place: Place, name: str) -> Listed:
@@ -216,7 +216,7 @@ def fault(manifest: Manifest | None, name: str, sizes: dict[str, int]) -> str | 
     """Why the generation in folder `name`, with files of `sizes`, is not whole; None if it is."""
     if manifest is None or manifest.format != 1 or folder(manifest.generation) != name:
         return f"{MANIFEST} cannot be read"
-    if manifest.world_size < 1 or max(manifest.generation.step, manifest.generation.attempt) >= LIMIT:
+    if manifest.world_size < 1 or max(manifest.generation.step, manifest.generation.attempt) > LARGEST_STEP:
         return f"{MANIFEST} is of {manifest.world_size} ranks at {manifest.generation}, which cannot be"
     if sorted(file.rank for file in manifest.files) != list(range(min(manifest.world_size, len(manifest.files) + 1))):
         return f"{MANIFEST} does not name all {manifest.world_size} ranks"

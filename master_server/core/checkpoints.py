@@ -13,12 +13,25 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.protocol import Cadence, Generation, Manifest, Retention, ShardFile, Unstored, Vote, Voted, VoteKind
+from dlrover_hooks.protocol import (
+    LARGEST_EVERY,
+    Cadence,
+    Generation,
+    Manifest,
+    Retention,
+    ShardFile,
+    Unstored,
+    Vote,
+    Voted,
+    VoteKind,
+)
 
 OPEN = 8
 """So many generations of one attempt may be voted on at once; the oldest gives way."""
 STALL = 0.035
 """CheckFreq's bound (FAST'21): saving may hold up training by 3.5 %."""
+FINEST_S = 1e-9
+"""Shorter times are measured as this: a quotient stays finite."""
 SAMPLES = 33
 """Timings are the median of so many reports."""
 MARGIN, MARGIN_S = 256, 2.0
@@ -327,7 +340,7 @@ def _schedule(saves: Saves, settings: Settings, now: float) -> None:
 def _measure(saves: Saves, event: Vote) -> None:
     for times, value in ((saves.step_times, event.step_s), (saves.copy_times, event.copy_s)):
         if value > 0:
-            times.append(value)
+            times.append(max(value, FINEST_S))
             del times[:-SAMPLES]
 
 
@@ -339,9 +352,9 @@ def _every(saves: Saves, settings: Settings) -> int:
         return saves.cadence.every
     step_s = statistics.median(saves.step_times)
     if settings.save_every == "auto":
-        wanted = math.ceil(statistics.median(saves.copy_times) / (STALL * step_s))
+        wanted = math.ceil(min(statistics.median(saves.copy_times) / (STALL * step_s), LARGEST_EVERY))
     else:
-        wanted = round(seconds(settings.save_every) / step_s)
+        wanted = round(min(seconds(settings.save_every) / step_s, LARGEST_EVERY))
     wanted = max(1, wanted)
     current = saves.cadence.every
     return current if current and current <= 2 * wanted and wanted <= 2 * current else wanted

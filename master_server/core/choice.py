@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover_hooks.errors import Stale
+from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import checkpoints, replicas, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
 from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, enter, seat
 from dlrover_hooks.master.core.restore import Neighbour
 from dlrover_hooks.master.core.rounds import Member, Round
-from dlrover_hooks.protocol import Attach, Attached, Done, Loaded, Phase, Restore, Source
+from dlrover_hooks.protocol import LARGEST_STEP, Attach, Attached, Done, Loaded, Phase, Restore, Source
 
 REFUSALS = 64
 """So many given-up generations are remembered."""
@@ -32,6 +32,7 @@ def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
         resume=event.resume,
     )
     checkpoints.check(settings)
+    _check_attempts(job, event)
     if current.phase is Phase.BROKEN:
         raise Stale(f"Round {current.number} of job {job.name!r} broke before all attached.", hint="Join again.")
     if current.phase is Phase.ATTACHING:
@@ -45,6 +46,18 @@ def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
         member.recovers = False
         effects.append(Wake(topic=watch_topic(job.name)))  # its agent is the one to let newcomers in
     return Attached(run=job.run, round=current.number, rank=member.rank, world_size=current.world_size)
+
+
+def _check_attempts(job: Job, event: Attach) -> None:
+    """Raises BadRequest for an attempt that none could follow."""
+    offered = (*(one.generation for one in event.held), *(one.generation for one in event.stored))
+    newest = max((one.attempt for one in offered), default=0)
+    if newest > LARGEST_STEP:
+        raise BadRequest(
+            f"{event.incarnation!r} offers a checkpoint of attempt {newest} to job {job.name!r}; the largest is "
+            f"{LARGEST_STEP}.",
+            hint="That checkpoint is damaged or forged: remove it, or give another save_to.",
+        )
 
 
 def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first: bool) -> None:

@@ -18,6 +18,7 @@ from dlrover_hooks.protocol import Ack, Lease, Leases, TakeLeases
 FIRST_S = 600.0
 """A lease is lent for so long while nothing is known of its holder's speed."""
 SHORTEST_S = 60.0
+LONGEST_S = 7 * 86_400.0
 PATIENCE = 8.0
 """A lease is lent for so many times what its holder needs to come to its end."""
 WORK_S = 5.0
@@ -139,7 +140,7 @@ def _measure(holder: Holder, count: int, rate: float, now: float) -> None:
 
 
 def _within_s(holder: Holder, size: int) -> float:
-    return max(SHORTEST_S, PATIENCE * size / holder.rate) if holder.rate else FIRST_S
+    return min(max(SHORTEST_S, PATIENCE * size / holder.rate), LONGEST_S) if holder.rate else FIRST_S
 
 
 def _held(ledger: Ledger, holder: Holder) -> int:

@@ -70,7 +70,7 @@ def span_of(books: Books) -> Span:
 
 def has_todo(books: Books, span: Span) -> bool:
     """Is there anything of `span` to hand out? O(log k)."""
-    return span[1] is None or books.next < span[1] or _first_returned(books, span) is not None
+    return books.next < (END if span[1] is None else span[1]) or _first_returned(books, span) is not None
 
 
 def _first_returned(books: Books, span: Span) -> int | None:
@@ -101,13 +101,14 @@ def take(books: Books, span: Span, size: int, batch: int) -> Piece | None:
         if piece.losses > 1:
             size = min(size, max(batch, _whole((room - start) // 2, batch)))
         return _cut_out(books, at, start, min(start + size, room))
-    if hi is not None and books.next >= hi:
+    stop = END if hi is None else hi
+    if books.next >= stop:
         return None
     if books.next < lo:  # an epoch was left before it ended: what is left of it can still be asked for
         put_back(books, Piece(lo=books.next, hi=lo))
         books.next = lo
     start = books.next
-    books.next = start + size if hi is None else min(start + size, hi)
+    books.next = min(start + size, stop)
     return Piece(lo=start, hi=books.next)
 
 

@@ -80,7 +80,8 @@ def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Resto
     linked = offers.neighbours.keys() >= ranks_by_node.keys()
     found: list[Restore] = []
     for (generation, saved), nodes in where.items():
-        if set().union(*nodes.values()) >= set(range(saved)):
+        held = set[int]().union(*nodes.values())
+        if len(held) >= saved and held.issuperset(range(saved)):
             choice = Restore(generation=generation, world_size=saved, source=Source.MEMORY)
             same = saved == world_size
             near = all(_served(nodes.get(node, set()), ranks, same) for node, ranks in ranks_by_node.items())

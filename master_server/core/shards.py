@@ -65,15 +65,15 @@ def view(job: Job, name: str) -> LedgerView:
     ledger = _named(job, name)
     doing: dict[str, int] = {}
     for lent in ledger.leases.values():
-        doing[lent.holder] = doing.get(lent.holder, 0) + lent.hi - lent.at
+        doing[lent.holder] = min(doing.get(lent.holder, 0) + lent.hi - lent.at, END)
     books = ledger.books.values()
     todo: int | None = 0
     for part in books:
         size = partitions.left(part)
-        todo = None if todo is None or size is None else todo + size
+        todo = None if todo is None or size is None else min(todo + size, END)
     return LedgerView(
         fence=ledger.fence,
-        done=sum(part.done.size for part in books),
+        done=min(sum(part.done.size for part in books), END),
         doing=dict(sorted(doing.items())),
         todo=todo,
         leases=len(ledger.leases),

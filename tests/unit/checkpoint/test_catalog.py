@@ -351,3 +351,11 @@ def test_resuming_from_nowhere_says_that_nothing_is_there(tree: str, tmp_path: P
                 stock.refuse_nothing(Config(resume=given))
             assert str(url) in str(refused.value)
             assert refused.value.hint
+
+
+@pytest.mark.parametrize("name", [f"step-0000000001-{2**64 - 1}", f"step-{2**64 - 1}-0000", f"step-{'9' * 200}-0000"])
+def test_numbers_that_cannot_be_are_a_foreign_name(tree: str, name: str) -> None:
+    """Master row 1: an empty folder with such an attempt made the launcher hang: no attempt could follow it."""
+    (Path(tree) / name).mkdir()
+    assert name not in {row.folder for row in catalog.listing(Place(tree))}
+    assert storage.scan(tree, None, "job").heard == 0
