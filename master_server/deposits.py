@@ -22,11 +22,14 @@ log = logging.getLogger("dlrover_hooks.master")
 class Deposits:
     """Storage work, for each job one piece at a time. Call it from the loop; what blocks runs in a few threads.
 
-    `owner` names the journal; `inform` takes the events that say how it went, on the loop.
+    `owner` names the journal; `inform` takes the events that say how it went, on the loop; `writes` says whether a job
+    needs its claims.
     """
 
-    def __init__(self, storage: Storage, *, owner: str, inform: Callable[[Message], None]) -> None:
-        self._storage, self._journal, self._inform = storage, owner, inform
+    def __init__(
+        self, storage: Storage, *, owner: str, inform: Callable[[Message], None], writes: Callable[[str], bool]
+    ) -> None:
+        self._storage, self._journal, self._inform, self._writes = storage, owner, inform, writes
         self._claims: dict[tuple[str, str], Hold] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -37,8 +40,12 @@ class Deposits:
         self._spawn(self._commit(effect))
 
     def finish(self, effect: WriteFinished) -> None:
-        """Begin to write down the end and to give the job's claims up; `FinishWritten` follows, unless it failed."""
+        """Begin to write down the end; `FinishWritten` follows, unless it failed."""
         self._spawn(self._finish(effect))
+
+    def release(self, job: str) -> None:
+        """Begin to give the job's claims up, after what is under way for it, if it does not write by then."""
+        self._spawn(self._release(job))
 
     def claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
         """Begin to take over what a life before claimed."""
@@ -93,8 +100,12 @@ class Deposits:
                 log.warning("job %s: its end is not written down: %s", effect.job, error)
             else:
                 self._inform(FinishWritten(job=effect.job))
-        for key in [key for key in self._claims if key[0] == effect.job]:
-            await self._run(release, self._claims.pop(key))
+
+    async def _release(self, job: str) -> None:
+        async with self._locks[job]:
+            for key in [key for key in self._claims if key[0] == job]:
+                if not self._writes(job):
+                    await self._run(release, self._claims.pop(key))
 
     async def _claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
         async with self._locks[job]:

@@ -21,7 +21,7 @@ import msgspec
 
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
 from dlrover_hooks.master.core import events, jobs, views
-from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, RoundFormed, Wake
+from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, ReleaseClaims, RoundFormed, Wake
 from dlrover_hooks.master.core.events import Envelope, Key, Tick
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.master.core.views import Poll
@@ -63,7 +63,7 @@ class Runtime:
         self.state = journal.load()
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
-        self._deposits = Deposits(storage or Folders(), owner=journal.owner, inform=self._inform)
+        self._deposits = Deposits(storage or Folders(), owner=journal.owner, inform=self._inform, writes=self._writes)
         self._snapshot_every = snapshot_every
         self._observe_commit = observe_commit
         self._wall = clock.wall
@@ -88,7 +88,7 @@ class Runtime:
         """Take up what the life before left: effects without an outcome, leases of all members, claims."""
         self._loop = asyncio.get_running_loop()
         for name, job in sorted(self.state.jobs.items()):
-            if job.live and not job.finished and job.settings.save_to is not None:
+            if job.writes and job.settings.save_to is not None:
                 self._deposits.claim_again(name, job.settings.save_to, job.settings.options)
         for effect in jobs.unfinished_effects(self.state):
             self._do(effect)
@@ -118,9 +118,23 @@ class Runtime:
     async def event(self, event: Message, key: Key | None = None) -> Message:
         """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
         self._check_failed()
-        if isinstance(event, Attach) and event.save_to is not None and event.job in self.state.jobs:
-            await self._deposits.claim(event.job, event.save_to.rstrip("/"), event.storage_options)
+        if isinstance(event, Attach) and event.save_to is not None:
+            return await self._attach(event, event.save_to.rstrip("/"), key)
         return await asyncio.shield(self._enqueue(event, key))
+
+    async def _attach(self, event: Attach, url: str, key: Key | None) -> Message:
+        """The claim comes first. The job may have ended by then: nobody else would give it up."""
+        jobs.check_attach(self.state, event)
+        await self._deposits.claim(event.job, url, event.storage_options)
+        try:
+            done = self._enqueue(event, key)
+        except HooksError:
+            self._deposits.release(event.job)
+            raise
+        return await asyncio.shield(done)
+
+    def _writes(self, job: str) -> bool:
+        return jobs.writes(self.state, job)
 
     def _enqueue(self, event: Message, key: Key | None) -> asyncio.Future[Message]:
         now = self._now()
@@ -304,6 +318,8 @@ class Runtime:
             self._deposits.commit(effect)
         elif isinstance(effect, RoundFormed):
             self._liveness.round_formed(effect.job)
+        elif isinstance(effect, ReleaseClaims):
+            self._deposits.release(effect.job)
         else:
             self._deposits.finish(effect)
 

@@ -46,7 +46,13 @@ class WriteFinished(Message, frozen=True):
     step: int
 
 
-Effect = Wake | RoundFormed | Deadline | CommitGeneration | WriteFinished
+class ReleaseClaims(Message, frozen=True):
+    """The job writes no more: let other jobs have its checkpoint URLs, unless it writes again by then."""
+
+    job: str
+
+
+Effect = Wake | RoundFormed | Deadline | CommitGeneration | WriteFinished | ReleaseClaims
 
 
 def round_topic(job: str) -> str:

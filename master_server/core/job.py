@@ -109,6 +109,11 @@ class Job(msgspec.Struct):
         )
 
     @property
+    def writes(self) -> bool:
+        """It may write to its checkpoint URL: it is live, and not finished."""
+        return self.live and not self.finished
+
+    @property
     def standing(self) -> int:
         """How many agents wait, and how many members live."""
         current = self.rounds.round

@@ -81,13 +81,25 @@ def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outc
     return outcome
 
 
+def check_attach(state: Master, event: Attach) -> None:
+    """Raise what `apply` would raise for the sender of an attach, before its checkpoint URL is claimed."""
+    one.seat(job_named(state, event.job), event.incarnation)
+    _check_owner(state, event)
+
+
+def writes(state: Master, name: str) -> bool:
+    """Does that job need its claims?"""
+    job = state.jobs.get(name)
+    return job is not None and job.writes
+
+
 def _check_owner(state: Master, event: Attach) -> None:
     url = event.save_to.rstrip("/") if event.save_to else ""
-    owner = state.jobs.get(state.owners.get(url, ""))
-    if owner is None or owner.name == event.job or owner.finished or not owner.live:
+    owner = state.owners.get(url, event.job)
+    if owner == event.job or not writes(state, owner):
         return
     raise SaveToBusy(
-        f"Job {owner.name!r} is alive and saves to {url}; job {event.job!r} must not.",
+        f"Job {owner!r} is alive and saves to {url}; job {event.job!r} must not.",
         hint="Give each job a save_to of its own, or stop the other one.",
     )
 

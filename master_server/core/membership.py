@@ -9,7 +9,7 @@ import msgspec
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import preemption, rounds, seating, shards
 from dlrover_hooks.master.core.checkpoints import Saves, Settings
-from dlrover_hooks.master.core.effects import RoundFormed, Wake, plan_topic, round_topic, watch_topic
+from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
 from dlrover_hooks.master.core.events import Lost, Tick
 from dlrover_hooks.master.core.job import (
     Choice,
@@ -187,6 +187,8 @@ def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -
         _forget_replies(job)
         effects.append(RoundFormed(job=job.name))
         effects += [Wake(topic=topic(job.name)) for topic in (round_topic, plan_topic, watch_topic)]
+    if not job.writes and job.settings.save_to is not None:
+        effects.append(ReleaseClaims(job=job.name))
     arm(job, now, effects)
     _bound_replies(job)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy
+from dlrover_hooks.checkpoint.claim import LOCK
+from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
 from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.folders import Folders, Hold
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
@@ -173,6 +179,102 @@ def test_a_job_claims_where_it_saves(tmp_path: Path) -> None:
         assert [member.attached for member in view.members] == [True, False]
         await runtime.close()
         assert storage.claims == {"/other": "a job of another master"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["stopped", "reaped", "finished"])
+def test_an_ended_job_gives_its_save_to_up(tmp_path: Path, end: str) -> None:
+    """Row 4: another job, of this master or of another one, may save there, however the first one ended.
+
+    The lock on the folder is real, so another process is refused as long as the claim is held.
+    """
+    url = str(tmp_path / "tree")
+
+    async def scenario() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"))
+        runtime.start()
+        await runtime.event(join())
+        for worker in ("w0", "w1"):
+            await runtime.event(attach(worker, save_to=url))
+        assert _locked(url)
+        for worker in ("w0", "w1"):
+            if end == "reaped":
+                await runtime.event(p.Exited("job", "agent", worker, -9))
+            else:
+                how = p.Departure.DONE if end == "finished" else p.Departure.STOPPED
+                await runtime.event(p.Leave("job", worker, how, 5))
+        await runtime._deposits.drain(60)
+        assert not _locked(url)
+        await runtime.event(join("other", job="next", lives="x"))
+        for worker in ("x0", "x1"):
+            await runtime.event(attach(worker, job="next", save_to=url))
+        assert _locked(url)
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
+def _locked(url: str) -> bool:
+    with open(Path(url) / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def test_a_job_that_goes_on_keeps_its_save_to(tmp_path: Path) -> None:
+    """Its workers were all lost and their agent joined at once: the claim is not given up in between."""
+
+    async def scenario() -> None:
+        storage = StorageFake()
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=storage)
+        runtime.start()
+        await runtime.event(join(count=1, low=1, high=1))
+        await runtime.event(attach("w0", save_to="/tree"))
+        await asyncio.gather(
+            runtime.event(p.Exited("job", "agent", "w0", -9)),
+            runtime.event(join(count=1, low=1, high=1, lives="v")),
+        )
+        await runtime._deposits.drain(60)
+        assert storage.claims == {"/tree": "job"}
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("worker", ["w0", "stranger"])
+def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
+    """Row 4: neither one that is stale from the start nor one whose round ends while storage is asked."""
+
+    class Slow(Folders):
+        def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+            held = super().claim(url, options, job, owner)
+            asked.set()
+            assert ended.wait(60)
+            return held
+
+    asked, ended = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=Slow())
+        runtime.start()
+        await runtime.event(join())
+        attaching = asyncio.ensure_future(runtime.event(attach(worker, save_to=str(tmp_path / "tree"))))
+        if worker == "w0":
+            await asyncio.get_running_loop().run_in_executor(None, asked.wait, 60)
+            for name in ("w0", "w1"):
+                await runtime.event(p.Leave("job", name, p.Departure.STOPPED))
+        ended.set()
+        with pytest.raises(Stale):
+            await attaching
+        await runtime._deposits.drain(60)
+        if worker == "w0":
+            assert not _locked(str(tmp_path / "tree"))
+        else:
+            assert not (tmp_path / "tree").exists()
+        await runtime.close()
 
     asyncio.run(scenario())
 
