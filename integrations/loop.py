@@ -24,11 +24,12 @@ from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import leader
+from dlrover_hooks.integrations.extras import Stateful
 from dlrover_hooks.integrations.filling import own_state, refuse_sharded
 from dlrover_hooks.integrations.loaders import is_training as is_training
 from dlrover_hooks.integrations.loaders import keeps_own_state as keeps_own_state
 from dlrover_hooks.integrations.survivor import Survivor
-from dlrover_hooks.integrations.torch import Stateful, keep_buckets
+from dlrover_hooks.integrations.torch import keep_buckets
 from dlrover_hooks.integrations.whole import exact_optimizer_states, refuse_other_class
 from dlrover_hooks.session import Preempted, Restored, Session
 

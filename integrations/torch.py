@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, leader
-from dlrover_hooks.integrations.filling import Filling, is_sharded, refuse
+from dlrover_hooks.integrations.extras import Extras, Stateful
+from dlrover_hooks.integrations.filling import Filling, is_sharded
 from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.integrations.whole import NamedOptimizer, WholeState, bare
 from dlrover_hooks.session import Preempted, Restored, Session
@@ -37,13 +38,6 @@ log = logging.getLogger("dlrover_hooks")
 
 
 Loader = ElasticLoader | EvenLoader | LeasedLoader
-
-
-class Stateful(Protocol):
-    """What `extra` may hold: schedulers, scalers, EMA, metrics."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 class AsyncCheckpointer:
@@ -59,7 +53,8 @@ class AsyncCheckpointer:
         optimizer: the optimizer whose steps count. Others go into `extra`.
         loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
             names. Which one's weights are those of the step says `even.leader`.
-        extra: anything else with `state_dict` and `load_state_dict`, always in the same order.
+        extra: anything else with `state_dict` and `load_state_dict`, always in the same order; or by name, in a dict.
+            Parts that class and optimizer do not tell apart (two moving averages) need names.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
         shared: the shared keywords, see `dlrover_hooks.config.Config`. `global_batch_size` is the loader's to know.
 
@@ -73,14 +68,14 @@ class AsyncCheckpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: Loader | Sequence[Loader],
-        extra: Iterable[Stateful] = (),
+        extra: Iterable[Stateful] | Mapping[str, Stateful] = (),
         on_preempt: Callable[[Preempted], object] | None = None,
         **shared: Any,
     ) -> None:
         self.step = 0
         self._ddp = _ddp(model)
         self._optimizer, self._whole = optimizer, WholeState(bare(model), optimizer)
-        self._extra = [_named(part, self._whole.model) for part in extra]
+        self._extra = Extras(extra, self._whole.model)
         self._loaders = [loader] if isinstance(loader, Loader) else _checked(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
@@ -214,19 +209,17 @@ class AsyncCheckpointer:
         if opening.weights_only:
             return Filling(opening, self._whole.targets(opening.state, weights_only=True))
         targets = self._whole.targets(opening.state)
-        if len(opening.state["extra"]) != len(self._extra):
-            counts = f"`extra` had {len(opening.state['extra'])} parts, here it has {len(self._extra)}"
-            refuse([counts], "give the same parts in the same order, or start anew (resume='never')")
-        targets |= self._shards_of_extra(opening)
-        for part, saved in zip(self._extra, opening.state["extra"], strict=True):
+        places = self._extra.places(opening.state)
+        targets |= self._shards_of_extra(opening, places)
+        for place, part in places:
             if isinstance(part, NamedOptimizer):
-                targets |= part.targets(saved)
+                targets |= part.targets(opening.state["extra"][place])
         return Filling(opening, targets)
 
-    def _shards_of_extra(self, opening: Opening) -> dict[str, torch.Tensor]:
+    def _shards_of_extra(self, opening: Opening, places: list[tuple[int, Stateful]]) -> dict[str, torch.Tensor]:
         """The tensors in `extra` that are sharded here or were when they were saved."""
         index = opening.images.index()
-        live = flatten([part.state_dict() for part in self._extra], where="state.extra").tensors
+        live = flatten({str(place): part.state_dict() for place, part in places}, where="state.extra").tensors
         return {
             name: tensor
             for name, tensor in live.items()
@@ -236,8 +229,8 @@ class AsyncCheckpointer:
     def _load(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self._whole.load(state)
-        for part, saved in zip(self._extra, state["extra"], strict=True):
-            part.load_state_dict(saved)
+        for place, part in self._extra.places(state):
+            part.load_state_dict(state["extra"][place])
 
     def _stepped(self, session: Session) -> None:
         self.step += 1
@@ -254,19 +247,16 @@ class AsyncCheckpointer:
             self.session.cut(self.step, self._state(self._extra_state()))
 
     def _extra_state(self) -> list[Any]:
-        return [part.state_dict() for part in self._extra]
+        return self._extra.states()
 
     def _state(self, extra: list[Any]) -> dict[str, Any]:
         return {
             "step": self.step,
             **self._whole.save(),
             "extra": extra,
+            "extra_names": self._extra.names,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
         }
-
-
-def _named(part: Stateful, model: nn.Module) -> Stateful:
-    return NamedOptimizer(part, model) if isinstance(part, torch.optim.Optimizer) else part
 
 
 def _checked(loaders: Any) -> list[Loader]:

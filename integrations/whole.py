@@ -148,6 +148,10 @@ class NamedOptimizer:
         refuse(wrong, "resume='weights' begins with the weights alone")
         return found
 
+    def first_name(self) -> str:
+        """Of its first parameter: tells it from the other optimizers of a model."""
+        return next(iter(self._names()), "no parameter")
+
     def _names(self) -> list[str]:
         """Of the optimizer's parameters, in the order of their numbers."""
         groups = enumerate(self._optimizer.param_groups)

@@ -195,8 +195,55 @@ def test_parts_of_extra_in_another_order_are_refused(job: str) -> None:
 
     with pytest.raises(Crash):
         train()
-    with pytest.raises(UsageError, match="an optimizer where the checkpoint has something else"):
+    words = r"`extra` was SGD of 1.weight, StepLR of 0.weight; here it is StepLR of 0.weight, SGD of 1.weight"
+    with pytest.raises(UsageError, match=words):
         start(turned=True)
+
+
+class Schedules:
+    """Two schedulers, each on an optimizer of its own, and two moving averages."""
+
+    def __init__(self, job: str, arrange: Callable[[Schedules], Any]) -> None:
+        model = net()
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in model]
+        self.schedules = [torch.optim.lr_scheduler.StepLR(one, 3) for one in optimizers]
+        self.averages = [torch.optim.swa_utils.AveragedModel(model) for _ in range(2)]
+        self.loader = elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=optimizers[0])
+        self.made = AsyncCheckpointer(
+            model=model, optimizer=optimizers[0], loader=self.loader, job=job, extra=arrange(self)
+        )
+
+    def train(self) -> None:
+        with self.made:
+            for x, _ in self.loader:
+                if self.made.step == 2:
+                    raise Crash
+                self.made._whole.model(x).sum().backward()
+                self.made._optimizer.step()
+                self.schedules[1].last_epoch = 7
+                self.averages[1].n_averaged.fill_(7)
+
+
+def test_parts_that_could_load_each_others_state_are_refused(job: str) -> None:
+    """Two schedulers of one class are told apart by their optimizers; two moving averages need names."""
+    with pytest.raises(UsageError, match="`extra` has 2 times AveragedModel") as caught:
+        Schedules(job, lambda made: made.averages)
+    assert 'extra={"teacher": teacher' in caught.value.hint
+    with pytest.raises(Crash):
+        Schedules(job, lambda made: made.schedules).train()
+    with pytest.raises(UsageError, match=r"here it is StepLR of 1.weight, StepLR of 0.weight"):
+        Schedules(job, lambda made: made.schedules[::-1])
+
+
+def test_parts_with_names_may_stand_in_any_order(job: str) -> None:
+    with pytest.raises(Crash):
+        Schedules(job, lambda made: dict(zip("ab", made.averages, strict=True))).train()
+    again = Schedules(job, lambda made: {"b": made.averages[1], "a": made.averages[0]})
+    assert again.made.step in (1, 2)
+    assert [int(one.n_averaged) for one in again.averages] == [0, 7]
+    again.made.close(Departure.FAILED)
+    with pytest.raises(UsageError, match="`extra` was a, b; here it is a, c"):
+        Schedules(job, lambda made: dict(zip("ac", made.averages, strict=True)))
 
 
 def test_another_dtype_is_converted_with_one_warning(job: str, caplog: pytest.LogCaptureFixture) -> None:
