@@ -15,7 +15,7 @@ import sys
 import tempfile
 import uuid
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any
 
@@ -281,9 +281,9 @@ def preload_file(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get(PREFIX + "PRELOAD") or None
 
 
-def omp_threads() -> int | None:
+def omp_threads(environ: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS, of the outermost level; None if it is not set to a number."""
-    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    text = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(text) if text.isdigit() and int(text) else None
 
 
@@ -296,6 +296,43 @@ def replace_environment(values: Mapping[str, str]) -> None:
 def change_environment(values: Mapping[str, str]) -> None:
     """Set `values` in this process's environment, for itself and what it starts."""
     os.environ.update(values)
+
+
+_OF_ONE_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", PREFIX)
+"""Variables that begin or end so are set by a launcher, and differ from worker to worker."""
+
+
+@contextlib.contextmanager
+def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """`values` are set meanwhile. Yields what else is set, in that time, and stays."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    own, putenv = dict[str, str](), os.putenv
+
+    def noted(name: Any, value: Any) -> None:
+        own[os.fsdecode(name)] = os.fsdecode(value)
+        putenv(name, value)
+
+    os.putenv = noted  # what os.environ calls
+    try:
+        yield own
+    finally:
+        os.putenv = putenv
+        for name, value in before.items():
+            if name not in own:
+                os.environ.pop(name, None)
+                os.environ.update({name: value} if value is not None else {})
+
+
+def changed_environment() -> dict[str, str]:
+    """What this process has set in its environment since it was started, its rank and the like left out."""
+    with open("/proc/self/environ", "rb") as file:
+        began = set(os.fsdecode(file.read()).split("\0"))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if f"{name}={value}" not in began and not name.startswith(_OF_ONE_WORKER) and not name.endswith(_OF_ONE_WORKER)
+    }
 
 
 def worker_environment(**values: str) -> dict[str, str]:

@@ -5,28 +5,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dlrover_hooks.checkpoint.arena import SLOTS
 from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.memory import Free
+from dlrover_hooks.memory import free as memory_of_machine
 
 TIGHT = 0.9
 """It is tight where more than this share of what is free is needed."""
-_NO_LIMIT = 1 << 60
-_CGROUP_FILES = {
-    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
-    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-class Free(NamedTuple):
-    """`nbytes` may still be used; `where` sets that limit."""
-
-    nbytes: int
-    where: str
 
 
 class Verdict(NamedTuple):
@@ -74,18 +63,9 @@ def size(nbytes: int) -> str:
 
 
 def free_memory(shared: str | None = None, *, proc: str = "/proc") -> Free:
-    """What this process may still allocate: the smallest of the machine, its cgroups, and the tmpfs `shared` if given.
-
-    Pages of files that were not used lately count as free: the kernel drops them first.
-    """
-    with open(f"{proc}/meminfo") as file:
-        rows = dict(line.split(":", 1) for line in file)
-    found = [Free(int(rows["MemAvailable"].split()[0]) * 1024, "the machine")]
-    with contextlib.suppress(OSError, ValueError):
-        found += _cgroups(proc)
-    if shared is not None:
-        found.append(free_disk(shared))
-    return min(found)
+    """What this process may still allocate: `memory.free`, and the tmpfs `shared` if given."""
+    found = memory_of_machine(proc)
+    return found if shared is None else min(found, free_disk(shared))
 
 
 def at(url: str, options: Mapping[str, Any], image_bytes: int, keep: int) -> Verdict | None:
@@ -103,42 +83,3 @@ def free_disk(path: str) -> Free:
         path = os.path.dirname(path) or "/"
     stat = os.statvfs(path)
     return Free(stat.f_bavail * stat.f_frsize, path)
-
-
-def _cgroups(proc: str) -> Iterator[Free]:
-    """What each memory cgroup around this process leaves: a limit may be set at any level of the tree."""
-    with open(f"{proc}/self/cgroup") as file:
-        groups = {names: path for _, names, path in (line.strip().split(":", 2) for line in file)}
-    for kind, root, mounted in _mounts(proc):
-        names = (names for names in groups if names == "" or "memory" in names.split(","))
-        path = next((groups[name] for name in names if bool(name) == (kind == "cgroup")), root)
-        below = path.removeprefix(root.rstrip("/")) if path.startswith(root) else ""
-        folder = os.path.normpath(f"{mounted}/{below}")
-        while folder.startswith(mounted):
-            yield from _rest(folder, *_CGROUP_FILES[kind])
-            folder = os.path.dirname(folder)
-
-
-def _mounts(proc: str) -> Iterator[tuple[str, str, str]]:
-    """Kind, root and mount point of the trees that may limit memory."""
-    with open(f"{proc}/self/mountinfo") as file:
-        for line in file:
-            left, right = line.split(" - ", 1)
-            kind, _, options = right.split(" ", 2)
-            if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.strip().split(",")):
-                _, _, _, root, mounted, *_ = left.split()
-                yield kind, root, mounted
-
-
-def _rest(folder: str, limit_name: str, used_name: str, cached_name: str) -> Iterator[Free]:
-    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max", and the root has no such files
-        limit = int(_read(f"{folder}/{limit_name}"))
-        rows = dict(line.split() for line in _read(f"{folder}/memory.stat").splitlines())
-        used = int(_read(f"{folder}/{used_name}")) - int(rows.get(cached_name, 0))
-        if limit < _NO_LIMIT:
-            yield Free(max(limit - used, 0), f"cgroup {folder}")
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()

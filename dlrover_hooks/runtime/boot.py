@@ -51,8 +51,10 @@ def main() -> None:
     what = program(sys.argv[end_of_options + 1 :])
     forget_cwd()
     enter(what)
-    for _ in preload.load(preload.told(settings.preload_file())):
-        pass
+    wanted = preload.told(settings.preload_file())
+    with settings.environment_of(wanted.environment):
+        for _ in preload.load(wanted):
+            pass
     take_place()
     run(what)
 

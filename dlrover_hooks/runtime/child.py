@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,10 @@ from typing import Protocol
 
 from dlrover_hooks.runtime.parent import die_with_parent as _die_with_parent
 
+log = logging.getLogger("dlrover_hooks.run")
+
+_DEATH_S = 5.0
+"""A killed process ends within milliseconds, unless it sleeps in the kernel, uninterruptibly."""
 ALIVE = set[int]()
 """Children of this process that are not reaped yet."""
 
@@ -94,12 +99,22 @@ class Child:
         return None
 
     def reap(self) -> int:
-        code = self._process.wait()
+        """The exit code of a process that has ended or was killed. Closes the pidfd.
+
+        A process that the kernel does not end in time is left to itself, and counts as killed.
+        """
+        code = self.wait(_DEATH_S)
         if self._pidfd >= 0:
+            if code is None:
+                log.error(
+                    "%s (process %d) does not end, %g s after SIGKILL: it hangs in the kernel, on a disk or a device. "
+                    "Going on without it; if ps still shows it in state D, the node has to be restarted",
+                    self.name, self.pid, _DEATH_S,
+                )  # fmt: skip
             os.close(self._pidfd)
             self._pidfd = -1
             ALIVE.discard(self.pid)
-        return code
+        return -signal.SIGKILL if code is None else code
 
 
 def described(exit_code: int) -> str:

@@ -107,9 +107,10 @@ class _Duration(click.ParamType):
               "srun dlrover-hooks run --slurm SCRIPT.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
               help="Give up (exit 77) when the job, on all its nodes, has failed more often than that.")  # fmt: skip
-@click.option("--standby", type=click.IntRange(min=0), default=0, show_default=True,
-              help="Keep so many processes on each node that have imported what the workers did: one takes the seat of "
-              "a worker that died at once.")  # fmt: skip
+@click.option("--standby", type=click.IntRange(min=0),
+              help="Keep so many idle processes on each node that have imported what the workers did: one takes the "
+              "seat of a worker that died at once. 0: none, replacements start cold.  [default: one for each worker, "
+              "while there is memory to spare]")  # fmt: skip
 @click.option("--job", "--rdzv-id", default="",
               help="Name of the job: started again under it, an unfinished run resumes. "
               "All nodes give the same.")  # fmt: skip

@@ -84,10 +84,7 @@ class Launcher:
             environment = self._environment(master.url, token or "", station)
             command = self.options.command
             preload = environment["DLROVER_HOOKS_PRELOAD"] = owned.enter_context(temporary_file("preload"))
-            standbys = None
-            if self.options.standby:
-                standbys = Standbys(self.options.standby, preload, settings.worker_environment(**environment))
-                owned.callback(standbys.close)
+            standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
             logs = None
             if self.options.log_dir:
                 logs = Logs(self.options.log_dir, self.options.redirects, self.options.tee)
@@ -107,6 +104,14 @@ class Launcher:
             if agent.budget.record.failures:
                 self._failures = self._seen_through(agent.budget.record)
             return code
+
+    def _standbys(self, owned: contextlib.ExitStack, preload: str, environment: dict[str, str]) -> Standbys | None:
+        if not (count := self.options.standbys):
+            return None
+        script, unasked = self.options.command[2:], self.options.standby is None
+        standbys = Standbys(count, preload, environment, script, spare=unasked)
+        owned.callback(standbys.close)
+        return standbys
 
     def _seen_through(self, record: Record) -> tuple[Failure, ...]:
         if self._seen is None:

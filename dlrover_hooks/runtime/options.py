@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Who says that this node is to go: see `notices.source`."""
     requeue: bool = False
     """SLURM: put the job back into the queue when it was preempted."""
-    standby: int = 0
-    """Idle processes on each node that have imported everything."""
+    standby: int | None = None
+    """Idle processes on each node that have imported everything, if the user has chosen; see `standbys`."""
     log_dir: str = ""
     """Each worker's output goes into files there; see `logs.Logs` for the next two."""
     redirects: Streams = Streams()
@@ -82,6 +82,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         if self.level is not None:
             return self.level
         return Level.HOT if self.nodes.fixed and self.workers.fixed else Level.ELASTIC
+
+    @property
+    def standbys(self) -> int:
+        """One for each worker of this node, unless the user has chosen: any number of them may have to be replaced."""
+        if self.standby is not None:
+            return self.standby
+        return self.workers.most if self.python else 0
+
+    @property
+    def python(self) -> bool:
+        """The command is a Python script, run by this interpreter."""
+        return tuple(self.command[:2]) == (sys.executable, "-u")
 
     @property
     def min_workers(self) -> int:
@@ -131,7 +143,7 @@ def check(options: Options) -> None:
             f"--hang-timeout {options.hang_timeout_s:g}s: workers speak once a second, a healthy one would be killed",
             hint=f"give {MIN_HANG_S:g}s or more",
         )
-    if options.standby and tuple(options.command[:2]) != (sys.executable, "-u"):
+    if options.standby and not options.python:
         raise UsageError("--standby needs a Python script: there is nothing to import ahead", hint="leave it out")
     if (options.redirects, options.tee) != (Streams(), Streams()) and not options.log_dir:
         raise UsageError("--redirects and --tee need a folder for their files", hint="add --log-dir DIR")

@@ -24,19 +24,23 @@ log = logging.getLogger("dlrover_hooks")
 
 WELL_KNOWN = frozenset(
     (
-        *("PIL", "accelerate", "datasets", "dlrover_hooks", "einops", "huggingface_hub", "lightning"),
-        *("lightning_fabric", "lightning_utilities", "numpy", "pandas", "peft", "psutil", "pyarrow"),
-        *("pytorch_lightning", "requests", "safetensors", "scipy", "sklearn", "sympy", "timm", "tokenizers", "torch"),
-        *("torchaudio", "torchdata", "torchmetrics", "torchvision", "transformers", "triton"),
+        *("PIL", "accelerate", "datasets", "dlrover_hooks", "einops", "huggingface_hub", "jsonargparse", "lightning"),
+        *("lightning_fabric", "lightning_utilities", "matplotlib", "numpy", "omegaconf", "pandas", "peft", "psutil"),
+        *("pyarrow", "pytorch_lightning", "requests", "safetensors", "scipy", "sklearn", "sympy", "timm", "tokenizers"),
+        *("torch", "torchaudio", "torchdata", "torchmetrics", "torchvision", "tqdm", "transformers", "triton", "yaml"),
     )
 )
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """`packages`: the file of each; another one of the same name elsewhere is not it. `modules`: in order of import."""
+    """`packages`: the file of each; another one of the same name elsewhere is not it. `modules`: in order of import.
+
+    `environment`: variables that the script has set, which packages may read when they are imported.
+    """
 
     packages: dict[str, str]
     modules: list[str]
+    environment: dict[str, str] = {}
 
 
 def tell() -> None:
@@ -65,7 +69,8 @@ def imported() -> Imported:
         if name == package:
             packages[name] = spec.origin
         modules.append(name)
-    return Imported(packages, [name for name in modules if name.partition(".")[0] in packages])
+    modules = [name for name in modules if name.partition(".")[0] in packages]
+    return Imported(packages, modules, settings.changed_environment())
 
 
 def told(path: str | None) -> Imported:
@@ -78,26 +83,35 @@ def told(path: str | None) -> Imported:
 
 
 def load(wanted: Imported, leave_out: Collection[str] = ()) -> Iterator[str]:
-    """Import one by one, and yield the package of each. What cannot be imported is the script's own affair.
+    """Import one by one, and yield the name of each. What cannot be imported is the script's own affair.
 
     Warnings were shown by the worker that imported them first.
+
+    Args:
+        wanted: what a worker had imported.
+        leave_out: packages, and sub-packages such as `torch._inductor`.
     """
-    usable = [name for name, origin in wanted.packages.items() if name not in leave_out and _origin(name) == origin]
+    usable = [name for name, file in wanted.packages.items() if name not in leave_out and origin(name) == file]
     shown, warnings.showwarning = warnings.showwarning, lambda *_, **__: None
     try:
         for name in wanted.modules:
-            package = name.partition(".")[0]
-            if package in usable and name not in sys.modules:
+            if name.partition(".")[0] in usable and part(name) not in leave_out and name not in sys.modules:
                 try:
                     importlib.import_module(name)
                 except Exception as error:  # whatever an import may raise
                     log.debug("%s cannot be imported ahead: %s", name, error)
-                yield package
+                yield name
     finally:
         warnings.showwarning = shown
 
 
-def _origin(package: str) -> str | None:
+def part(module: str) -> str:
+    """The package or sub-package that is left out where `module` cannot be imported ahead."""
+    return ".".join(module.split(".")[:2])
+
+
+def origin(package: str) -> str | None:
+    """The file that it would be imported from, None if there is none."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -1,6 +1,7 @@
 """`python -u -m dlrover_hooks.runtime.standby`: forks workers that have imported everything and wait for a seat.
 
-The server imports what a worker of this node had imported, and then forks a standby at each request of the launcher
+The server imports what a worker of this node had imported, or what the source of the script says (`script_imports`).
+The script itself is not run before a standby has its rank. The server forks a standby at each request of the launcher
 (`standbys`). It forks twice: the standby's parent ends at once and the launcher adopts it, so that the launcher reaps
 it and the kernel kills it with the launcher, while the server may die without harm to any worker.
 
@@ -12,6 +13,7 @@ environment, files, random state and number of threads.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -19,16 +21,21 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from dlrover_hooks import config as settings
-from dlrover_hooks.runtime import boot, preload
+from dlrover_hooks.runtime import boot, preload, script_imports
 from dlrover_hooks.runtime.parent import die_with_parent
 
+NO_FORK = b"no fork"
+"""The answer of a server that could not fork: there is no memory for it, or too many processes."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""While the server imports: NumPy's BLAS would start threads, `torch.cuda.is_available()` would initialise CUDA."""
 _ADOPTED_S = 10.0
 """It takes a millisecond."""
+_OOM_SCORE = "/proc/self/oom_score_adj"
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -42,26 +49,61 @@ class Order(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Serve until the launcher hangs up. In a standby: become the worker that the launcher orders."""
-    descriptor, launcher, file, leave_out = sys.argv[1:5]
+    descriptor, launcher, file, leave_out, *script = sys.argv[1:]
     boot.forget_cwd()
     line = socket.socket(fileno=int(descriptor))
-    for package, why in _imported(file, leave_out.split(",")):
-        line.send(f"{package} is left out of the standbys' imports: {why}".encode())
-        arguments = [descriptor, launcher, file, f"{leave_out},{package}"]
-        os.execv(sys.executable, [sys.executable, "-u", "-m", "dlrover_hooks.runtime.standby", *arguments])
+    oom_score = _first_to_go()
+    wanted = _wanted(file, script)
+    if wanted is None:
+        return
+    with settings.environment_of(wanted.environment) as own:
+        for part, why in _imported(wanted, leave_out.split(",")):
+            line.send(f"{part} is left out of the standbys' imports: {why}".encode())
+            _last_to_go(oom_score)
+            arguments = [descriptor, launcher, file, f"{leave_out},{part}", *script]
+            os.execv(sys.executable, [sys.executable, "-u", "-m", "dlrover_hooks.runtime.standby", *arguments])
     os.set_inheritable(line.fileno(), False)
     gc.collect()
     gc.freeze()  # a collection would write to every page that the standbys share
-    own = _serve(line, int(launcher))
-    if own is not None:
-        _become(*_ordered(own))
+    seat = _serve(line, int(launcher))
+    if seat is not None:
+        order, files = _ordered(seat)
+        _last_to_go(oom_score)
+        threads = settings.omp_threads(order.environment | wanted.environment)
+        _become(order, files, own, threads)
 
 
-def _imported(file: str, leave_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Import all; yields the package that has spoiled this process for forking, if one has, and why."""
-    for package in preload.load(preload.told(file), leave_out):
+def _wanted(file: str, script: list[str]) -> preload.Imported | None:
+    """What to import: what a worker has told, or what the source of the script says; None if that is nothing."""
+    told = os.path.exists(file)
+    wanted = preload.told(file) if told else script_imports.read(script)
+    if not told and not wanted.modules:
+        return None
+    environment = {name: value for name, value in wanted.environment.items() if name not in ONE_THREAD}
+    return msgspec.structs.replace(wanted, environment=environment)
+
+
+def _first_to_go() -> str:
+    """When memory runs out the kernel is to end this process and the idle standbys, not a worker. The score before."""
+    try:
+        with open(_OOM_SCORE, "r+b", buffering=0) as file:
+            before = file.read(16).decode()
+            file.write(b"1000")
+    except OSError:
+        return ""
+    return before
+
+
+def _last_to_go(before: str) -> None:
+    with contextlib.suppress(OSError), open(_OOM_SCORE, "w") as file:
+        file.write(before)
+
+
+def _imported(wanted: preload.Imported, leave_out: list[str]) -> Iterator[tuple[str, str]]:
+    """Import all; yields the package or sub-package that has spoiled this process for forking, if one has, and why."""
+    for module in preload.load(wanted, leave_out):
         if why := _not_forkable():
-            yield package, why
+            yield preload.part(module), why
             return
 
 
@@ -82,19 +124,36 @@ def _serve(line: socket.socket, launcher: int) -> socket.socket | None:
             line.send(f"no more standbys: {why.replace('it', 'something', 1)}".encode())
             return None
         theirs, own = socket.socketpair()
-        middle = os.fork()
-        if middle == 0:
-            if os.fork():
-                os._exit(0)
-            line.close()
-            theirs.close()
-            _settle(own, launcher)
-            return own
-        own.close()
-        os.waitpid(middle, 0)
         with theirs:
-            socket.send_fds(line, [b"a standby"], [theirs.fileno()])
+            try:
+                middle = os.fork()
+            except OSError:
+                own.close()
+                line.send(NO_FORK)
+                continue
+            if middle == 0:
+                _fork_or_exit()
+                line.close()
+                theirs.close()
+                _settle(own, launcher)
+                return own
+            own.close()
+            _, status = os.waitpid(middle, 0)
+            if status:
+                line.send(NO_FORK)
+            else:
+                socket.send_fds(line, [b"a standby"], [theirs.fileno()])
     return None
+
+
+def _fork_or_exit() -> None:
+    """Returns in the child. The process between ends: with 1 if there is none."""
+    try:
+        child = os.fork()
+    except OSError:
+        os._exit(1)
+    if child:
+        os._exit(0)
 
 
 def _settle(own: socket.socket, launcher: int) -> None:
@@ -108,34 +167,40 @@ def _settle(own: socket.socket, launcher: int) -> None:
     die_with_parent()
     if os.getppid() != launcher:  # it ended just before
         os._exit(1)
-    own.send(str(os.getpid()).encode())
+    pidfd = os.pidfd_open(os.getpid())  # names this process for ever; a number may be another's by the time it is heard
+    socket.send_fds(own, [str(os.getpid()).encode()], [pidfd])
+    os.close(pidfd)
 
 
 def _ordered(own: socket.socket) -> tuple[Order, list[int]]:
     """Wait for the seat. Ends this process if the launcher has no use for it."""
-    head, files, _, _ = socket.recv_fds(own, 4, 4)
+    try:
+        head, files, _, _ = socket.recv_fds(own, 4, 4)
+    except ConnectionError:  # it hung up without having heard of this standby
+        head, files = b"", []
     if not head:
         os._exit(0)
     with own, own.makefile("rb") as rest:
         return msgspec.json.decode(rest.read(int.from_bytes(head, "big")), type=Order), files
 
 
-def _become(order: Order, files: list[int]) -> None:
+def _become(order: Order, files: list[int], own: Mapping[str, str], threads: int | None) -> None:
+    """Args: `own`: what packages have set in the environment when they were imported. `threads`: for torch."""
     for descriptor, file in enumerate(files[:3]):
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(order.folder)
     words = settings.last_words_to(files[3]) if files[3:] else {}
-    settings.replace_environment(order.environment | words)
+    settings.replace_environment({**order.environment, **own, **words})
     time.tzset()
-    _freshen()
+    _freshen(threads)
     what = boot.program(order.arguments)
     boot.enter(what)
     boot.take_place()
     boot.run(what)
 
 
-def _freshen() -> None:
+def _freshen(threads: int | None) -> None:
     """What a fresh process draws or reads at its start, and all forks have alike."""
     random.seed()
     if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -144,7 +209,7 @@ def _freshen() -> None:
         process.current_process().authkey = os.urandom(32)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
-        if threads := settings.omp_threads():
+        if threads:
             torch.set_num_threads(threads)
 
 

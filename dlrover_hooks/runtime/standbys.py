@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -13,19 +15,25 @@ import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import psutil
 
+from dlrover_hooks import memory
 from dlrover_hooks.runtime import child as children
 from dlrover_hooks.runtime.child import Child, described
 from dlrover_hooks.runtime.parent import adopt_orphans, bury_orphans
-from dlrover_hooks.runtime.standby import Order
+from dlrover_hooks.runtime.standby import NO_FORK, ONE_THREAD, Order
 
 log = logging.getLogger("dlrover_hooks.run")
 
 _STARTS = 3
 """A server that has died so often will not serve."""
 _SEND_S = 2.0
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""While the server imports: NumPy's BLAS would start threads, `torch.cuda.is_available()` would initialise CUDA."""
+_UNTOLD_S = 20.0
+"""So long after the first worker's start the server starts, though no worker has told yet what it has imported."""
+_AGAIN_S = 5.0
+"""Between two looks at the memory, and after a fork that failed."""
+_START_BYTES, _KEEP_BYTES = 1 << 30, 1 << 28
+"""Memory is short with less than this free. A server with torch and Lightning takes a third of the first."""
 
 
 class Standbys:
@@ -35,17 +43,26 @@ class Standbys:
 
     Args:
         count: how many wait, ready to be taken.
-        preload: the file that the workers find in DLROVER_HOOKS_PRELOAD: nothing is started before one has written it.
+        preload: the file that the workers find in DLROVER_HOOKS_PRELOAD, where one of them writes what it has imported.
         environment: of the workers, but for what differs from one to the next.
+        script: `[-m] script args`, whose source is read for its imports if no worker tells them in time.
+        spare: only while there is memory to spare; else they are given up.
     """
 
-    def __init__(self, count: int, preload: str, environment: Mapping[str, str]) -> None:
-        self._count, self._preload, self._environment = count, preload, {**environment, **_ONE_THREAD}
+    def __init__(
+        self, count: int, preload: str, environment: Mapping[str, str], script: Sequence[str] = (), *,
+        spare: bool = False,
+    ) -> None:  # fmt: skip
+        self._count, self._preload, self._environment = count, preload, {**environment, **ONE_THREAD}
+        self._script, self._spare = script, spare
         self._server: Child | None = None
         self._line: socket.socket | None = None
-        self._starts, self._ordered = 0, 0
+        self._starts, self._ordered, self._told = 0, 0, False
         self._coming: list[socket.socket] = []
         self._ready: list[tuple[Standby, socket.socket]] = []
+        self._untold_until = math.inf
+        self._fork_at, self._look_at = 0.0, 0.0
+        self._room, self._said_short, self._said_cost = True, False, False
         adopt_orphans()
 
     @property
@@ -58,14 +75,21 @@ class Standbys:
         """Start what is missing."""
         bury_orphans(children.ALIVE)
         self._hear()
-        if self._server is None and self._starts < _STARTS and os.path.exists(self._preload):
+        if not self._has_room():
+            return
+        if not self._told and os.path.exists(self._preload):
+            self._stop()  # it has only what the script's source says
+            self._told, self._starts = True, 0
+        if self._server is None and self._starts < _STARTS and (self._told or time.monotonic() > self._untold_until):
             self._start()
         missing = self._count - self._ordered - len(self._coming) - len(self._ready)
-        if self._line is not None:
+        if self._line is not None and time.monotonic() > self._fork_at:
             with contextlib.suppress(OSError):
                 for _ in range(missing):
                     self._line.send(b"fork")
                     self._ordered += 1
+        if len(self._ready) == self._count and not self._said_cost:
+            self._say_cost()
 
     def take(
         self, name: str, command: Sequence[str], env: Mapping[str, str], *, stdout: int = 1, stderr: int = 2,
@@ -76,6 +100,8 @@ class Standbys:
         `words`: the descriptor for its last words, if there is one.
         """
         self._hear()
+        if self._untold_until == math.inf:
+            self._untold_until = time.monotonic() + _UNTOLD_S
         order = Order(list(command[command.index("--") + 1 :]), dict(env), os.getcwd())
         body = msgspec.json.encode(order)
         with open(os.devnull, "rb") as nothing:
@@ -97,6 +123,29 @@ class Standbys:
 
     def close(self) -> None:
         """End the server and whoever is still waiting. Those that were taken run on."""
+        self._stop()
+        self._count = 0
+        bury_orphans(children.ALIVE)
+
+    # ---- within -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._starts, self._ordered = self._starts + 1, 0
+        try:
+            self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._line.setblocking(False)
+            arguments = [str(theirs.fileno()), str(os.getpid()), self._preload, "", *self._script]
+            command = [sys.executable, "-u", "-m", "dlrover_hooks.runtime.standby", *arguments]
+            with theirs:
+                self._server = Child(
+                    "standby server", command, env=self._environment, pass_fds=(theirs.fileno(),), die_with_parent=True
+                )
+        except OSError as error:
+            log.warning("the standby server cannot be started (%s)", error.strerror)
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the server and the idle standbys."""
         for line in self._coming:
             line.close()
         for standby, line in self._ready:
@@ -106,21 +155,34 @@ class Standbys:
             self._server.end()
         if self._line is not None:
             self._line.close()
-        self._coming, self._ready, self._server, self._line, self._count = [], [], None, None, 0
-        bury_orphans(children.ALIVE)
+        self._coming, self._ready, self._server, self._line = [], [], None, None
 
-    # ---- within -----------------------------------------------------------------------------------------------------
+    def _has_room(self) -> bool:
+        """False: memory is short, and the standbys are given up until it is not."""
+        if not self._spare or time.monotonic() < self._look_at:
+            return self._room
+        self._look_at, free = time.monotonic() + _AGAIN_S, memory.free()
+        self._room = free.nbytes >= (_START_BYTES if self._server is None else _KEEP_BYTES)
+        if not self._room:
+            if not self._said_short:
+                log.warning(
+                    "no warm standbys: memory is short, %s are left (%s). A worker that dies is replaced by a cold "
+                    "start, which takes some seconds",
+                    _mib(free.nbytes), free.where,
+                )  # fmt: skip
+            self._said_short = True
+            self._stop()
+        return self._room
 
-    def _start(self) -> None:
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.setblocking(False)
-        arguments = [str(theirs.fileno()), str(os.getpid()), self._preload, ""]
-        command = [sys.executable, "-u", "-m", "dlrover_hooks.runtime.standby", *arguments]
-        with theirs:
-            self._server = Child(
-                "standby server", command, env=self._environment, pass_fds=(theirs.fileno(),), die_with_parent=True
-            )
-        self._starts, self._ordered = self._starts + 1, 0
+    def _say_cost(self) -> None:
+        assert self._server is not None
+        cost = 0
+        for child in (self._server, *(standby for standby, _ in self._ready)):
+            with contextlib.suppress(psutil.Error):
+                cost += psutil.Process(child.pid).memory_full_info().pss
+        ready = "1 warm standby is" if self._count == 1 else f"{self._count} warm standbys are"
+        log.info("%s ready to replace workers at once, for %s of memory (--standby 0: none)", ready, _mib(cost))
+        self._said_cost = True
 
     def _hear(self) -> None:
         """Who has come, who is ready, who has died."""
@@ -129,8 +191,9 @@ class Standbys:
             if (said := _said(line)) is None:
                 continue
             self._coming.remove(line)
-            if said:
-                self._ready.append((Standby(int(said)), line))
+            pid, pidfd = said
+            if pid:
+                self._ready.append((Standby(int(pid), pidfd[0]), line))
             else:
                 line.close()
         for standby, line in list(self._ready):
@@ -146,36 +209,46 @@ class Standbys:
                 if files:
                     self._coming.append(socket.socket(fileno=files[0]))
                     self._ordered -= 1
+                elif said == NO_FORK:
+                    self._ordered, self._fork_at = self._ordered - 1, time.monotonic() + _AGAIN_S
                 elif said:
                     log.info("%s", said.decode())
                 else:
                     break
         if self._server is not None and (code := self._server.exit_code()) is not None:
-            left = "restarting it" if self._starts < _STARTS else "no more standbys"
-            log.warning("the standby server died (%s); %s", described(code), left)
+            if code == 0:  # there is nothing to import, or it must not fork
+                self._starts = _STARTS
+            else:
+                left = "restarting it" if self._starts < _STARTS else "no more standbys"
+                log.warning("the standby server died (%s); %s", described(code), left)
             self._server.reap()
             assert self._line is not None
             self._line.close()
             self._server = self._line = None
 
 
-def _said(line: socket.socket) -> bytes | None:
-    """What a standby said; None: nothing yet; b"": it is gone."""
+def _said(line: socket.socket) -> tuple[bytes, list[int]] | None:
+    """What a standby said, with its descriptor; None: nothing yet; nothing said: it is gone."""
     try:
-        return line.recv(32, socket.MSG_DONTWAIT)
+        said, files, _, _ = socket.recv_fds(line, 32, 1, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return None
     except OSError:
-        return b""
+        return b"", []
+    return said, files
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"
 
 
 class Standby(Child):
-    """A child by adoption, which this process did not start itself."""
+    """A child by adoption, which this process did not start itself. It may have ended before it is heard."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, pidfd: int) -> None:
         self.name, self.started_at, self.pid = "a standby", time.monotonic(), pid
-        self._pidfd = os.pidfd_open(pid)
-        self._process = _Adopted(pid, self._pidfd)
+        self._pidfd = pidfd
+        self._process = _Adopted(pid, pidfd)
         children.ALIVE.add(pid)
 
 
@@ -185,11 +258,19 @@ class _Adopted:
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
         self._code: int | None = None
+        try:
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # buried, before anybody knew it; the number may be another process's by now
+            self._code = -signal.SIGKILL
 
     def poll(self) -> int | None:
         if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # given up by `Child.reap`, and buried since
+                self._code = -signal.SIGKILL
+            else:
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:

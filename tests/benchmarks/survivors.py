@@ -3,14 +3,18 @@
 Three DDP workers over gloo with two DataLoader workers each, on one machine, saves to memory as `auto` makes them. One
 kills (or stops) itself in the middle of a step. Times run from there to the end of the next step on the slowest
 survivor. A hung worker is cut by its lease, of 1.5 s here. A newcomer has imported everything when it joins.
+
+`growth` kills one of 8 and one of 16 workers, on however many cores the machine has: these load in the main process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from tests.elastic.crew import Crew, Zygote
 
 LEASE_S = 1.5
 AT = 12
+_GROWN_S = 60.0
 _SETTINGS = {"workers": 2, "pace_s": 0.02, "save_every": "auto"}
 
 
@@ -32,6 +37,42 @@ def lightning(rounds: int) -> Figures:
         "lightning_next_step_max_s": max(seconds for seconds, _ in killed),
         "lightning_steps_lost": float(sum(lost for _, lost in killed)),
     }
+
+
+def growth(rounds: int) -> Figures:
+    """The same loss in larger worlds: what the survivors of 8 and of 16 workers need, with one model and machine."""
+    found = Figures()
+    with _zygote("tests.elastic.worker") as (zygote, jobs):
+        for world in (8, 16):
+            killed = [_one_of(world, zygote, next(jobs)) for _ in range(max(rounds // 2, 1))]
+            found[f"survivor_next_step_w{world}_s"] = statistics.median(killed)
+            found[f"survivor_next_step_w{world}_max_s"] = max(killed)
+    return found
+
+
+def _one_of(world: int, zygote: Zygote, folder: Path) -> float:
+    """Seconds from a death to the end of the next step on the slowest of the other workers."""
+    folder.mkdir()
+    settings = {"pace_s": 0.02, "save_every": "auto", "workers": 0, "epochs": 1000, "batch": 2 * world}
+    crew = Crew(zygote, folder, low=1, high=world, **settings)
+    try:
+        for rank in range(world):
+            crew.start(rank, **({"at": ("fetched", AT), "what": "kill"} if rank == 1 else {}))
+        others = {f"w{rank}" for rank in range(world)} - {"w1"}
+        deadline = time.monotonic() + _GROWN_S
+        while True:
+            crew.reap()
+            select.select([], [], [], 0.02)
+            if not (folder / "w1.jsonl").exists() or not crew.workers["w1"].ended():
+                assert time.monotonic() < deadline, crew.story()
+                continue
+            first = {row["who"]: row["t"] for row in reversed(crew.events("step")) if row["world"] == world - 1}
+            if set(first) == others:
+                return max(first.values()) - crew.events("trouble")[0]["t"]
+            assert time.monotonic() < deadline, crew.story()
+            select.select([], [], [], 0.2)
+    finally:
+        crew.close()
 
 
 def measure(rounds: int) -> Figures:

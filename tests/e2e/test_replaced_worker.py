@@ -193,27 +193,45 @@ def test_a_lost_node_is_waited_for_by_survivors_too(node: Node) -> None:
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-def test_a_warm_standby_takes_the_seat(launch: Callable[..., Launched], recovers: bool) -> None:
-    """`--standby 1`: the newcomer has been there before its predecessor died; in a whole restart, too. None is left."""
+@pytest.mark.parametrize("options", [(), ("--standby", "1")])
+def test_a_warm_standby_takes_the_seat(
+    launch: Callable[..., Launched], options: tuple[str, ...], recovers: bool
+) -> None:
+    """The newcomer has been there before its predecessor died, in a whole restart, too. None is left.
+
+    Without a flag there is one for each worker, and what that costs is said.
+    """
     script = "from dlrover_hooks.runtime import preload; preload.tell()\n" + STAY
     if not recovers:
         script = script.replace("survive()", "attach(); beat(1); note(now=place.rank); threading.Event().wait(600)")
-    run = launch(SURVIVOR + script, "-n", "2", "--standby", "1", member=True)
+    run = launch(SURVIVOR + script, "-n", "2", *options, member=True)
     first = run.wait_for(lambda lives: len(lives) == 2)
+    ready = "1 warm standby is" if options else "2 warm standbys are"
+    assert run.says(f"{ready} ready to replace workers at once, for ")
     launcher = psutil.Process(run.process.pid)
-
-    def standbys() -> set[int]:
-        return {one.pid for one in launcher.children() if "dlrover_hooks.runtime.standby" in one.cmdline()}
-
-    warm = standbys()
-    while len(warm) < 2:  # the server, and the one that waits
-        assert run.process.poll() is None
-        warm = standbys()
+    warm = {one.pid for one in launcher.children() if "dlrover_hooks.runtime.standby" in one.cmdline()}
+    assert len(warm) == (2 if options else 3), "the server, and those that wait"
     os.kill(first[1]["pid"], signal.SIGKILL)
     lives = run.wait_for(lambda lives: len(lives) == 4)
-    assert len({life["pid"] for life in lives[2:]} & warm) == 1
+    assert len({life["pid"] for life in lives[2:]} & warm) == (1 if options or recovers else 2)
     assert (first[0]["pid"] in {life["pid"] for life in lives[2:]}) == recovers
     run.process.send_signal(signal.SIGINT)
-    assert run.end()[0] == 130
+    code, errors = run.end()
+    assert code == 130
+    assert errors.count("ready to replace workers at once") == 1
+    assert "Traceback" not in errors
     assert all_gone([*warm, *(life["pid"] for life in run.read())])
     assert run.leftovers() == []
+
+
+def test_no_standby_where_the_user_says_so(launch: Callable[..., Launched]) -> None:
+    """`--standby 0`: a replacement starts cold, and no process but those of the job is there."""
+    script = "from dlrover_hooks.runtime import preload; preload.tell()\n" + STAY
+    run = launch(SURVIVOR + script, "-n", "2", "--standby", "0", member=True)
+    first = run.wait_for(lambda lives: len(lives) == 2)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    lives = run.wait_for(lambda lives: len(lives) == 4)
+    children = psutil.Process(run.process.pid).children()
+    assert not any("dlrover_hooks.runtime.standby" in one.cmdline() for one in children)
+    assert first[0]["pid"] in {life["pid"] for life in lives[2:]}
+    stop(run)

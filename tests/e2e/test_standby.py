@@ -78,7 +78,7 @@ def launcher(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     def start(code: str, *modules: str, **environment: str) -> Launcher:
         """`modules`: what a worker says that it has imported."""
         packages = {name.partition(".")[0] for name in modules}
-        origins = {name: origin for name in packages if (origin := preload._origin(name)) is not None}
+        origins = {name: origin for name in packages if (origin := preload.origin(name)) is not None}
         local = {name: str(tmp_path / f"{name}.py") for name in packages - set(origins)}
         wanted = preload.Imported(origins | local, list(modules))
         started.append(Launcher(tmp_path, code, wanted, **environment))
@@ -296,6 +296,155 @@ def test_orphans_of_a_killed_worker_are_buried(launcher: Callable[..., Launcher]
         standbys.close()
     """
     code, _, errors = launcher(code).end()
+    assert code == 0, errors
+
+
+def test_a_standby_that_dies_before_it_is_heard_is_replaced(launcher: Callable[..., Launcher]) -> None:
+    """It has said its process id, died, and was buried as an orphan: that number is nobody's now, or another's."""
+    code = """
+        standbys = Standbys(1, ENV["DLROVER_HOOKS_PRELOAD"], ENV)
+        standbys.refill()
+        while not standbys._coming:
+            assert select.select([standbys._line], [], [], 60)[0]
+            standbys._hear_server()
+        line = standbys._coming[0]
+        pid = int(line.recv(32, socket.MSG_PEEK))
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED)
+        until(lambda: standbys.ready == 1, standbys)
+        say(another=standbys._ready[0][0].pid != pid)
+        standbys.close()
+        assert psutil.Process().children() == []
+    """
+    started = launcher("import socket\n" + textwrap.dedent(code))
+    assert started.line() == {"another": True}
+    code, _, errors = started.end()
+    assert (code, errors) == (0, "")
+
+
+def test_what_ends_first_when_memory_runs_out(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
+    """Server and idle standbys offer themselves to the kernel; one that has a seat has the score of any worker."""
+    (tmp_path / "script.py").write_text("print(open('/proc/self/oom_score_adj').read(), flush=True)")
+    code = """
+        def score(pid):
+            return int(open(f"/proc/{pid}/oom_score_adj").read())
+        own = score("self")
+        standbys = warm()
+        say(idle=[score(child.pid) for child in psutil.Process().children()])
+        assert standbys.take("worker", ["--", "script.py"], ENV).wait(20) == 0
+        say(own=own)
+        standbys.close()
+    """
+    code, output, errors = launcher(code).end()
+    assert code == 0, errors
+    idle, worker, own = (json.loads(line) for line in output.split("\n") if line)
+    assert idle == {"idle": [1000, 1000]}
+    assert own == {"own": worker}
+
+
+def test_standbys_are_given_up_while_memory_is_short(launcher: Callable[..., Launcher]) -> None:
+    """Only those that nobody asked for; they come back once there is room, and it is said once."""
+    code = """
+        from dlrover_hooks import memory
+        from dlrover_hooks.runtime import standbys as module
+        module._AGAIN_S = 0.0
+        def left(mib):
+            memory.free = lambda: memory.Free(mib << 20, "the machine")
+        left(1000)
+        standbys = Standbys(1, ENV["DLROVER_HOOKS_PRELOAD"], ENV, spare=True)
+        standbys.refill()
+        assert psutil.Process().children() == []
+        left(1100)
+        until(lambda: standbys.ready == 1, standbys)
+        left(300)
+        standbys.refill()
+        assert standbys.ready == 1
+        left(200)
+        standbys.refill()
+        assert (standbys.ready, psutil.Process().children()) == (0, [])
+        left(1100)
+        until(lambda: standbys.ready == 1, standbys)
+        standbys.close()
+        asked = Standbys(1, ENV["DLROVER_HOOKS_PRELOAD"], ENV)
+        left(100)
+        until(lambda: asked.ready == 1, asked)
+        asked.close()
+    """
+    code, _, errors = launcher(code).end()
+    assert code == 0, errors
+    assert errors.count("no warm standbys: memory is short, 1000 MiB are left (the machine)") == 1
+    assert errors.count("memory is short") == 1
+
+
+def test_a_fork_that_fails_costs_neither_server_nor_run(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
+    """Too many processes: the server lives on, and forks later."""
+    (tmp_path / "einops.py").write_text(
+        "import os\nfork = os.fork\ndef once():\n    os.fork = fork\n    raise BlockingIOError(11, 'not now')\n"
+        "os.fork = once\n"
+    )
+    code = """
+        from dlrover_hooks.runtime import standbys as module
+        module._AGAIN_S = 0.0
+        standbys = warm()
+        assert standbys._starts == 1
+        standbys.close()
+    """
+    code, _, errors = launcher(code, "einops").end()
+    assert code == 0, errors
+    assert "died" not in errors
+
+
+def test_packages_are_imported_with_the_variables_that_the_script_sets(
+    launcher: Callable[..., Launcher], tmp_path: Path
+) -> None:
+    """`os.environ["HF_HOME"] = ...` above the imports holds in a standby, too; what a package sets stays."""
+    (tmp_path / "einops.py").write_text(
+        "import os\nHOME = os.environ['HF_HOME']\nos.environ['EINOPS_WAS_HERE'] = os.environ['HF_HOME']\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import json, os\nbefore = os.environ.get('HF_HOME')\nos.environ['HF_HOME'] = '/own'\nimport einops\n"
+        "print(json.dumps([before, einops.HOME, os.environ['EINOPS_WAS_HERE']]))\n"
+        "from dlrover_hooks.runtime import preload\npreload.tell()\n"
+    )
+    code = """
+        os.unlink(ENV["DLROVER_HOOKS_PRELOAD"])
+        subprocess.run([sys.executable, "-u", "script.py"], env=ENV, check=True)
+        standbys = warm()
+        assert standbys.take("worker", ["--", "script.py"], ENV).wait(20) == 0
+        standbys.close()
+    """
+    code, output, errors = launcher(code, "einops").end()
+    assert code == 0, errors
+    cold, warm = (json.loads(line) for line in output.splitlines())
+    assert cold == warm == [None, "/own", "/own"]
+
+
+def test_a_script_that_tells_nothing_is_read_for_its_imports(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
+    """Nothing of it is run before a standby has its seat. Once a worker tells, other standbys are made."""
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "einops.py").write_text("")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "script.py").write_text(
+        "import os\nopen('ran', 'a').write('x')\nimport torch\nimport helper\nfrom einops import nothing\n"
+    )
+    (tmp_path / "project" / "helper.py").write_text("open('helped', 'a').write('x')\n")
+    code = """
+        from dlrover_hooks.runtime import preload, standbys as module
+        told = ENV["DLROVER_HOOKS_PRELOAD"]
+        os.rename(told, "aside")
+        module._UNTOLD_S = 0.0
+        standbys = Standbys(1, told, ENV, ["project/script.py"])
+        assert standbys.take("worker", ["--", "project/script.py"], ENV) is None
+        until(lambda: standbys.ready == 1, standbys)
+        assert not os.path.exists("ran") and not os.path.exists("helped")
+        first = standbys._ready[0][0].pid
+        os.rename("aside", told)
+        until(lambda: standbys.ready == 1 and standbys._ready[0][0].pid != first, standbys)
+        assert not os.path.exists("ran") and not os.path.exists("helped")
+        standbys.close()
+        assert psutil.Process().children() == []
+    """
+    code, _, errors = launcher(code, "torch", "einops").end()
     assert code == 0, errors
 
 

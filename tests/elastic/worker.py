@@ -75,6 +75,7 @@ class Worker:
             torch.manual_seed(11)
         self.calls = settings.pop("calls", 1)
         self.epochs, self.workers = settings.pop("epochs", 4), settings.pop("workers", 0)
+        self.batch = settings.pop("batch", 12)
 
     def note(self, event: str, **more: Any) -> None:
         facts = {"t": time.time(), "who": self.name, "life": self.lives, "event": event, **more}
@@ -177,7 +178,7 @@ class Worker:
         model = DistributedDataParallel(net)
         if self.hook:
             model.register_comm_hook(None, allreduce_hook)
-        loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=12)
+        loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=self.batch)
         with AsyncCheckpointer(
             model=model,
             optimizer=optimizer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from dlrover_hooks.errors import UsageError
@@ -48,3 +50,11 @@ def test_what_does_not_go_together_is_refused_with_a_way_out(options: Options) -
     with pytest.raises(UsageError) as refusal:
         check(options)
     assert refusal.value.hint
+
+
+def test_each_worker_has_a_standby_unless_the_user_has_chosen() -> None:
+    script = (sys.executable, "-u", "train.py")
+    assert Options(command=script, workers=Bounds(1, 8)).standbys == 8
+    assert Options(command=script, workers=Bounds(8, 8), standby=1).standbys == 1
+    assert Options(command=script, workers=Bounds(8, 8), standby=0).standbys == 0
+    assert Options(command=COMMAND, workers=Bounds(8, 8)).standbys == 0, "there is nothing to import ahead"
