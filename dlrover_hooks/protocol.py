@@ -116,13 +116,15 @@ class Held(Message, frozen=True):
 
 
 class Cadence(Message, frozen=True):
-    """When to save. Save at steps divisible by `every` (0: at powers of two until the master knows the step time).
+    """When to save: at steps divisible by `every`.
 
-    The first saved step >= `persist_from` is also made durable (None: nothing is due).
+    `every` 0: the master does not know the step time yet. Save 1, 2, 4, 8, ... steps after `begun_step`, the step that
+    the attempt began at. The first saved step >= `persist_from` is also made durable (None: nothing is due).
     """
 
     every: Count = 0
     persist_from: Count | None = None
+    begun_step: Count = 0
 
 
 class ShardFile(Message, frozen=True):

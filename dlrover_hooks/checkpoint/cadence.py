@@ -8,10 +8,11 @@ from dlrover_hooks.protocol import Cadence, Generation
 
 
 def save_due(cadence: Cadence, step: int) -> bool:
-    """True if `step` is to be saved. While the master knows no step time (`every` 0): at 1, 2, 4, 8, ..."""
-    if step < 1:
+    """True if `step` is to be saved. While the master knows no step time: 1, 2, 4, 8, ... steps after `begun_step`."""
+    done = step - cadence.begun_step
+    if done < 1:
         return False
-    return step % cadence.every == 0 if cadence.every else step & (step - 1) == 0
+    return step % cadence.every == 0 if cadence.every else done & (done - 1) == 0
 
 
 class Durable:

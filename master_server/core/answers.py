@@ -15,7 +15,7 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import checkpoints, choice, kv, membership, preemption, shards
 from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
-from dlrover_hooks.master.core.job import Effects, Job, Remembered, committing, in_round, knows, seat
+from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
 from dlrover_hooks.protocol import (
     ROUTES,
     Attach,
@@ -98,6 +98,7 @@ def _vote(job: Job, event: Vote, now: float, effects: Effects) -> Voted:
     commit = checkpoints.vote(job.saves, job.settings, job.name, event, now)
     if commit is not None:
         effects.append(committing(job, commit))
+    arm_for_persist(job, now, effects)
     return checkpoints.voted(job.saves)
 
 
@@ -110,8 +111,8 @@ def _change_keys(job: Job, event: ChangeKeys, now: float, effects: Effects) -> K
 
 
 def _committed(job: Job, event: Committed, now: float, effects: Effects) -> Done:
-    del effects
     checkpoints.committed(job.saves, job.settings, event.generation, now)
+    arm_for_persist(job, now, effects)
     return Done()
 
 

@@ -108,14 +108,24 @@ class Saves(msgspec.Struct):
     copy_times: list[float] = []
 
 
-def begin(saves: Saves, settings: Settings, step: int, complete: Generation | None, now: float) -> None:
-    """A new attempt starts after `step`; `complete` is what still lies whole in memory."""
+def begin(
+    saves: Saves, settings: Settings, step: int, complete: Generation | None, now: float, *, durable: bool
+) -> None:
+    """A new attempt starts after `step`; `complete` is what still lies whole in memory.
+
+    `durable`: nothing of the steps so far is in memory alone. If some is, a persist is due when it was before; a master
+    that knows of none has it made at once. Times of an earlier attempt are forgotten: its world may have been another.
+    """
     saves.open = []
     saves.newest_complete = complete
-    saves.newest_step = saves.persisted_step = step
+    saves.newest_step = step
     saves.passed = 0
-    saves.persisted_at = now
-    saves.cadence = Cadence(every=_every(saves, settings))
+    saves.persisted_step = min(saves.persisted_step, step)
+    if durable:
+        saves.persisted_step, saves.persisted_at = step, now
+    saves.step_times, saves.copy_times = [], []
+    every = settings.save_every if isinstance(settings.save_every, int) else 0
+    saves.cadence = Cadence(every=every, begun_step=step)
     _schedule(saves, settings, now)
 
 
@@ -181,6 +191,19 @@ def commit_failed(saves: Saves, settings: Settings, generation: Generation, now:
         return False
     _give_up(saves, settings)
     return True
+
+
+def persist_due_at(saves: Saves, settings: Settings) -> float:
+    """When `remind` is to be called; `inf`: a persist is under way, or steps decide."""
+    every = settings.persist_every
+    if settings.save_to is None or saves.cadence.persist_from is not None or isinstance(every, int):
+        return math.inf
+    return saves.persisted_at + seconds(every)
+
+
+def remind(saves: Saves, settings: Settings, now: float) -> None:
+    """Time has passed: a persist may be due before the next vote, and the next save is to be the one."""
+    _schedule(saves, settings, now)
 
 
 def _take(saves: Saves, generation: Generation) -> Commit | None:
@@ -330,7 +353,7 @@ def _schedule(saves: Saves, settings: Settings, now: float) -> None:
     if isinstance(every, int):
         start = (saves.persisted_step // every + 1) * every
         start = max(start, _ahead(saves)) if saves.margin > 1 else start
-    elif now - saves.persisted_at >= seconds(every):
+    elif now >= persist_due_at(saves, settings):
         start = _ahead(saves)
     else:
         return

@@ -8,7 +8,7 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import checkpoints, replicas, restore, shards
 from dlrover_hooks.master.core.checkpoints import Settings
 from dlrover_hooks.master.core.effects import Wake, watch_topic
-from dlrover_hooks.master.core.job import Effects, Job, enter, seat
+from dlrover_hooks.master.core.job import Effects, Job, arm_for_persist, enter, seat
 from dlrover_hooks.master.core.restore import Neighbour
 from dlrover_hooks.master.core.rounds import Member, Round
 from dlrover_hooks.protocol import LARGEST_STEP, Attach, Attached, Done, Loaded, Phase, Restore, Source
@@ -95,12 +95,21 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     current.attempt = job.attempt
     step = whole.generation.step if whole else 0
     complete = whole.generation if whole is not None and whole.source is not Source.STORAGE else None
-    checkpoints.begin(job.saves, job.settings, step, complete, now)
+    checkpoints.begin(job.saves, job.settings, step, complete, now, durable=_is_durable(job, whole))
     shards.begin(job, effects)
     waits = chosen is not None or job.plan.refused is not None
     if not waits:
         shards.settle(job, effects)
     enter(job, current, Phase.RESTORING if waits else Phase.TRAINING, effects)
+    arm_for_persist(job, now, effects)
+
+
+def _is_durable(job: Job, whole: Restore | None) -> bool:
+    """Is what the attempt begins with in storage? So is nothing at all."""
+    if whole is None or whole.source is Source.STORAGE:
+        return True
+    kept = (*job.offers.stored, *job.saves.committed)
+    return any(one.generation == whole.generation for one in kept)
 
 
 def _heard(job: Job, *, fresh: bool) -> int:
@@ -182,6 +191,7 @@ def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
     if current.loaded == current.world_size:
         shards.settle(job, effects)
         enter(job, current, Phase.TRAINING, effects)
+        arm_for_persist(job, now, effects)
     return Done()
 
 

@@ -10,7 +10,7 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import rounds, seating
+from dlrover_hooks.master.core import checkpoints, rounds, seating
 from dlrover_hooks.master.core.checkpoints import Commit, Saves, Settings
 from dlrover_hooks.master.core.effects import (
     CommitGeneration,
@@ -159,6 +159,13 @@ def tell_of_newcomers(job: Job, effects: Effects) -> None:
         effects.append(Wake(topic=watch_topic(job.name)))
 
 
+def persist_due_at(job: Job) -> float:
+    """When a persist is due, if the job trains, votes do not tell, and it is not announced yet; else `inf`."""
+    current = job.rounds.round
+    trains = current is not None and current.phase is Phase.TRAINING and current.attempt > 0 and not job.finished
+    return checkpoints.persist_due_at(job.saves, job.settings) if trains else math.inf
+
+
 EVERY_S = 1.0
 """Leases of a job that ran out are looked for no more often."""
 
@@ -170,10 +177,17 @@ def arm(job: Job, now: float, effects: Effects) -> None:
     dues = [max(ledger.heap[0][0], soonest) for ledger in job.ledgers.named.values() if ledger.heap]
     if forming is not None and forming > now:
         dues.append(forming)
+    dues.append(persist_due_at(job))
     at = min(dues, default=math.inf)
     if at < job.alarm:
         job.alarm = at
         effects.append(Deadline(job=job.name, at=at))
+
+
+def arm_for_persist(job: Job, now: float, effects: Effects) -> None:
+    """The same, if a persist is what is due first."""
+    if persist_due_at(job) < job.alarm:
+        arm(job, now, effects)
 
 
 def committing(job: Job, commit: Commit) -> CommitGeneration:

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import preemption, rounds, seating, shards
+from dlrover_hooks.master.core import checkpoints, preemption, rounds, seating, shards
 from dlrover_hooks.master.core.checkpoints import Saves, Settings
 from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
 from dlrover_hooks.master.core.events import Lost, Tick
@@ -19,6 +19,7 @@ from dlrover_hooks.master.core.job import (
     arm,
     finishing,
     knows,
+    persist_due_at,
     tell_of_newcomers,
 )
 from dlrover_hooks.master.core.kv import Keys
@@ -166,10 +167,12 @@ def _finish(job: Job, effects: Effects) -> None:
 
 
 def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
-    """Time has passed: the last call may be over, and leases."""
+    """Time has passed: the last call may be over, and leases; a persist may be due."""
     del event
     job.alarm = math.inf
     shards.expire(job, now, effects)
+    if persist_due_at(job) <= now:
+        checkpoints.remind(job.saves, job.settings, now)
     _after_membership(job, now, effects, broken=False)
     return Done()
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.errors import MasterAway, NoCheckpoint, SaveToBusy, StorageFailed
-from dlrover_hooks.protocol import Departure, Source
+from dlrover_hooks.protocol import Departure, JobView, Source
 from tests.e2e.house import House, everyone, trained
-from tests.e2e.session_life import WAIT_S, until
+from tests.e2e.session_life import WAIT_S, pause, until
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -217,3 +217,30 @@ def test_a_disk_with_room_for_a_note_only_is_refused_before_training(house: Hous
     os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - 4096)
     with pytest.raises(StorageFailed, match="No space left"):
         house.life(save_to=str(small_disk))
+
+
+@pytest.mark.parametrize("save_every", ["auto", "0.2s"])
+def test_every_launch_saves_soon_whatever_step_it_begins_at(house: House, tmp_path: Path, save_every: str) -> None:
+    """In memory and in storage; the next power of two is 448,575 steps away."""
+    first = house.life(save_to=str(tmp_path), persist_every=1)
+    first.at = 600_000
+    trained(first, 1, durable=True)
+    first.leave()
+    for source in (Source.STORAGE, Source.MEMORY, Source.STORAGE):
+        if source is Source.STORAGE:
+            house.kill_keeper()
+        life = house.life(save_to=str(tmp_path), save_every=save_every, persist_every="0.5s")
+        assert life.restored is not None
+        assert life.restored.source is source
+        assert life.at > 600_000
+        begun, attempt = life.at, life.session.attempt
+        pause()  # the first step takes as long as the others
+        life.step_until(lambda: saved_by(life.view(), attempt), f"generations of attempt {attempt}", paced=False)
+        assert life.at < begun + 100_000
+        life.leave()
+
+
+def saved_by(view: JobView, attempt: int) -> bool:
+    """Attempt `attempt` has a generation in memory and one in storage."""
+    newest = (view.newest_complete, view.newest_committed)
+    return all(one is not None and one.attempt == attempt for one in newest)

@@ -178,6 +178,8 @@ class Counted:
                 self._sizes[job.name, current.attempt] = current.world_size
                 self._places[job.name, current.attempt] = _places(job)
             self._attached[job.name] = {name for name, one in current.members.items() if one.attached}
+            # events alone do not tell when a round was seated, so an agent's end took its waiting seats along
+            self._dead.get(job.name, set()).difference_update(name for name, one in current.members.items() if one.live)
         self._held[job.name] = dict(job.offers.held)
 
     # ---- comparing ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,8 +46,11 @@ def test_saves_at_multiples(every: int, step: int) -> None:
     assert save_due(Cadence(every), step) == (step % every == 0)
 
 
-def test_saves_at_powers_of_two_while_no_step_time_is_known() -> None:
-    assert [step for step in range(-1, 70) if save_due(Cadence(0), step)] == [1, 2, 4, 8, 16, 32, 64]
+@pytest.mark.parametrize("begun", [0, 1098, 600_000])
+def test_saves_while_no_step_time_is_known_count_from_the_restored_step(begun: int) -> None:
+    steps = range(begun - 1, begun + 70)
+    due = [step - begun for step in steps if save_due(Cadence(0, begun_step=begun), step)]
+    assert due == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_a_new_start_is_a_new_question() -> None:

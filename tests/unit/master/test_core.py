@@ -198,7 +198,7 @@ def test_cadence_of_time() -> None:
         for worker in ("w0", "w1"):
             master.call(p.Heartbeat("job", worker))
         master.advance(9.0)
-    assert master.call(vote(0, 20)).cadence == p.Cadence(every=20, persist_from=21)
+    assert master.call(vote(0, 20)).cadence == p.Cadence(every=20, persist_from=2), "time alone announces it"
     timed = training(save_every="5s")
     assert timed.call(vote(0, 1, step_s=0.1)).cadence.every == 50
     with pytest.raises(BadRequest, match="90s"):
