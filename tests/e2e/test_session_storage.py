@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.errors import MasterAway, NoCheckpoint, SaveToBusy, StorageFailed
-from dlrover_hooks.protocol import Departure, JobView, Source
+from dlrover_hooks.protocol import Departure, Source
 from tests.e2e.house import House, everyone, trained
-from tests.e2e.session_life import WAIT_S, pause, until
+from tests.e2e.session_life import WAIT_S, Life, pause, until
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -233,14 +234,15 @@ def test_every_launch_saves_soon_whatever_step_it_begins_at(house: House, tmp_pa
         assert life.restored is not None
         assert life.restored.source is source
         assert life.at > 600_000
-        begun, attempt = life.at, life.session.attempt
+        begun = life.at
         pause()  # the first step takes as long as the others
-        life.step_until(lambda: saved_by(life.view(), attempt), f"generations of attempt {attempt}", paced=False)
+        life.step_until(functools.partial(has_saved, life), "new generations in memory and in storage", paced=False)
         assert life.at < begun + 100_000
         life.leave()
 
 
-def saved_by(view: JobView, attempt: int) -> bool:
-    """Attempt `attempt` has a generation in memory and one in storage."""
+def has_saved(life: Life) -> bool:
+    """This life has a generation in memory and one in storage."""
+    view = life.view()
     newest = (view.newest_complete, view.newest_committed)
-    return all(one is not None and one.attempt == attempt for one in newest)
+    return all(one is not None and one.attempt == life.session.attempt for one in newest)

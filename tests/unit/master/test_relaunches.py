@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.cadence import Durable, save_due
-from dlrover_hooks.testing import MasterFake, StorageFake
+from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import attach, held, join, stored, vote
 
 STEP_S, COPY_S = 0.5, 0.07
@@ -30,7 +31,7 @@ LATE_S = 1.0 + STEP_S
 class Launch:
     """Two workers that train under a new master, or (`again`) in the next attempt of the same one."""
 
-    def __init__(self, settings: dict[str, object], life: str, *, again: Launch | None = None, **more: object) -> None:
+    def __init__(self, settings: Mapping[str, Any], life: str, *, again: Launch | None = None, **more: Any) -> None:
         self.master = again.master if again is not None else MasterFake()
         self.names = [f"{life}{rank}" for rank in range(2)]
         self.saved: list[int] = []
@@ -60,7 +61,8 @@ class Launch:
         for step in range(self.begun + 1, self.begun + STEPS):
             self.master.advance(STEP_S)
             if step % 2 == 0:
-                cadence = [self.master.call(p.Heartbeat("job", name, step)) for name in self.names][0].cadence
+                beats = [self.master.call(p.Heartbeat("job", name, step)) for name in self.names]
+                cadence = beats[0].cadence
             if save_due(cadence, step):
                 self.saved.append(step)
                 picks.saved(p.Generation(self.plan.attempt, step, self.plan.run))
@@ -71,11 +73,11 @@ class Launch:
             yield step
 
     def vote(self, step: int, kind: p.VoteKind) -> p.Cadence:
-        known = STEP_S if step > self.begun + 1 else 0.0
+        known, cadence = STEP_S if step > self.begun + 1 else 0.0, p.Cadence()
         for rank, name in enumerate(self.names):
             one = vote(rank, step, kind, attempt=self.plan.attempt, step_s=known, copy_s=COPY_S)
-            reply = self.master.call(msgspec.structs.replace(one, incarnation=name))
-        return reply.cadence
+            cadence = self.master.call(msgspec.structs.replace(one, incarnation=name)).cadence
+        return cadence
 
     def never_late(self, interval: int) -> None:
         """Saves are at most `interval` steps apart, and the first one after `persist_every` is made durable."""
