@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.master.core.effects import CommitGeneration, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten
@@ -23,13 +25,19 @@ class Deposits:
     """Storage work, for each job one piece at a time. Call it from the loop; what blocks runs in a few threads.
 
     `owner` names the journal; `inform` takes the events that say how it went, on the loop; `writes` says whether a job
-    needs its claims.
+    needs its claims; `wall` dates manifests.
     """
 
     def __init__(
-        self, storage: Storage, *, owner: str, inform: Callable[[Message], None], writes: Callable[[str], bool]
+        self,
+        storage: Storage,
+        *,
+        owner: str,
+        inform: Callable[[Message], None],
+        writes: Callable[[str], bool],
+        wall: Callable[[], float],
     ) -> None:
-        self._storage, self._journal, self._inform, self._writes = storage, owner, inform, writes
+        self._storage, self._journal, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
         self._claims: dict[tuple[str, str], Hold] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,9 +91,10 @@ class Deposits:
 
     async def _commit(self, effect: CommitGeneration) -> None:
         generation = effect.manifest.generation
+        manifest = msgspec.structs.replace(effect.manifest, created_at=self._wall())
         async with self._locks[effect.job]:
             try:
-                await self._run(self._storage.commit, effect.url, effect.options, effect.manifest, effect.keep)
+                await self._run(self._storage.commit, effect.url, effect.options, manifest, effect.keep)
             except Exception as error:  # whatever storage raised, the job must hear of it
                 log.warning("job %s: %s is not committed: %s", effect.job, generation, error)
                 self._inform(CommitFailed(job=effect.job, generation=generation, reason=str(error)))

@@ -1,4 +1,4 @@
-"""Who lives, as the runtime sees it: the pure `nodes` with a monotonic clock and one timer. Verdicts become events.
+"""Who lives, as the runtime sees it: the pure `nodes` with the master's uptime and one timer. Verdicts become events.
 
 All methods are called in the runtime's loop.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable
-from typing import NamedTuple
 
+from dlrover_hooks.master.clock import Uptime
 from dlrover_hooks.master.core import nodes
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job import Job, knows
@@ -35,25 +34,17 @@ from dlrover_hooks.protocol import (
 log = logging.getLogger("dlrover_hooks.master")
 
 
-class Clock(NamedTuple):
-    """The clocks of a master's machine, in seconds. `wall` counts from the epoch and may be set back."""
-
-    wall: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-
-
-REAL = Clock()
-
-
 class Liveness:
     """Owns the timer. `state` gives the journaled state as it is now; `inform` takes an event of the master's own."""
 
     def __init__(
-        self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], clock: Clock
+        self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], uptime: Uptime
     ) -> None:
-        self._nodes, self._state, self._inform, self._now = known, state, inform, clock.monotonic
+        self._nodes, self._state, self._inform = known, state, inform
+        self._uptime, self._now = uptime, uptime.seconds
         self._timer: asyncio.TimerHandle | None = None
         self._at = math.inf
+        self._judged_at = -math.inf
 
     def start(self) -> None:
         """A new life: everybody is to speak anew."""
@@ -82,13 +73,22 @@ class Liveness:
 
     def close(self) -> None:
         """No more verdicts."""
+        self._cancel()
+        self._at = -math.inf
+
+    def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     # ---- signs of life -----------------------------------------------------------------------------------------------
 
+    def received(self, request: Heartbeat) -> None:
+        """A heartbeat is here. It counts at once if its sender is known: the answer may have to wait for a commit."""
+        if (request.job, request.incarnation) in self._nodes.pulses:
+            self.beat(request)
+
     def beat(self, request: Heartbeat) -> None:
-        """A heartbeat was answered."""
+        """A heartbeat was answered: its sender may be silent for a whole lease again."""
         name = (request.job, request.incarnation)
         nodes.beat(self._nodes, name, self._now(), step=request.step, vitals=request.vitals)
         self._arm()
@@ -149,16 +149,25 @@ class Liveness:
     # ---- verdicts ----------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
+        """Judge when the first lease runs out, and at every tick of the uptime."""
         at = nodes.next_at(self._nodes)
-        if at >= self._at or at == math.inf:
+        if at >= self._at:
             return
-        self.close()
-        self._at = at
-        self._timer = self._loop.call_later(max(0.0, at - self._now()), self._judge)
+        self._cancel()
+        now, tick_s = self._now(), self._uptime.tick_s
+        delay_s = tick_s if now == self._judged_at else min(max(0.0, at - now), tick_s)  # the uptime may stand still
+        self._at = now + delay_s
+        self._timer = self._loop.call_later(delay_s, self._judge)
 
     def _judge(self) -> None:
+        """Whoever could not be heard because this master was stopped, or waited for its journal, gets time to speak."""
         self._timer, self._at = None, math.inf
-        for lost in nodes.verdicts(self._nodes, self._now()):
+        now = self._judged_at = self._now()
+        if (missed_s := self._uptime.missed_s()) > 0.0:
+            nodes.grant(self._nodes, now, missed_s)
+        if missed_s > self._uptime.most_s:
+            log.warning("this master was stopped for %.1f s: no lease ends because of that", missed_s)
+        for lost in nodes.verdicts(self._nodes, now):
             if self._matters(lost):
                 log.warning("job %s: %s is lost: %s", lost.job, lost.incarnation, lost.reason)
                 self._inform(lost)

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
+from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, MasterError
+from dlrover_hooks.master.clock import REAL, Clock, Uptime
 from dlrover_hooks.master.core import events, jobs, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, ReleaseClaims, RoundFormed, Wake
 from dlrover_hooks.master.core.events import Envelope, Key, Tick
@@ -28,7 +29,7 @@ from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.deposits import Deposits
 from dlrover_hooks.master.folders import Folders, Storage
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
-from dlrover_hooks.master.liveness import REAL, Clock, Liveness
+from dlrover_hooks.master.liveness import Liveness
 from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
@@ -63,19 +64,23 @@ class Runtime:
         self.state = journal.load()
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
-        self._deposits = Deposits(storage or Folders(), owner=journal.owner, inform=self._inform, writes=self._writes)
+        self._deposits = Deposits(
+            storage or Folders(), owner=journal.owner, inform=self._inform, writes=self._writes, wall=clock.wall
+        )
         self._snapshot_every = snapshot_every
         self._observe_commit = observe_commit
-        self._wall = clock.wall
-        self._latest = 0.0
+        self._began = self.state.now or clock.wall()
+        self._uptime = Uptime(clock.monotonic, max(suspicion_s, lease_s / 10))
         self._queue: deque[Entry] = deque()
         self._under_way: list[Entry] = []
         self._committing: asyncio.Task[None] | None = None
         self._barrier: asyncio.Future[Message] | None = None
+        self._reloading: asyncio.Future[None] | None = None
+        """Until it is done `state` may be anything: it is being read from the journal."""
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
         """By topic, in order. Each has a future of its own: to leave one that thousands share takes as many steps."""
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, clock)
+        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, self._uptime)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
         self.failed = False
@@ -117,7 +122,7 @@ class Runtime:
 
     async def event(self, event: Message, key: Key | None = None) -> Message:
         """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
-        self._check_failed()
+        await self._intact()
         if isinstance(event, Attach) and event.save_to is not None:
             return await self._attach(event, event.save_to.rstrip("/"), key)
         return await asyncio.shield(self._enqueue(event, key))
@@ -127,6 +132,7 @@ class Runtime:
         jobs.check_attach(self.state, event)
         await self._deposits.claim(event.job, url, event.storage_options)
         try:
+            await self._intact()
             done = self._enqueue(event, key)
         except HooksError:
             self._deposits.release(event.job)
@@ -138,24 +144,32 @@ class Runtime:
 
     def _enqueue(self, event: Message, key: Key | None) -> asyncio.Future[Message]:
         now = self._now()
-        outcome = jobs.apply(self.state, event, now, key)
+        record = _encoded(Envelope(now=now, event=event, key=key))
+        try:
+            outcome = jobs.apply(self.state, event, now, key)
+        except HooksError:
+            raise
+        except Exception as error:
+            raise self._spoilt(event, error) from error
         done: asyncio.Future[Message] = self._loop.create_future()
         if outcome.repeated:
             self._answer_after_commits(done, outcome.reply)
             return done
         self._liveness.heard_of(event)
-        record = events.encode(Envelope(now=now, event=event, key=key))
         self._queue.append(Entry(record=record, reply=outcome.reply, effects=outcome.effects, done=done))
         self._barrier = done
+        self._go_on()
+        return done
+
+    def _go_on(self) -> None:
+        """Have what is queued committed, after a reload if one is due."""
         if self._committing is None:
             self._committing = self._loop.create_task(self._commit_all())
             self._committing.add_done_callback(self._committed)
-        return done
 
     def _now(self) -> float:
-        """Wall clock that never goes back within a life."""
-        self._latest = max(self._latest, self._wall())
-        return self._latest
+        """Goes on from the journal's last event, with this life's uptime: the wall clock may be set to anything."""
+        return self._began + self._uptime.seconds()
 
     def _answer_after_commits(self, done: asyncio.Future[Message], reply: Message) -> None:
         """The first sending of this event may not be durable yet: answer no sooner than it."""
@@ -175,12 +189,16 @@ class Runtime:
         barrier.add_done_callback(settle)
 
     async def _commit_all(self) -> None:
-        while self._queue:
+        while self._queue or self._reloading is not None:
+            if self._reloading is not None:
+                await self._reload(self._reloading)
+                continue
             batch = self._under_way = list(self._queue)
             self._queue.clear()
             full = self.journal.since_snapshot + len(batch) >= self._snapshot_every
-            snapshot = jobs.encode(self.state) if full else None
+            snapshot = self._snapshot() if full else None
             began = time.perf_counter()
+            self._uptime.commit_begins()
             try:
                 await self._loop.run_in_executor(
                     self._writer, self.journal.append, [entry.record for entry in batch], snapshot
@@ -188,6 +206,8 @@ class Runtime:
             except JournalFailed as error:
                 self._roll_back(batch, error)
                 continue
+            finally:
+                self._uptime.commit_ended()
             self._observe_commit(time.perf_counter() - began, len(batch))
             for entry in batch:
                 _settle(entry.done, entry.reply)
@@ -195,6 +215,14 @@ class Runtime:
                     self._do(effect)
         self._under_way = []
         self._committing = None
+
+    def _snapshot(self) -> bytes | None:
+        """The state for the journal. None if it cannot be encoded: the events alone give it, too."""
+        try:
+            return jobs.encode(self.state)
+        except Exception:
+            log.critical("the state cannot be encoded, so the journal keeps growing: please report this", exc_info=True)
+            return None
 
     def _committed(self, task: asyncio.Task[None]) -> None:
         """A commit that raised leaves state and journal apart: end this life, the next one replays the journal."""
@@ -207,6 +235,9 @@ class Runtime:
                 entry.done.set_exception(_ending())
                 entry.done.exception()
         self._queue.clear()
+        reloading, self._reloading = self._reloading, None
+        if reloading is not None:
+            reloading.set_result(None)
         self.release_waiters()
         self.on_failure()
 
@@ -219,17 +250,47 @@ class Runtime:
         log.error("%s", error)
         failed = batch + list(self._queue)
         self._queue.clear()
-        self.state = self.journal.load()
-        self._liveness.rolled_back()
+        self._reloading = self._reloading or self._loop.create_future()
         for entry in failed:
             if not entry.done.done():
                 entry.done.set_exception(JournalFailed(error.message, hint=error.hint))
                 entry.done.exception()  # internal events have nobody who asks
 
+    def _spoilt(self, event: Message, error: Exception) -> MasterError:
+        """A bug left the state half changed: it is read from the journal again, and the event never happened."""
+        kind = type(event).__name__
+        log.critical("%s could not be applied: please report this", kind, exc_info=error)
+        if self._reloading is None:
+            self._reloading = self._loop.create_future()
+            self._go_on()
+        return MasterError(
+            f"{kind} could not be applied: {type(error).__name__} in the master, see its log. Nothing was changed.",
+            hint="This is a bug of dlrover-hooks: please report it with the master's log.",
+        )
+
+    async def _reload(self, done: asyncio.Future[None]) -> None:
+        """The state as the journal has it, and on top of it what is queued for the next commit."""
+        state = await self._loop.run_in_executor(self._writer, self.journal.load)
+        for entry in self._queue:
+            envelope = events.decode(entry.record)
+            jobs.apply(state, envelope.event, envelope.now, envelope.key)
+        self.state, self._reloading = state, None
+        self._liveness.rolled_back()
+        done.set_result(None)
+
+    async def _intact(self) -> None:
+        """Wait until `state` may be used. Raises MasterAway if that will never be."""
+        self._check_failed()
+        while self._reloading is not None:
+            await asyncio.wait([self._reloading])
+            self._check_failed()
+
     # ---- queries ----------------------------------------------------------------------------------------------------
 
     async def query(self, request: Message) -> Message:
         """Answer without changing anything, as soon as what it shows is durable."""
+        if isinstance(request, Heartbeat):
+            self._liveness.received(request)
         reply = await self._ask(request)
         if isinstance(request, Heartbeat):
             self._liveness.beat(request)
@@ -238,7 +299,7 @@ class Runtime:
 
     async def _ask(self, request: Message) -> Message | None:
         while True:
-            self._check_failed()
+            await self._intact()
             reply = views.query(self.state, self.nodes, request)
             barrier = self._barrier
             if barrier is None or barrier.done():
@@ -295,6 +356,9 @@ class Runtime:
 
     def _inform(self, event: Message) -> None:
         """An event of the master's own. If the journal fails it is tried again: nobody else would."""
+        if self._reloading is not None:
+            self._reloading.add_done_callback(lambda _: self._inform(event))
+            return
         try:
             done = self._enqueue(event, None)
         except HooksError as error:
@@ -326,12 +390,22 @@ class Runtime:
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:
             timer.cancel()
-        delay_s = max(0.0, effect.at - self._wall())
+        delay_s = max(0.0, effect.at - self._now())
         self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
 
 
 def _ending() -> MasterAway:
     return MasterAway("The master is ending.", hint="Ask again: it comes back on the same address.")
+
+
+def _encoded(envelope: Envelope) -> bytes:
+    """Before it is applied: what cannot be journaled must not happen."""
+    try:
+        return events.encode(envelope)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise BadRequest(
+            f"{type(envelope.event).__name__} cannot be journaled: {error}.", hint="See /openapi.json for the bounds."
+        ) from error
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

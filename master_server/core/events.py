@@ -1,7 +1,8 @@
 """What happens to a job from inside the master, and the envelope in which every event is journaled.
 
-An event is either a request whose route says `event=True` or one of the structs below. `now` is seconds since the epoch
-by the master's clock, taken once and journaled, so that replaying gives the same state.
+An event is either a request whose route says `event=True` or one of the structs below. `now` is in seconds, taken once
+and journaled, so that replaying gives the same state. It begins with the time of day when the journal is made; then it
+counts the time in which a master worked, and does not follow the wall clock.
 """
 
 from __future__ import annotations

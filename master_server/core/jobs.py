@@ -20,6 +20,8 @@ class Master(msgspec.Struct):
     jobs: dict[str, Job] = {}
     owners: dict[str, str] = {}
     """Job by the checkpoint URL it saves to."""
+    now: float = 0.0
+    """Of the last event: a new life of the master goes on counting from here."""
 
 
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
@@ -48,6 +50,13 @@ def job_named(state: Master, name: str) -> Job:
 
 def apply(state: Master, event: Message, now: float, key: Key | None = None) -> Outcome:
     """Change `state` by one event. Raises a MasterError, then nothing was changed."""
+    outcome = _apply(state, event, now, key)
+    if not outcome.repeated:
+        state.now = now
+    return outcome
+
+
+def _apply(state: Master, event: Message, now: float, key: Key | None) -> Outcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
     if isinstance(event, OpenLedger) and event.free:

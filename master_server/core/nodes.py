@@ -107,6 +107,14 @@ def closed(nodes: Nodes, name: Name, now: float, *, answered: bool = False) -> N
         _queue(nodes, name, pulse)
 
 
+def grant(nodes: Nodes, now: float, missed_s: float) -> None:
+    """For `missed_s` nobody could be heard: everybody gets as long to speak, at most a lease or a suspicion."""
+    lease_until, suspect_until = now + min(missed_s, nodes.lease_s), now + min(missed_s, nodes.suspicion_s)
+    for pulse in nodes.pulses.values():
+        pulse.until = max(pulse.until, lease_until)
+        pulse.suspect_until = max(pulse.suspect_until, suspect_until)
+
+
 def forget(nodes: Nodes, name: Name) -> None:
     """No longer of interest. Its heap entry is skipped when it comes up."""
     nodes.pulses.pop(name, None)

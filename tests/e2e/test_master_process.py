@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import Stale, TooLarge, Unauthorized, UnknownJob
+from dlrover_hooks.errors import MasterAway, Stale, TooLarge, Unauthorized, UnknownJob
 from dlrover_hooks.master.__main__ import _KEEPALIVE, _keep_alive
 from dlrover_hooks.watching import Line
 from tests.e2e.job_script import attach, join, vote
@@ -335,3 +336,23 @@ def test_connections_are_kept_alive_by_the_kernel() -> None:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             idle, again, times = (accepted.getsockopt(socket.IPPROTO_TCP, name) for name, _ in _KEEPALIVE)
             assert idle + again * times <= 30
+
+
+def test_a_stopped_master_hears_what_came_in_the_meantime(tmp_path: Path) -> None:
+    """Master row 3: SIGSTOP for longer than a lease, with heartbeats waiting in its sockets: nobody is lost."""
+    master = LiveMaster(tmp_path, "--lease-s", "2")
+    try:
+        master.client("agent").call(join())
+        for worker in ("w0", "w1"):
+            master.client(worker).call(attach(worker))
+            master.client(worker).call(p.Heartbeat("job", worker))
+        os.kill(master.pid, signal.SIGSTOP)
+        with pytest.raises(MasterAway):  # 3 s without an answer
+            master.client("w0").call(p.Heartbeat("job", "w0"), timeout_s=3.0, again=False)
+        os.kill(master.pid, signal.SIGCONT)
+        for worker in ("w0", "w1"):
+            master.client(worker).call(p.Heartbeat("job", worker))
+        view = master.client("w0").call(p.ShowJob("job"))
+        assert [member.alive for member in view.members] == [True, True]
+    finally:
+        master.close()

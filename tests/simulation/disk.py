@@ -13,6 +13,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dlrover_hooks.master.core import events, jobs
 from dlrover_hooks.master.journal import Journal
@@ -121,8 +122,9 @@ class FakeJournal(Journal):
         self._db = self._disk.memory
         self.owner = str(self._db.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()[0])
 
-    def pace(self, args: tuple[list[bytes], bytes | None]) -> tuple[float, float]:
-        self.pending = args[0], args[1]
+    def pace(self, args: tuple[Any, ...]) -> tuple[float, float]:
+        if args:  # an append, not a load
+            self.pending = args[0], args[1]
         dice, slow = self._disk.dice, self._disk.slow
         return slow * dice.random(), slow * dice.random()
 

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, HooksError
+from dlrover_hooks.master.clock import Clock
 from dlrover_hooks.master.core import jobs
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Key
 from dlrover_hooks.master.folders import Storage
-from dlrover_hooks.master.liveness import Clock
-from dlrover_hooks.master.runtime import Entry, Runtime
+from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Message, Problem, Route, Routes
 from tests.simulation.disk import Disk, FakeJournal
 from tests.simulation.loop import Loop, Process, monotonic
@@ -43,12 +43,13 @@ class Witnessed(Runtime):
         before = self._queue[-1] if self._queue else None
         done = super()._enqueue(event, key)
         entry = self._queue[-1] if self._queue and self._queue[-1] is not before else None
-        self.promises.applied(self.state, event, key, entry, now=self._latest)
+        self.promises.applied(self.state, event, key, entry, now=self._now())
         return done
 
-    def _roll_back(self, batch: list[Entry], error: Any) -> None:
-        super()._roll_back(batch, error)
-        self.promises.rolled_back(self.state, self.journal.kept)
+    async def _reload(self, done: Any) -> None:
+        kept = self.journal.kept + len(self._queue)
+        await super()._reload(done)
+        self.promises.rolled_back(self.state, kept)
 
     def _do(self, effect: Effect) -> None:
         self.promises.effect(effect)
