@@ -8,9 +8,10 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, GivenUp, Stale
+from dlrover_hooks.master.clock import Uptime
 from dlrover_hooks.master.core import jobs, views
 from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
-from dlrover_hooks.master.liveness import Clock, Liveness
+from dlrover_hooks.master.liveness import Liveness
 from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import join
 
@@ -190,7 +191,7 @@ def test_who_has_not_attached_is_its_launchers_to_watch() -> None:
 
     async def lives() -> None:
         nodes = Nodes()
-        liveness = Liveness(nodes, lambda: master.state, lost.append, Clock(lambda: now[0], lambda: now[0]))
+        liveness = Liveness(nodes, lambda: master.state, lost.append, Uptime(lambda: now[0], 1e6))
         liveness.start()
         watch = p.Watch("job", "a")
         liveness.waits(watch, 0.0)

@@ -190,7 +190,7 @@ def test_who_was_told_something_is_not_suspected_for_having_heard_it(tmp_path: P
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait([gone])
-        now, pulses = asyncio.get_running_loop().time(), dict(runtime.nodes.pulses)
+        now, pulses = runtime._uptime.seconds(), dict(runtime.nodes.pulses)
         await runtime.event(p.Leave("job@agents", "b", p.Departure.FAILED))
         assert await told == p.Notice(1, broken=True)
         found = [pulses["job@agents", name].suspect_until - now for name in ("a", "b")]
