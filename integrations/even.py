@@ -12,7 +12,7 @@ and it averages gradients, as DDP does under a foreign hook, so that unequal sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from dlrover_hooks.data.accumulation import leader as leader
 from dlrover_hooks.data.batch import Plan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
@@ -62,6 +63,7 @@ class EvenLoader(Around):
                 f"an EvenLoader is made around an ElasticLoader, not {type(elastic).__name__}",
                 hint="leased data is even already: a rank without data repeats a batch with weight 0",
             )
+        elastic.accumulate_by_hand()
         self.elastic = elastic
         self.ghost = False
         """The batch last received is a repetition."""
@@ -108,22 +110,6 @@ class EvenLoader(Around):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ElasticLoader.load_state_dict`."""
         self.elastic.load_state_dict(state)
-
-
-def leader(loaders: Sequence[Any]) -> Any:
-    """Of loaders that step together, the one whose `weight`, `loss_scale` and `step_ends` are those of the step.
-
-    A step has one weight per rank, since the losses of all loaders are one sum. In full steps all loaders agree; where
-    one ends its epoch with a short step it leads. Else it is the first that is not over. None if there is none.
-    """
-    if len(loaders) < 2:
-        return loaders[0] if loaders else None
-    live = [one for one in loaders if one.live] or loaders
-    return next((one for one in live if _is_short(one)), live[0])
-
-
-def _is_short(loader: ElasticLoader | EvenLoader) -> bool:
-    return loader.sampler.step.samples < loader.sampler.plan.global_batch_size
 
 
 def step_batches(plan: Plan) -> int:

@@ -222,6 +222,7 @@ class ElasticCallback(Callback):
             num_replicas=trainer.world_size,
             rank=trainer.global_rank,
         )
+        wrapped.accumulate_by_hand()  # Lightning does it
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
@@ -239,14 +240,15 @@ class ElasticCallback(Callback):
         log.warning("loader %r is not that of the fit before (other length): it starts at its beginning", name)
         return None
 
-    def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int:
-        """The global batch: as given, as restored, or what this first start makes of the loader's batch."""
+    def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int | None:
+        """The global batch: as given, as restored (None), or what this first start makes of the loader's batch."""
         first = next(iter(self._loaders.values()), None)
         if first is not None and first.name != name:  # loaders of one step have equally many micro-batches
             return first.sampler.plan.total * (loader.batch_size or 1)
         assert self._units is not None
-        fresh = (loader.batch_size or 1) * trainer.world_size * self._units.accumulate
-        return self.config.global_batch_size or (state["G"] if state is not None else fresh)
+        if self.config.global_batch_size or state is not None:
+            return self.config.global_batch_size
+        return (loader.batch_size or 1) * trainer.world_size * self._units.accumulate
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

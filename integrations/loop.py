@@ -230,6 +230,7 @@ class Loop:
             num_replicas=self.place.world_size,
             rank=self.place.rank,
         )
+        made.accumulate_by_hand()  # `Window` does it
         self.session.watch(name, made.sampler)
         made.before_batch.append(self.quiet)
         self._undo.append(lambda: made.before_batch.remove(self.quiet))
@@ -269,12 +270,13 @@ class Loop:
                 hint="zip other data inside the dataset, or leave ShardDataset out",
             )
 
-    def _batch_of(self, loader: Any, name: str, accumulate: int) -> int:
+    def _batch_of(self, loader: Any, name: str, accumulate: int) -> int | None:
+        """None: what the restored state says."""
         if self._loaders:
             return self._loaders[0].sampler.plan.total * (loader.batch_size or 1)
-        state = self.session.restored_data(name)
-        fresh = (loader.batch_size or 1) * self.place.world_size * accumulate
-        return self.config.global_batch_size or (state["G"] if state is not None else fresh)
+        if self.config.global_batch_size or self.session.restored_data(name) is not None:
+            return self.config.global_batch_size
+        return (loader.batch_size or 1) * self.place.world_size * accumulate
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

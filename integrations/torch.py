@@ -23,6 +23,7 @@ from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.restoring import Opening
 from dlrover_hooks.checkpoint.tree import flatten
+from dlrover_hooks.data.accumulation import Accumulation
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
@@ -75,7 +76,8 @@ class AsyncCheckpointer:
         self.step = 0
         self._ddp = _ddp(model)
         self._optimizer, self._whole = optimizer, WholeState(bare(model), optimizer)
-        self._extra = Extras(extra, self._whole.model)
+        given = extra if isinstance(extra, Mapping) else list(extra)
+        self._extra = Extras(given, self._whole.model)
         self._loaders = [loader] if isinstance(loader, Loader) else _checked(loader)
         if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
             raise UsageError(
@@ -91,6 +93,7 @@ class AsyncCheckpointer:
                 "rank's share of leased data is another than its share of the loader beside it",
                 hint="zip other data inside the dataset, or leave ShardDataset out",
             )
+        self._accumulations = self._accumulate(list(given.values() if isinstance(given, Mapping) else given))
         self.config = settings.load(save_to=save_to, **shared)
         if shared.get("global_batch_size") is not None:
             _refuse_batch(self.config.global_batch_size, self._loaders)
@@ -112,6 +115,11 @@ class AsyncCheckpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(p.Departure.DONE if kind is None else p.Departure.FAILED)
+        if isinstance(error, AssertionError) and "No inf checks" in str(error) and self._accumulations:
+            raise UsageError(
+                "a GradScaler found no gradients: in a step of several micro-batches they are kept apart until it ends",
+                hint="AsyncCheckpointer(..., extra=[scaler])",
+            ) from error
 
     def wait_copied(self) -> None:
         """Return when the last snapshot is copied. Call it before you change weights yourself, outside a step."""
@@ -194,10 +202,32 @@ class AsyncCheckpointer:
             )
         return place
 
+    def _accumulate(self, parts: Sequence[Stateful]) -> list[Accumulation]:
+        """Have all that acts once in a step act where it ends, unless the loop sees to that."""
+        found: list[Accumulation] = []
+        for loader in self._loaders:
+            if not isinstance(loader, ElasticLoader) or loader.by_hand:
+                continue
+            if loader.accumulation is None:
+                loader.attach(self._optimizer)
+            assert loader.accumulation is not None
+            found.append(loader.accumulation)
+        for window in dict.fromkeys(found):
+            window.needs_extra = True
+            for part in parts:
+                if isinstance(part, torch.optim.Optimizer):
+                    window.add_optimizer(part)
+                else:
+                    window.hold(part)
+        return found
+
     def _share_gradients(self, ddp: DistributedDataParallel) -> None:
         """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
         loaders = self._loaders  # not this object: what DDP holds in C++ must not hold DDP
-        if not (weighed := weigh_gradients(ddp, lambda: leader(loaders).weight)):
+        weighed = weigh_gradients(ddp, lambda: leader(loaders).weight)
+        for window in self._accumulations:
+            window.reduced(weighed=bool(weighed))
+        if not weighed and not self._accumulations:
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
         self._sync = SyncAtEnds(ddp, lambda: leader(loaders).step_ends)
 

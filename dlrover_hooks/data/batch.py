@@ -185,6 +185,14 @@ class Plan(msgspec.Struct, frozen=True):
         return full * self.micro_batches * self.batch_size + last.hi - last.lo
 
 
+def fitting(batch_size: int, global_batch_size: int, world_size: int) -> int:
+    """The largest micro-batch up to `batch_size` of which a step has a whole number, at least one for each rank; 0 if
+    there is none.
+    """
+    largest = min(batch_size, global_batch_size // world_size)
+    return next((size for size in range(largest, 0, -1) if global_batch_size % size == 0), 0)
+
+
 def _efficiency(total: int, world_size: int) -> float:
     return total / (world_size * -(-total // world_size))
 
@@ -224,7 +232,7 @@ def _check_share(plan: Plan) -> None:
     what = f"global_batch_size={G} is not a multiple of batch_size={b}"
     if G % b == 0:
         what = f"global_batch_size={G} at batch_size={b} makes {G // b} micro-batches for {W} workers"
-    fits = next((d for d in range(min(b, G // W), 0, -1) if G % d == 0), 0)
+    fits = fitting(b, G, W)
     advice = f"batch_size={fits} is the largest that fits" if fits else f"use at most {G} workers"
     near = max(-(-G // b), W) * b
     raise UsageError(what, hint=f"{advice}, or change global_batch_size (now {G}, {near} would do)")

@@ -129,6 +129,8 @@ class LeasedLoader:
         """An epoch: batches until every sample of it is done, here or elsewhere. A newer iterator ends an older one."""
         self.commit()  # the loop asks for more, so the step before is over
         self._leave()
+        if self._begun:
+            log.warning("dataset %r: epoch %d was left in the middle: the next one begins", self.name, self._epoch)
         epoch, total = self._ahead(), self._epochs or 1
         if epoch >= total and not isinstance(self.dataset.source, Stream):
             raise UsageError(
@@ -232,7 +234,6 @@ class LeasedLoader:
             shut_down(rows)
 
     def _hand_out(self, delivery: Delivery) -> Any:
-        self._begun = True
         self.tally.received(delivery.piece)
         return delivery.batch
 
@@ -296,6 +297,7 @@ class LeasedLoader:
     def mark(self) -> None:
         """The optimizer stepped: what the loop has received so far is in the model once the step is entirely over."""
         self.tally.mark()
+        self._begun = self._begun or self._live is not None  # to look at a batch begins no epoch
 
     def commit(self) -> None:
         """A quiet point: what is marked is in the model for good. Acknowledged from here on."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, 
 from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import config
+from dlrover_hooks.data.accumulation import Accumulation, accumulation_of
 from dlrover_hooks.data.batch import Tail
 from dlrover_hooks.data.batches import END, Batches
 from dlrover_hooks.data.leased import is_leased, leased_loader
@@ -48,6 +49,7 @@ def elastic_loader(
     seed_samples: bool = True,
     fixed_length: bool = False,
     name: str = "train",
+    accumulation: Literal["auto", "manual"] = "auto",
     num_replicas: int | None = None,
     rank: int | None = None,
 ) -> ElasticLoader:
@@ -56,6 +58,7 @@ def elastic_loader(
     Args:
         loader: over a map-style dataset or a ShardDataset; see `ElasticLoader` for samplers that yield batches.
         optimizer: its steps mark; without it, call `sampler.mark()`.
+        accumulation: "auto": the loop steps after each batch, see `Accumulation`; "manual": where `step_ends`.
         global_batch_size: samples per step over all ranks; None = the environment's, else what the first start had.
         order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
         tail: None = "drop" where the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
@@ -78,13 +81,16 @@ def elastic_loader(
         if sampler.plan.world_size > 1:
             log.info("loader %r: %s", name, sampler.plan.summary)
     if fixed_length and not made.fixed_length:
-        raise UsageError(
-            f'loader {made.name!r} has tail="carry": epochs differ in length by a step, and this loop counts on one',
-            hint='use tail="ghost" (the default) or tail="drop"',
-        )
-    if optimizer is not None:
-        made.attach(optimizer)
+        raise _no_fixed_length(made.name)
+    made.take_part(optimizer, by_hand=accumulation == "manual")
     return made
+
+
+def _no_fixed_length(name: str) -> UsageError:
+    return UsageError(
+        f'loader {name!r} has tail="carry": epochs differ in length by a step, and this loop counts on one',
+        hint='use tail="ghost" (the default) or tail="drop"',
+    )
 
 
 def supports(loader: object) -> str | None:
@@ -112,6 +118,12 @@ class ElasticLoader:
         self.before_batch: list[Callable[[], object]] = []
         self._feed = cast(Batches, inner.sampler if isinstance(inner.sampler, Batches) else inner.batch_sampler)
         self._marks: list[RemovableHandle] = []
+        self.leads = True
+        """The epochs of the loop are this loader's, not those of another that it is zipped with."""
+        self._counting, self._said = False, set[str]()
+        self._accumulation: Accumulation | None = None
+        self.by_hand = False
+        """The loop steps where `step_ends`, and weighs its losses."""
         self._source: Iterator[Any] | None = None
         self._live: object | None = None
         self._fetching = False
@@ -132,12 +144,32 @@ class ElasticLoader:
         return self.sampler.fixed_length
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after a restore, else an epoch. A newer iterator ends an older one."""
+        """The rest of the epoch after a restore, else an epoch. A newer iterator ends an older one.
+
+        An epoch begins with its first step: to look at a batch (`next(iter(loader))`) changes nothing.
+        """
         self.close()  # before the new one: with num_workers > 0 making it already draws from the sampler
-        self.sampler.begin()
+        self._begin()
         token = self._live = object()
         self._renewed()
         return self._batches(token)
+
+    def _begin(self) -> None:
+        progress, n, before = self.sampler.progress, self.sampler.plan.n, self.sampler.progress.base
+        left = progress.marked % n if progress.leaves else 0
+        start = self.sampler.begin()
+        if left:
+            self._say("left", "epoch %d was left at position %d of %d: the rest of it counts as trained (said once)",
+                      before // n, left, n)  # fmt: skip
+        if start > before and self.sampler.restored and self.leads and not self._counting:
+            self._say("range", "a run that was restored in epoch %d begins epoch %d outside of loader.epochs(n): a "
+                      "loop over range(n) now trains more epochs than n; write `for epoch in loader.epochs(n):`",
+                      before // n, start // n)  # fmt: skip
+
+    def _say(self, what: str, text: str, *numbers: int) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("loader %r: " + text, self.name, *numbers)
 
     def _batches(self, token: object) -> Iterator[Any]:
         try:
@@ -154,6 +186,8 @@ class ElasticLoader:
                 self.close()
 
     def _quiet(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.requested()
         self.sampler.commit()
         for call in tuple(self.before_batch):
             call()
@@ -175,6 +209,8 @@ class ElasticLoader:
                 hint="the inner DataLoader must not drop or regroup samples (drop_last, batch_size)",
             )
         self.sampler.on_batch()
+        if self._accumulation is not None:
+            self._accumulation.received(self)
         return batch
 
     def epochs(self, n: int) -> Iterator[int]:
@@ -182,14 +218,17 @@ class ElasticLoader:
 
         Iterate the loader once in each. Behind the last one is a quiet point too.
         """
-        began = -1
+        began, self._counting = -1, True
         while (epoch := (start := self.sampler.progress.following()) // self.sampler.plan.n) < n:
             if start == began:
-                raise UsageError(f"the body of epochs({n}) did not iterate the loader in epoch {epoch}")
+                raise UsageError(
+                    f"the body of epochs({n}) did not iterate the loader in epoch {epoch}, or made no step of it",
+                    hint="elastic_loader(..., optimizer=optimizer), or loader.sampler.mark() after each step",
+                )
             began = start
             yield epoch
         if began >= 0:
-            self.sampler.begin()  # the last epoch may have been left early: it is over all the same
+            self._begin()  # the last epoch may have been left early: it is over all the same
             self.finish()
 
     def finish(self) -> None:
@@ -200,13 +239,41 @@ class ElasticLoader:
         self._quiet()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Mark at each step of `optimizer`. The optimizer does not keep the loader alive. `detach` undoes it."""
+        """Mark at each step of `optimizer`, and make its steps whole (`accumulation`). The optimizer does not keep the
+        loader alive. `detach` undoes it.
+        """
         self._marks.append(mark_on_step(optimizer, self.sampler))
+        if self._accumulation is None and not self.by_hand:
+            self._accumulation = accumulation_of(optimizer)
+            self._accumulation.add_loader(self)
+
+    def take_part(self, optimizer: Optimizer | None, *, by_hand: bool) -> None:
+        """`attach` and `accumulate_by_hand`, as far as they are asked for."""
+        if by_hand:
+            self.accumulate_by_hand()
+        if optimizer is not None:
+            self.attach(optimizer)
 
     def detach(self) -> None:
         """Stop marking at optimizer steps."""
         while self._marks:
             self._marks.pop().remove()
+        self._leave_accumulation()
+
+    def accumulate_by_hand(self) -> None:
+        """The loop steps where `step_ends`, and weighs its losses: as `accumulation="manual"`."""
+        self.by_hand = True
+        self._leave_accumulation()
+
+    def _leave_accumulation(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.remove_loader(self)
+            self._accumulation = None
+
+    @property
+    def accumulation(self) -> Accumulation | None:
+        """What makes several micro-batches one step; None where the loop does."""
+        return self._accumulation
 
     @property
     def live(self) -> bool:
@@ -262,6 +329,8 @@ class ElasticLoader:
     def close(self) -> None:
         """End a live iterator, after an exception that keeps it alive for example. A no-op when there is none."""
         self._live, self._fetching, self._source = None, False, None
+        if self._accumulation is not None:
+            self._accumulation.over()
         self.sampler.close()
 
     def _must_be_idle(self, verb: str) -> None:

@@ -51,10 +51,20 @@ class Progress:
         """True between two steps: no step was received in part."""
         return not self.yielded or self.finished or self.yielded % self.plan.micro_batches == 0
 
+    @property
+    def peeked(self) -> bool:
+        """True when something was received, but no step was made of it and the epoch goes on: so it has not begun."""
+        return self.counted and self.yielded > 0 and not self.finished and self.marked <= self.base
+
+    @property
+    def leaves(self) -> bool:
+        """True when the next `begin` leaves an epoch in the middle."""
+        return self.counted and self.yielded > 0 and not self.finished and self.marked > self.base
+
     def following(self) -> int:
         """The position the next `begin` starts at: the cursor after a restore, the next epoch after a consumed one."""
         q = self.base % self.plan.n
-        if not self.consumed:
+        if not self.consumed or self.peeked:
             return self.base - q + self.plan.behind(q) if self.plan.over(q) else self.base
         all_issued = not self.counted and self.issued >= self.plan.samples(q)
         return self.base - q + (self.plan.behind(q) if self.finished or all_issued else self.plan.n)
@@ -62,7 +72,7 @@ class Progress:
     def begin(self) -> int:
         """Start iterating; returns the position.
 
-        Leaving an epoch early is a decision: the rest of it counts as done.
+        Leaving an epoch early is a decision: the rest of it counts as done, once a step of it was made.
         """
         start = self.following()
         if start > self.base:

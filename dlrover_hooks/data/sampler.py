@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from dlrover_hooks import config
-from dlrover_hooks.data.batch import Plan, Slice, Tail
+from dlrover_hooks.data.batch import Plan, Slice, Tail, fitting
 from dlrover_hooks.data.feistel import Indices
 from dlrover_hooks.data.fingerprint import refuse_other
 from dlrover_hooks.data.order import Kind, Order
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 class ElasticSampler(DistributedSampler[Any]):
     """This rank's samples, a step of `global_batch_size` at a time, in an order that no world size changes.
 
-    dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank.
+    dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank; fewer where the
+    global batch must be shared by more ranks, or was another at the first start.
     global_batch_size: samples per optimizer step over all ranks; None = what the first start had (batch_size * world
     size), or what a loaded state says. order, block, window: see `dlrover_hooks.data.order`; None = as `shuffle` says.
     tail: the last step of an epoch, see `dlrover_hooks.data.batch`. yield_batches: yield micro-batches, each an int64
@@ -43,8 +44,9 @@ class ElasticSampler(DistributedSampler[Any]):
     takes arrays. num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
 
     Somebody must count: `on_batch()` for each micro-batch the loop received, `mark()` when the optimizer stepped,
-    `commit()` at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch that
-    was begun starts the next epoch; after a restore it goes on at the cursor, after `resize` behind the steps received.
+    `commit()` at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch of which
+    a step was made starts the next epoch; after a restore it goes on at the cursor, after `resize` behind the steps
+    received.
 
     Raises UsageError for sizes that cannot work, DataMismatch for a state of other data.
     """
@@ -71,9 +73,14 @@ class ElasticSampler(DistributedSampler[Any]):
         world, place = _world(num_replicas, rank)
         self._settled = self._explicit = global_batch_size is not None
         G = batch_size * world if global_batch_size is None else global_batch_size
-        self.progress = Progress(Plan(_length(self.dataset), batch_size, G, place, world, tail))
+        self._batch_size = batch_size
+        crowded = min(batch_size, world) > 0 and G % batch_size == 0 and G // batch_size < world
+        size = self._fitting(G, world) if crowded else batch_size
+        self.progress = Progress(Plan(_length(self.dataset), size, G, place, world, tail))
         self.seed, self.yield_batches = seed, yield_batches
         self.order = Order(self.plan.n, seed, shuffle if order is None else order, block=block, window=window)
+        self.restored = False
+        """A state that is not of the beginning was loaded."""
         self._live: object | None = None
         self._warned = False
 
@@ -284,8 +291,20 @@ class ElasticSampler(DistributedSampler[Any]):
                 hint="call it when step_ends is true on every rank, or rollback() to the last commit first",
             )
         old = self.plan
-        G = old.global_batch_size if self._settled else old.batch_size * world_size
-        self.progress.replan(Plan(old.n, old.batch_size, G, rank, world_size, old.tail))
+        G = old.global_batch_size if self._settled else self._batch_size * world_size
+        self.progress.replan(Plan(old.n, self._fitting(G, world_size), G, rank, world_size, old.tail))
+
+    def _fitting(self, global_batch_size: int, world_size: int) -> int:
+        """The micro-batch: as given, or smaller, so that the global batch stays and each rank has its share."""
+        size = fitting(self._batch_size, global_batch_size, world_size)
+        if not size:
+            return self._batch_size  # no plan has that, and it says why
+        if size != self._batch_size:
+            log.warning(
+                "micro-batches of %d instead of batch_size=%d: so %d workers can share the global batch of %d (to "
+                "change that, give global_batch_size=)", size, self._batch_size, world_size, global_batch_size,
+            )  # fmt: skip
+        return size
 
     def rollback(self) -> None:
         """Back to the last commit, as the model goes: what came behind it is replayed by the next iterator."""
@@ -329,8 +348,8 @@ class ElasticSampler(DistributedSampler[Any]):
         if state.get("tail") != self.plan.tail:
             log.warning("tail=%r is used: the state was made with %r", self.plan.tail, state.get("tail"))
         old = self.plan
-        plan = Plan(old.n, old.batch_size, G, old.rank, old.world_size, old.tail)
-        self._settled = True
+        plan = Plan(old.n, self._fitting(G, old.world_size), G, old.rank, old.world_size, old.tail)
+        self._settled, self.restored = True, state["cursor"] > 0
         self.progress.rewind(plan, state["cursor"])
 
     def _must_be_idle(self, verb: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -19,11 +20,12 @@ def train(given: Given, crash: int | None) -> Report:
     ddp = DistributedDataParallel(made.net) if dist.is_initialized() else None
     model = ddp or made.net
     size = given.shared.get("global_batch_size") or given.batch * given.accumulate * given.world
-    loader = elastic_loader(made.train, optimizer=made.optimizer, global_batch_size=size)
+    how: dict[str, Any] = {"optimizer": made.optimizer, "global_batch_size": size, "accumulation": "manual"}
+    loader = elastic_loader(made.train, **how)
     micro_batches = 1 if given.leased else loader.sampler.plan.micro_batches
     loaders = [loader]
     if made.second is not None:
-        loaders.append(elastic_loader(made.second, optimizer=made.optimizer, global_batch_size=size, name="second"))
+        loaders.append(elastic_loader(made.second, name="second", **how))
     feeds = [*loaders, *([made.own] if made.own is not None else [])]
     checkpoints = AsyncCheckpointer(
         model=model, optimizer=made.optimizer, loader=loaders, extra=[made.schedule, *feeds[len(loaders) :]],

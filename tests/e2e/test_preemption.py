@@ -257,7 +257,9 @@ SURVIVES = """
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         data = [torch.tensor([float(i)]) for i in range(36)]
-        loader = elastic_loader(DataLoader(data, batch_size=2), optimizer=optimizer, global_batch_size=6)
+        loader = elastic_loader(
+            DataLoader(data, batch_size=2), optimizer=optimizer, global_batch_size=6, accumulation="manual"
+        )
         with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, on_preempt=tell) as saves:
             say(restored=saves.step, world=dist.get_world_size())
             for _ in loader.epochs(8):

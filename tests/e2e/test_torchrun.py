@@ -33,7 +33,7 @@ TRAIN = """
     model = DistributedDataParallel(torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     data = DataLoader(TensorDataset(torch.randn(512, 8), torch.randn(512, 1)), batch_size=4, shuffle=True)
-    loader = elastic_loader(data, optimizer=optimizer, global_batch_size=12)
+    loader = elastic_loader(data, optimizer=optimizer, global_batch_size=12, accumulation="manual")
     stop = torch.zeros(1)
     with AsyncCheckpointer("saved", model=model, optimizer=optimizer, loader=loader, save_every=1, persist_every=1):
         for epoch in loader.epochs(10**6):

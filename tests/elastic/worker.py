@@ -178,7 +178,7 @@ class Worker:
         model = DistributedDataParallel(net)
         if self.hook:
             model.register_comm_hook(None, allreduce_hook)
-        loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=self.batch)
+        loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=self.batch, accumulation="manual")
         with AsyncCheckpointer(
             model=model,
             optimizer=optimizer,

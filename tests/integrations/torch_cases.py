@@ -63,7 +63,7 @@ def train(
     model = DistributedDataParallel(net) if dist.is_initialized() else net
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
-    loader = elastic_loader(DataLoader(Noisy(), batch_size=2, shuffle=True), optimizer=optimizer)
+    loader = elastic_loader(DataLoader(Noisy(), batch_size=2, shuffle=True), optimizer=optimizer, accumulation="manual")
     seen: list[tuple[int, int, int]] = []
     mine = int(os.environ.get("RANK", "0")) == crash_rank
     checkpoints = AsyncCheckpointer(

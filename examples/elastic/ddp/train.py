@@ -60,13 +60,11 @@ def train(given: argparse.Namespace) -> None:
     with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader) as saved:
         for epoch in loader.epochs(given.epochs):
             for text in loader:
-                loss = model(text) / loader.sampler.plan.micro_batches
-                loss.backward()
-                if loader.step_ends:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if saved.step == given.lose_at and dist.get_rank() == 1 and dist.get_world_size() == 3:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                model(text).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if saved.step == given.lose_at and dist.get_rank() == 1 and dist.get_world_size() == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
             if dist.get_rank() == 0:
                 print(f"epoch {epoch} ends at step {saved.step} with {dist.get_world_size()} workers")
     dist.destroy_process_group()

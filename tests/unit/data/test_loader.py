@@ -101,6 +101,65 @@ def test_epochs_notice_a_body_that_does_not_iterate() -> None:
         list(make().epochs(2))
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_to_look_at_a_batch_begins_no_epoch(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """`next(iter(loader))` for a shape, twice, ahead of the loop and ahead of each epoch, and after a restore."""
+    inner, step = DataLoader(Ids(10), 2, shuffle=True, num_workers=workers), optimizer()
+    loader = elastic_loader(inner, optimizer=step)
+    whole = train(make(optimizer=(other := optimizer())), other, 3)
+    first = next(iter(loader)).tolist()
+    assert next(iter(loader)).tolist() == first
+    seen: list[tuple[int, int]] = []
+    for epoch in loader.epochs(3):
+        next(iter(loader))
+        for batch in loader:
+            if epoch == 1 and len(seen) == 14:
+                break
+            seen += [(epoch, i) for i in batch.tolist()]
+            step.step()
+        if epoch == 1:
+            break
+    loader.finish()
+    again = make(optimizer=(step := optimizer()))
+    again.load_state_dict(loader.state_dict())
+    next(iter(again))
+    assert seen + train(again, step, 3) == whole
+    assert warnings_in(caplog) == []
+
+
+def test_an_epoch_that_is_left_in_the_middle_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make(optimizer=(step := optimizer()))
+    for _ in loader.epochs(3):
+        for _batch, _ in zip(loader, range(2), strict=False):
+            step.step()
+    assert warnings_in(caplog) == [
+        "loader 'train': epoch 0 was left at position 4 of 10: the rest of it counts as trained (said once)"
+    ]
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7])
+def test_range_instead_of_epochs_after_a_resume_is_said(stop: int, caplog: pytest.LogCaptureFixture) -> None:
+    first = make(optimizer=(step := optimizer()))
+    train(first, step, 3, stop)
+    again = make(optimizer=(step := optimizer()))
+    again.load_state_dict(first.state_dict())
+    for _ in range(3):
+        for _batch in again:
+            step.step()
+    (line,) = warnings_in(caplog)
+    assert "write `for epoch in loader.epochs(n):`" in line
+    assert f"restored in epoch {2 * stop // 10} begins" in line
+    caplog.clear()
+    right = make(optimizer=(step := optimizer()))
+    right.load_state_dict(first.state_dict())
+    train(right, step, 3)
+    assert warnings_in(caplog) == []
+
+
 def test_quiet_point_is_before_the_fetch_and_after_the_commit() -> None:
     loader = make(4, optimizer=(step := optimizer()))
     told: list[Any] = []
@@ -118,7 +177,8 @@ def test_quiet_point_is_before_the_fetch_and_after_the_commit() -> None:
 
 def test_commit_is_never_ahead_of_the_optimizer() -> None:
     """Accumulation 2, two workers' worth of prefetch: the cursor is what whole, stepped batches hold."""
-    loader = elastic_loader(DataLoader(Ids(16), 2, num_workers=2), global_batch_size=4, optimizer=(step := optimizer()))
+    inner, step = DataLoader(Ids(16), 2, num_workers=2), optimizer()
+    loader = elastic_loader(inner, global_batch_size=4, optimizer=step, accumulation="manual")
     stepped = 0
     cursors: list[tuple[int, int]] = []
     loader.before_batch.append(lambda: cursors.append((loader.sampler.cursor, stepped)))
@@ -281,7 +341,7 @@ def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_live_loop_goes_on_in_another_world(workers: int) -> None:
     """ED-25: resized from the loop's body and from a quiet point; prefetched batches of the old world are dropped."""
     data = DataLoader(Ids(24), 2, num_workers=workers)
-    loader = elastic_loader(data, global_batch_size=4, optimizer=(step := optimizer()))
+    loader = elastic_loader(data, global_batch_size=4, optimizer=(step := optimizer()), accumulation="manual")
     got: list[list[int]] = []
     at = {8: (2, 1), 16: (1, 0)}
     loader.before_batch.append(lambda: loader.resize(*at.pop(8)) if loader.sampler.cursor == 8 and 8 in at else None)
@@ -305,7 +365,7 @@ def test_a_live_loop_is_not_resized_in_mid_step() -> None:
 
 
 def test_a_loop_of_epochs_goes_on_after_a_resize_between() -> None:
-    loader = make(8, 2, global_batch_size=4, optimizer=(step := optimizer()))
+    loader = make(8, 2, global_batch_size=4, optimizer=(step := optimizer()), accumulation="manual")
     seen: list[tuple[int, int]] = []
     for epoch in loader.epochs(2):
         for batch in loader:

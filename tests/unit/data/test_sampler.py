@@ -115,6 +115,9 @@ def test_epochs_advance_by_consumption() -> None:
     take(counted, 4)
     assert counted.begin() == 8
     take(counted, 1)
+    assert counted.begin() == 8  # to look at a batch begins no epoch
+    take(counted, 1)
+    counted.mark()
     assert counted.begin() == 16
     assert counted.mark() == 16
 
@@ -386,3 +389,30 @@ def test_fewer_samples_than_workers_or_than_a_batch(world: int) -> None:
         seen += ids if sampler.weight else []
     assert sorted(seen) == [0, 1]
     assert sum(sampler.weight for sampler in samplers) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("batch_size", "world", "micro_batches"), [(32, 1, 16), (12, 1, 8), (16, 3, 4), (5, 2, 4)])
+def test_the_global_batch_stays_when_the_batch_size_or_the_world_grows(
+    batch_size: int, world: int, micro_batches: int
+) -> None:
+    """The first start had batches of 16 on one worker. What `batch_size` says is the most that a micro-batch has."""
+    first = ElasticSampler(64, batch_size=16, num_replicas=1, rank=0)
+    ranks = [ElasticSampler(64, batch_size=batch_size, num_replicas=world, rank=rank) for rank in range(world)]
+    for sampler in ranks:
+        sampler.load_state_dict(first.state_dict())
+        assert (sampler.plan.global_batch_size, sampler.plan.batch_size) == (16, micro_batches)
+    steps = [[next(found) for _ in range(sampler.plan.micro_batches * micro_batches)]
+             for sampler in ranks for found in [iter(sampler)]]  # fmt: skip
+    alone = iter(first)
+    assert sorted(one for step in steps for one in step) == sorted(next(alone) for _ in range(16))
+    back = ranks[0]
+    back.close()
+    back.rollback()
+    back.resize(1, 0)
+    assert back.plan.batch_size == max(size for size in range(1, batch_size + 1) if 16 % size == 0)
+
+
+def test_more_workers_than_samples_in_a_step_are_refused() -> None:
+    sampler = ElasticSampler(64, batch_size=4, num_replicas=5, rank=0)
+    with pytest.raises(UsageError, match="use at most 4 workers"):
+        sampler.load_state_dict(ElasticSampler(64, batch_size=4, num_replicas=1, rank=0).state_dict())

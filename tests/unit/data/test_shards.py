@@ -162,9 +162,15 @@ def test_close_does_not_count_a_step_that_is_not_over(make: Callable[..., Leased
 
 
 def test_breaking_off_begins_the_next_epoch(make: Callable[..., LeasedLoader]) -> None:
-    """As every DataLoader: the next `iter` is the next epoch; one too many is an error that says what to do."""
+    """As every DataLoader: the next `iter` is the next epoch; one too many is an error that says what to do. To look at
+    a batch begins no epoch.
+    """
     loader = make(Ids(32), epochs=2)
-    assert next(iter(loader)) is not None
+    for _ in range(2):
+        assert next(iter(loader)) is not None
+        assert loader.state_dict()["epoch"] == 0
+    next(marked(loader), None)
+    loader.mark()
     assert len(list(marked(loader))) == 8
     assert loader.state_dict()["epoch"] == 2
     with pytest.raises(UsageError, match="lent out for 2 epochs, and they are over"):
