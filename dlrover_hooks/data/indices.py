@@ -75,6 +75,7 @@ class ElasticIndices(ElasticLoader):
             rank=rank,
         )
         super().__init__(with_sampler(DataLoader(range(n), batch_size), sampler, seeded=False), sampler, name=name)  # pyright: ignore[reportArgumentType]
+        self.by_hand, self.leads = True, False  # the loop makes one step of an iteration, and counts no epochs
         self._pass: Iterator[torch.Tensor] | None = None
         self._over = True
         self.attach(optimizer)
