@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import gc
 import ipaddress
 import logging
@@ -22,6 +23,7 @@ import uvloop
 
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
+from dlrover_hooks.master.connections import Connection, Limits, Strangers
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
@@ -154,9 +156,11 @@ async def _serve(options: Options, listener: socket.socket, journal: Journal) ->
 
 
 def _config(options: Options, app: App) -> uvicorn.Config:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = Limits(strangers=max(16, min(Limits().strangers, files // 4)))
     return uvicorn.Config(
         app.asgi,
-        http="httptools",
+        http=functools.partial(Connection, Strangers(limits)),  # type: ignore[arg-type]  # it is only called
         ws="none",
         lifespan="off",
         log_config=None,

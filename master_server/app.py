@@ -86,13 +86,12 @@ class App:
         return _json(await self.runtime.query(message))
 
     def _authorize(self, request: Request) -> None:
-        if self._token is None:
-            return
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise Unauthorized(
                 "The bearer token is wrong or missing.", hint="Set DLROVER_HOOKS_TOKEN to the master's token."
             )
+        request.scope["state"]["connection"].welcome()
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Of one that is too large a bit more is read, so that the sender hears the answer."""

@@ -145,6 +145,14 @@ def test_too_large_a_body(live_master: LiveMaster) -> None:
         live_master.client("a").call(join(job="x" * (17 * 2**20)))
 
 
+def test_headers_without_end_are_refused(live_master: LiveMaster) -> None:
+    """Row 5: a connection without the token ends after 64 KiB of them, with an answer that says why."""
+    host, port = live_master.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as peer:
+        peer.sendall(b"GET /v1/jobs HTTP/1.1\r\na: " + b"x" * (65 * 2**10))
+        assert peer.recv(12) == b"HTTP/1.1 431"
+
+
 def test_wrong_token_unknown_job_stale_incarnation(live_master: LiveMaster) -> None:
     """The client raises the classes of `errors`, with the hint."""
     stranger = MasterClient(live_master.url, "wrong", incarnation="x")

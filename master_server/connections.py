@@ -1,0 +1,135 @@
+"""Connections to the master, and what a peer may send and hold before it has shown the token.
+
+uvicorn limits neither the headers of a request nor the time they take, and its parser gathers a header that does not
+end in quadratic time. All methods are called in the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from dlrover_hooks.protocol import Problem
+
+log = logging.getLogger("dlrover_hooks.master")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one peer may take of this process. A stranger is a connection that has not shown the token."""
+
+    head_bytes: int = 64 * 2**10
+    """So much of a request that is neither its body nor a complete header block: headers, URL, chunk extensions."""
+    head_s: float = 20.0
+    """From the first byte of a request to the end of its headers."""
+    stranger_s: float = 30.0
+    strangers: int = 2048
+
+
+class Strangers:
+    """The connections that have not shown the token, the oldest first. A new one that is too many ends the oldest:
+    whoever has the token shows it at once.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._open: dict[Connection, asyncio.TimerHandle] = {}
+
+    def add(self, connection: Connection) -> None:
+        """It was accepted."""
+        while len(self._open) >= self.limits.strangers:
+            next(iter(self._open)).abort("there are too many connections without the token")
+        late = f"it has not shown the token within {self.limits.stranger_s:g} s"
+        self._open[connection] = connection.loop.call_later(self.limits.stranger_s, connection.abort, late)
+
+    def discard(self, connection: Connection) -> None:
+        """It has shown the token, or has ended. Idempotent."""
+        if (timer := self._open.pop(connection, None)) is not None:
+            timer.cancel()
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with `Limits`. The app finds it as `state["connection"]` of a request's scope."""
+
+    def __init__(self, strangers: Strangers, **more: Any) -> None:
+        super().__init__(**more)
+        self._strangers, self._limits = strangers, strangers.limits
+        self._unfinished_bytes, self._advanced, self._in_head = 0, False, False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def welcome(self) -> None:
+        """It has shown the token. Idempotent."""
+        self._strangers.discard(self)
+
+    def abort(self, why: str) -> None:
+        """End it without an answer."""
+        log.info("the connection of %s is ended: %s", self.client, why)
+        self._strangers.discard(self)
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._strangers.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._strangers.discard(self)
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._advanced = False
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        self._unfinished_bytes = 0 if self._advanced else self._unfinished_bytes + len(data)
+        if self._unfinished_bytes > self._limits.head_bytes:
+            self._refuse(431, f"The request's headers have more than {self._limits.head_bytes} bytes.")
+        elif self._in_head and self._head_timer is None:
+            late = f"The request's headers were not complete within {self._limits.head_s:g} s."
+            self._head_timer = self.loop.call_later(self._limits.head_s, self._refuse, 408, late)
+
+    def on_message_begin(self) -> None:
+        """Of the parser."""
+        super().on_message_begin()
+        self.scope["state"]["connection"] = self  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        """Of the parser."""
+        self._in_head, self._advanced = False, True
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Of the parser."""
+        self._advanced = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Of the parser."""
+        self._advanced = True
+        super().on_message_complete()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: int, detail: str) -> None:
+        """Answer and close; only close while an earlier request is being answered."""
+        log.info("a request of %s is refused: %s", self.client, detail)
+        if self.cycle is None or self.cycle.response_complete:
+            problem = Problem(type="MasterError", title="Request refused", status=status, detail=detail, hint=_HINT)
+            body = msgspec.json.encode(problem)
+            head = b"content-type: application/problem+json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+        self.transport.close()
+
+
+_HINT = "Send the whole request at once, with fewer and shorter headers."

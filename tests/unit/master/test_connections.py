@@ -1,0 +1,156 @@
+"""Limits of connections that have not shown a token: real sockets, a server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from dlrover_hooks.master.connections import Connection, Limits, Strangers
+
+Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Takes `/token` for a request with the token."""
+    if scope["path"] == "/token":
+        scope["state"]["connection"].welcome()
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextlib.asynccontextmanager
+async def serving(limits: Limits) -> AsyncIterator[Any]:
+    """Gives `connect`."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    made = functools.partial(Connection, Strangers(limits))
+    config = uvicorn.Config(app, http=made, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
+    peers: list[Peer] = []
+
+    async def connect() -> Peer:
+        peers.append(await asyncio.open_connection(*listener.getsockname()))
+        return peers[-1]
+
+    try:
+        yield connect
+    finally:
+        for _, writer in peers:
+            writer.close()
+        await server.shutdown(sockets=[listener])
+
+
+async def ask(peer: Peer, path: str = "/") -> bytes:
+    """The answer's first line."""
+    reader, writer = peer
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    await reader.readexactly(2)
+    return head.partition(b"\r\n")[0]
+
+
+async def answers(peer: Peer, path: str) -> bool:
+    """It was not ended before."""
+    try:
+        return b"200" in await ask(peer, path)
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return False
+
+
+async def end(peer: Peer) -> bytes:
+    """What comes until the connection ends."""
+    try:
+        return await asyncio.wait_for(peer[0].read(), 10)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("begin", "filling"),
+    [
+        (b"GET /", b"x"),
+        (b"GET / HTTP/1.1\r\na: ", b"x"),
+        (b"GET / HTTP/1.1\r\n", b"a: b\r\n"),
+        (b"", b"\r\n"),
+        (b"POST /token HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;", b"x"),
+        (b"POST /token HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: ", b"x"),
+    ],
+)
+def test_a_head_without_end_is_refused(begin: bytes, filling: bytes) -> None:
+    """Row 5: after 64 KiB, wherever in the request it is: URL, header, line breaks, chunk extension, trailer."""
+
+    async def scenario() -> None:
+        async with serving(Limits()) as connect:
+            peer = await connect()
+            peer[1].write(begin)
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                while sent < 2**20 and not peer[0].at_eof():
+                    peer[1].write(filling * 1000)
+                    await peer[1].drain()
+                    sent += len(filling) * 1000
+                    await asyncio.sleep(0)
+            assert sent < 2**20
+
+    asyncio.run(scenario())
+
+
+def test_a_head_that_takes_too_long_is_refused() -> None:
+    """Row 5: also on a connection that has shown the token; what is complete is not touched."""
+
+    async def scenario() -> None:
+        async with serving(Limits(head_s=0.05)) as connect:
+            known, slow = await connect(), await connect()
+            for peer in (known, slow):
+                assert b"200" in await ask(peer, "/token")
+            slow[1].write(b"GET / HTTP/1.1\r\nhost")
+            assert (await end(slow)).startswith(b"HTTP/1.1 408")
+            assert b"200" in await ask(known)
+
+    asyncio.run(scenario())
+
+
+def test_a_stranger_is_not_kept() -> None:
+    """Row 5: silent, or after an answer that needs no token."""
+
+    async def scenario() -> None:
+        async with serving(Limits(stranger_s=0.05)) as connect:
+            known = await connect()
+            while not await answers(known, "/token"):  # this machine may be slow
+                known = await connect()
+            silent, probing = await connect(), await connect()
+            await answers(probing, "/")
+            assert await end(silent) == await end(probing) == b""
+            assert b"200" in await ask(known)
+
+    asyncio.run(scenario())
+
+
+def test_too_many_strangers_end_the_oldest() -> None:
+    """Row 5: who has the token is served however many others there are."""
+
+    async def scenario() -> None:
+        async with serving(Limits(strangers=2)) as connect:
+            known = await connect()
+            assert b"200" in await ask(known, "/token")
+            strangers = [await connect() for _ in range(2)]
+            for stranger in strangers:
+                assert b"200" in await ask(stranger)
+            late = await connect()
+            assert b"200" in await ask(late, "/token")
+            assert await end(strangers[0]) == b""
+            for peer in (known, strangers[1], late):
+                assert b"200" in await ask(peer)
+
+    asyncio.run(scenario())
