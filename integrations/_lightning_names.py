@@ -10,6 +10,7 @@ import contextlib
 import csv
 import os
 import zipfile
+from collections.abc import Sequence
 from typing import Any, cast
 
 import fsspec
@@ -150,10 +151,26 @@ def _go_on(logger: CSVLogger, steps: int) -> None:
     with open(writer.metrics_file_path, newline="") as file:
         rows = csv.DictReader(file)
         writer.metrics_keys = list(rows.fieldnames or ())
-        kept = [row for row in rows if (row.get("step") or "0").isdigit() and int(row.get("step") or 0) < steps]
+        kept = rows_before(list(rows), steps)
     part = f"{writer.metrics_file_path}.tmp"
     with open(part, "w", newline="") as file:
         table = csv.DictWriter(file, writer.metrics_keys)
         table.writeheader()
         table.writerows(kept)
     os.replace(part, writer.metrics_file_path)
+
+
+def rows_before(rows: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """The rows that were written up to that step.
+
+    Lightning gives a row of its own an epoch. Others may have another axis (a module that logs a "step" of its own), so
+    they are judged by their place: what lies ahead of a row that stays, stays; what lies behind one that goes, goes.
+    """
+    numbers = [int(number) if (number := row.get("step") or "0").isdigit() else 0 for row in rows]
+    own = [place for place, row in enumerate(rows) if row.get("epoch")]
+    last = max((place for place in own if numbers[place] < steps), default=-1)
+    gone = min((place for place in own if numbers[place] >= steps), default=len(rows))
+    return [
+        row for place, row in enumerate(rows)
+        if (numbers[place] < steps and (row.get("epoch") or place < gone)) or (place < last and not row.get("epoch"))
+    ]  # fmt: skip

@@ -105,6 +105,11 @@ class ElasticAccelerator:
         if (loop := self._come_up()) is None:
             return self.accelerator.prepare(*args, device_placement=device_placement)
         ours = [self._is_ours(arg, list(args)) for arg in args]
+        if any(isinstance(arg, torch.utils.data.DataLoader) and not own for arg, own in zip(args, ours, strict=True)):
+            loop.left_out = (
+                "a loader that does not shuffle was taken for evaluation: for training give it to the call of prepare "
+                "that has the optimizer, or prepare(elastic_loader(loader))"
+            )
         rest = [(arg, where) for arg, where, own in zip(args, placement, ours, strict=True) if not own]
         made = (
             self.accelerator.prepare(*(arg for arg, _ in rest), device_placement=[w for _, w in rest]) if rest else ()

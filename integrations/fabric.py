@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
+from dlrover_hooks.data.accumulation import hold_back
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
@@ -111,7 +112,7 @@ class ElasticFabric:
         for one in objects:
             if isinstance(one, LRScheduler):
                 loop.add("scheduler", one)
-                _gate(one, loop.window)
+                hold_back(one, ("step",), loop.window)
             else:
                 loop.add("object", one)
 
@@ -154,6 +155,10 @@ class ElasticFabric:
             loop.add_own_loader(loader)
             return loader
         if not is_training(loader, beside):
+            loop.left_out = loop.left_out or (
+                "a loader that does not shuffle was taken for evaluation: for training give "
+                "fabric.setup_dataloaders(elastic_loader(loader))"
+            )
             return self.fabric.setup_dataloaders(loader, move_to_device=move, **options)
         if is_leased(loader):
             return SetUpLoader(loop.leased(loader, accumulate=1), loop.window, self.fabric.device if move else None)
@@ -213,21 +218,13 @@ class SetUpLoader(Around):
             self._window.over()
 
 
-def _gate(scheduler: LRScheduler, window: Window) -> None:
-    """A scheduler's `state_dict` is all its attributes, so it gets the gate by its class, not by an attribute."""
-    kind = type(scheduler)
-
-    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        if window.ends:
-            kind.step(self, *args, **kwargs)
-
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
-
-
 def _at_step_end(window: Window, act: Callable[..., Any]) -> Callable[..., Any]:
-    """`act`, which does nothing inside a window."""
+    """`act`, an optimizer's `step`; inside a window only the closure is called, which has the backward in it."""
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return act(*args, **kwargs) if window.ends else None
+    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if window.ends:
+            return act(closure, **kwargs)
+        with torch.enable_grad():
+            return closure() if closure is not None else None
 
     return step

@@ -6,6 +6,7 @@ says, for each micro-batch, whether its step ends with it and what its loss is t
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -156,6 +157,8 @@ class Loop:
         self.first_world: int = self._saved.get("first_world", place.world_size)
         """The world size of the job's first start: what schedules were made for."""
         self._epoch: int = self._saved.get("epoch", 0)
+        self.left_out = ""
+        """Why a loader was taken for one of evaluation. Said at the first step if no other loader is known."""
         self._parts: dict[str, list[Stateful]] = {}
         self._buckets: list[BucketOrder] = []
         self._own: list[dict[str, Any]] = []
@@ -232,8 +235,10 @@ class Loop:
         )
         made.accumulate_by_hand()  # `Window` does it
         self.session.watch(name, made.sampler)
-        made.before_batch.append(self.quiet)
-        self._undo.append(lambda: made.before_batch.remove(self.quiet))
+        calls = [functools.partial(_refuse_evaluation, made), self.quiet]
+        made.before_batch += calls
+        self._undo += [functools.partial(made.before_batch.remove, call) for call in calls]
+        made.leads = not self._loaders
         self._loaders.append(made)
         self.window.loaders.append(made)
         total = self._loaders[0].sampler.plan.total
@@ -328,6 +333,9 @@ class Loop:
 
     def _stepped(self) -> None:
         self.step += 1
+        if self.left_out and not self.window.loaders and not self.has("loader"):
+            log.warning("%s; its place in the data is in no checkpoint", self.left_out)
+        self.left_out = ""
         self._asked, self._epoch_over = True, False
         self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
         self.session.stepped()
@@ -396,6 +404,16 @@ class Loop:
             self._undo.pop()()
         if getattr(self, "_survivor", None) is None or reason is p.Departure.DONE:
             self.session.leave(reason, getattr(self, "step", 0))
+
+
+def _refuse_evaluation(loader: ElasticLoader) -> None:
+    """Without gradients and without a step, for more than a look: raises UsageError."""
+    if loader.sampler.progress.peeked and not torch.is_grad_enabled():
+        raise UsageError(
+            f"loader {loader.name!r} is iterated without gradients, but it is a training loader: its place is that of "
+            "the training, and each process has its own part of the samples",
+            hint="for evaluation give a loader with shuffle=False",
+        )
 
 
 def _own(state: dict[str, Any]) -> Any:

@@ -46,6 +46,11 @@ class Holder:
         """What the master answered. Raises MasterAway, or the master's refusal (another fingerprint, for example)."""
         return self._ledger or self.reopen({})
 
+    def open(self) -> None:
+        """Have the master know this worker. Raises as `ledger`."""
+        if self._ledger is None:
+            self.reopen({})
+
     @property
     def opened(self) -> bool:
         """Has the ledger been opened?"""

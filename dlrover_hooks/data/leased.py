@@ -86,7 +86,7 @@ class LeasedLoader:
         if self._holder is None:
             self._own = own_line(self.dataset, self)
             self._holder = self._at(self._own)
-            assert self._holder.ledger  # the master must know this worker before it hears of its end
+            self._holder.open()  # the master must know this worker before it hears of its end
             hold(self._own)
         return self._holder
 

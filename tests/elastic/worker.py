@@ -178,7 +178,7 @@ class Worker:
         model = DistributedDataParallel(net)
         if self.hook:
             model.register_comm_hook(None, allreduce_hook)
-        loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=self.batch, accumulation="manual")
+        loader = elastic_loader(inner, optimizer=optimizer, global_batch_size=self.batch)
         with AsyncCheckpointer(
             model=model,
             optimizer=optimizer,
@@ -192,16 +192,17 @@ class Worker:
                 for x, y, index in loader:
                     self.fetched(checkpoints.step)
                     ids = index.tolist() if loader.weight > 0 else []
-                    loss = (model(x).squeeze(1) - y).square().mean()
-                    (loss / loader.sampler.plan.micro_batches).backward()
+                    (model(x).squeeze(1) - y).square().mean().backward()
                     self.reach("backward", self.step)
                     self.note("micro", step=self.step, epoch=epoch, ids=ids, world=dist.get_world_size())
                     if loader.step_ends:
                         self.reach("reduced", self.step)
-                        optimizer.step()
+                    optimizer.step()
+                    if loader.step_ends:
                         self.reach("stepped", self.step)
-                        schedule.step()
-                        optimizer.zero_grad()
+                    schedule.step()
+                    optimizer.zero_grad()
+                    if loader.step_ends:
                         if self.draws:
                             torch.rand(1)
                         self.stepped(checkpoints.step)

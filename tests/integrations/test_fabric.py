@@ -105,3 +105,53 @@ def test_everything_else_is_fabrics(job: str) -> None:
     assert fabric.world_size == 1
     assert torch.equal(fabric.to_device(torch.ones(1)), torch.ones(1))
     assert list(fabric.epochs(2)) == [0, 1]
+
+
+def test_a_closure_is_called_for_each_micro_batch(job: str) -> None:
+    """`optimizer.step(closure)`: inside a window only the closure acts."""
+
+    def trained(batch_size: int) -> list[float]:
+        made = Setup(Given(job=f"{job}-{batch_size}", noise=False, samples=14))
+        fabric = ElasticFabric(Fabric(accelerator="cpu", devices=1), job=f"{job}-{batch_size}", global_batch_size=4)
+        model, optimizer = fabric.setup(made.net, made.optimizer)
+        losses = 0
+        for batch in fabric.setup_dataloaders(DataLoader(Numbers(14, False), batch_size, shuffle=True)):
+
+            def closure(batch: Any = batch) -> float:
+                optimizer.zero_grad()
+                loss = loss_of(model, *batch)
+                fabric.backward(loss)
+                return loss.item()
+
+            losses += optimizer.step(closure) is not None
+        assert losses == -(-14 // batch_size)
+        assert fabric.loop is not None
+        assert fabric.loop.step == 4
+        fabric.close()
+        return [value for one in made.net.state_dict().values() for value in one.flatten().tolist()]
+
+    whole, parts = trained(4), trained(2)
+    assert max(abs(one - other) for one, other in zip(whole, parts, strict=True)) < 1e-12
+
+
+def test_a_training_that_is_not_elastic_is_said(job: str, caplog: pytest.LogCaptureFixture) -> None:
+    made, fabric = Setup(Given(job=job)), elastic(job)
+    model, optimizer = fabric.setup(made.net, made.optimizer)
+    for batch in fabric.setup_dataloaders(DataLoader(Numbers(8, False), 2)):
+        fabric.backward(loss_of(model, *batch))
+        optimizer.step()
+    (line,) = [record.getMessage() for record in caplog.records if "taken for evaluation" in record.getMessage()]
+    assert "fabric.setup_dataloaders(elastic_loader(loader))" in line
+    fabric.close()
+
+
+def test_a_shuffled_loader_is_not_for_evaluation(job: str) -> None:
+    made, fabric = Setup(Given(job=job)), elastic(job)
+    fabric.setup(made.net, made.optimizer)
+    train, val = (DataLoader(Numbers(8, False), 2, shuffle=True) for _ in range(2))
+    train, val = fabric.setup_dataloaders(train, val)
+    with torch.no_grad():
+        next(iter(train))  # a look at a batch
+        with pytest.raises(UsageError, match=r"loader 'train.1' is iterated without gradients"):
+            list(val)
+    fabric.close()

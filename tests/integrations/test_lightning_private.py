@@ -332,3 +332,17 @@ def test_model_checkpoint_asks_where_files_under_way_are_counted(tmp_path: Path)
     assert linked == [("epoch=0-step=4.ckpt", "last.ckpt")], RENAMED.format("_link_checkpoint")
     assert ModelCheckpoint.file_exists is before["file_exists"]
     assert ModelCheckpoint._link_checkpoint is before["_link_checkpoint"].__func__
+
+
+def test_csv_rows_with_a_step_of_the_users_own_lie_where_the_rows_around_them_do() -> None:
+    """`self.log("step", epoch)` gives a row another axis. Rows of LearningRateMonitor have no epoch."""
+    from dlrover_hooks.integrations._lightning_names import rows_before
+
+    def row(step: int, epoch: str = "", **more: str) -> dict[str, str]:
+        return {"step": str(step), "epoch": epoch, **more}
+
+    first = [row(0), row(0, "0"), row(1), row(1, "0"), row(9000, mine="a"), row(2), row(2, "1"), row(1, mine="b")]
+    rest = [row(3), row(3, "1"), row(9001, mine="c"), row(2, mine="d"), row(4), row(4, "1")]
+    assert rows_before(first + rest, 3) == first
+    assert rows_before(first + rest, 5) == first + rest
+    assert rows_before([row(step) for step in range(5)], 3) == [row(step) for step in range(3)]

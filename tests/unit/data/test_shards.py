@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from dlrover_hooks.data import feed
+from dlrover_hooks.data import leased as leased_module
 from dlrover_hooks.data.leased import LeasedLoader
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.data.shards import ShardDataset
@@ -284,3 +286,13 @@ def test_an_error_in_the_loop_leaves_no_thread(make: Callable[..., LeasedLoader]
         step()
     loader.close()
     assert "dlrover-hooks-leases" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_master_knows_the_worker_without_assertions_too() -> None:
+    """As under `python -O`: what an assertion says must not be what does the work."""
+    source = inspect.getsource(leased_module)
+    names: dict[str, Any] = {"__name__": leased_module.__name__}
+    exec(compile(source, "leased.py", "exec", optimize=1, dont_inherit=True), names)
+    loader = names["LeasedLoader"](DataLoader(ShardDataset(Ids(8)), 2))
+    assert loader.holder.opened
+    loader.close()
