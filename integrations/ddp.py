@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 import dlrover_hooks.integrations.ending  # noqa: F401  # the hook's callbacks are freed before the process ends
+from dlrover_hooks.errors import UsageError
 from dlrover_hooks.runtime import regroup
 
 log = logging.getLogger(__name__)
@@ -40,37 +41,63 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
     with these weights it is exact to 2e-16, and the loss code stays untouched. A weight of 0 zeroes the gradient,
     NaN and inf included.
 
+    Done by a communication hook, which costs a step 0.1 ms and more. So it is registered before the first forward whose
+    weight is not 1 / W: until then DDP makes the same all-reduce of the same bits. Ranks need not do so at one step.
+
     Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not
     done when a communication hook is registered already (DDP takes one): then weigh the loss instead, by W * weight.
     """
     if ddp._comm_hooks:
         return Outcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
-    group = ddp.process_group
+    _WEIGHED.add(ddp)
+    if regroup.current() is not None or ddp.gradient_as_bucket_view:  # a view is divided, and rounded otherwise
+        ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight))
+        return Outcome(True)
+    even = 1 / dist.get_world_size(ddp.process_group)
+
+    def before_forward(module: Any, _: Any) -> None:
+        if weight() == even and not module._comm_hooks:
+            return
+        handle.remove()
+        if module._comm_hooks:
+            raise UsageError(
+                f"DDP was given the communication hook {_hook_names(module)} behind the elastic loader's: it takes one",
+                hint="register it before the loader and the checkpointer are made: losses are weighed then",
+            )
+        module.register_comm_hook(None, _weighted_sum(module.process_group, weight))
+
+    handle = ddp.register_forward_pre_hook(before_forward)
+    return Outcome(True)
+
+
+_WEIGHED = weakref.WeakSet[DistributedDataParallel]()
+
+
+def _weighted_sum(group: dist.ProcessGroup, weight: Callable[[], float]) -> Callable[..., Any]:
+    """The communication hook."""
+    world, options = dist.get_world_size(group), dist.AllreduceOptions()
+    options.asyncOp = True
 
     def weighted_sum(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
         if bucket.is_last():  # with it the others can make this step without us
-            regroup.binds(dist.get_world_size(group))
-        work = dist.all_reduce(buffer, group=group, async_op=True)
-        assert work is not None
-
-        def first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            return reduced.value()[0]
-
-        return work.get_future().then(first)
+            regroup.binds(world)
+        return group.allreduce([buffer], options).get_future().then(_first)
 
     # DDP compares annotations with classes; postponed evaluation made them strings
     weighted_sum.__annotations__ = {}
-    weighted_sum.harmless_on_zeros = weighted_sum.weighs = True  # pyright: ignore[reportFunctionMemberAccess]
-    ddp.register_comm_hook(None, weighted_sum)
-    return Outcome(True)
+    weighted_sum.harmless_on_zeros = True  # pyright: ignore[reportFunctionMemberAccess]
+    return weighted_sum
+
+
+def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return reduced.value()[0]
 
 
 def weighs(model: nn.Module) -> bool:
     """Is it a DDP whose gradients `weigh_gradients` weighs?"""
-    hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []
-    return any(getattr(hook, "weighs", False) for hook, _ in hooks)
+    return isinstance(model, DistributedDataParallel) and model in _WEIGHED
 
 
 class SyncAtEnds:

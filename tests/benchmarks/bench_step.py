@@ -148,7 +148,9 @@ def figures(found: dict[str, list[Turn]]) -> Figures:
 
 def _more(ours: list[Turn], theirs: list[Turn], what: str) -> float:
     pairs = [zip(one, other, strict=True) for one, other in zip(ours, theirs, strict=True)]
-    return 1e6 * max(map(statistics.median, zip(*([a[what] - b[what] for a, b in pair] for pair in pairs), strict=True)))
+    return 1e6 * max(
+        map(statistics.median, zip(*([a[what] - b[what] for a, b in pair] for pair in pairs), strict=True))
+    )
 
 
 def _by_rank(turns: list[Turn], what: str) -> list[float]:

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations import ddp as ddp_module
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, TokenMean
 
@@ -216,6 +218,41 @@ def skipped(world: int) -> Any:
     }
     found["second hook"] = weigh_gradients(foreign, lambda: 1.0)
     return {key: [outcome.done, outcome.reason] for key, outcome in found.items()}
+
+
+def lazily(world: int) -> Any:
+    """Three equal DDPs: one has the hook from the beginning, the gradients of one are views. In one step rank 0 has
+    another weight than the others.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    late, early, view = DDP(net), DDP(copy.deepcopy(net)), DDP(copy.deepcopy(net), gradient_as_bucket_view=True)
+    weight = [1 / world]
+    early.register_comm_hook(None, ddp_module._weighted_sum(early.process_group, lambda: weight[0]))
+    assert weigh_gradients(late, lambda: weight[0])
+    assert weigh_gradients(view, lambda: weight[0])
+    torch.manual_seed(dist.get_rank())
+    equal, hooked = [], [len(late._comm_hooks)]
+    for number in range(6):
+        weight[0] = 0.7 if number == 3 and dist.get_rank() == 0 else 1 / world
+        x = torch.randn(5, 6)
+        for one in (late, early, view):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        equal.append(torch.equal(_flat(late), _flat(early)) and torch.equal(_flat(view), _flat(early)))
+        hooked.append(len(late._comm_hooks))
+    return {"equal": equal, "hooked": hooked, "twice": _hooked_later(world)}
+
+
+def _hooked_later(world: int) -> str:
+    model = DDP(torch.nn.Linear(2, 2))
+    weigh_gradients(model, lambda: 1 / world)
+    model.register_comm_hook(None, _foreign)
+    try:
+        model(torch.ones(1, 2))
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _foreign(state: object, bucket: Any) -> Any:

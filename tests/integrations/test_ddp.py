@@ -61,3 +61,12 @@ def test_what_is_not_done_is_said() -> None:
             done, reason = found[case]
             assert not done, case
             assert word in reason
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_hook_comes_with_the_first_uneven_step_and_changes_no_bit(world: int) -> None:
+    """Until a rank's weight is another one DDP averages by itself; ranks with the hook and without make one step."""
+    for rank, found in enumerate(run("lazily", world)):
+        assert found["equal"] == [True] * 6
+        assert found["hooked"] == ([0, 0, 0, 0, 1, 1, 1] if rank == 0 else [0] * 7)
+        assert "_foreign behind the elastic loader's" in found["twice"]
