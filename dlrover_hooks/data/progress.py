@@ -34,7 +34,12 @@ class Progress:
     def _stand(self, plan: Plan, base: int) -> None:
         self.plan, self.base = plan, base
         self.yielded = self.issued = 0
-        self._length = plan.length(base % plan.n)
+        q = base % plan.n
+        self._length, self._micro_batches, self._full = plan.length(q), plan.micro_batches, plan.full_steps(q)
+        self._last = self._full - (not plan.has_tail(q))
+        self._end = base - q + plan.behind(q)
+        self._current: tuple[int, Slice] | None = None
+        """Number and part of the step that was asked for last: it is asked for several times."""
 
     @property
     def consumed(self) -> bool:
@@ -97,20 +102,20 @@ class Progress:
 
     def position(self) -> int:
         """The position behind the whole steps received since `begin`; the next epoch's start after the last one."""
-        q = self.base % self.plan.n
-        if self.finished:
-            return self.base - q + self.plan.behind(q)
-        steps = min(self.yielded // self.plan.micro_batches, self.plan.full_steps(q))
-        return self.base + steps * self.plan.global_batch_size
+        if self.yielded >= self._length:
+            return self._end
+        return self.base + min(self.yielded // self._micro_batches, self._full) * self.plan.global_batch_size
 
     def current(self) -> tuple[Slice, int]:
         """(the step that the last received micro-batch belongs to, its number in that step counted from 1).
 
         Before the first micro-batch: the step to come, and 0.
         """
-        q, m = self.base % self.plan.n, self.plan.micro_batches
-        step = min(max(self.yielded - 1, 0) // m, self.plan.full_steps(q) - (not self.plan.has_tail(q)))
-        return self.plan.step(q + step * self.plan.global_batch_size), self.yielded - step * m
+        number = min(max(self.yielded - 1, 0) // self._micro_batches, self._last)
+        if self._current is None or self._current[0] != number:
+            q = self.base % self.plan.n + number * self.plan.global_batch_size
+            self._current = number, self.plan.step(q)
+        return self._current[1], self.yielded - number * self._micro_batches
 
     def first(self) -> int:
         """In-epoch position at which the epoch that is on began, or the one ahead when the last is finished."""
