@@ -58,6 +58,8 @@ class Draws:
         self._told = dict[int, tuple[bytes, ...]]()
         self.statistics: Callable[[], Statistics] = tuple
         """What rank 0 has, of the life that is on."""
+        self.take: Callable[[], rng.Taken] = rng.take
+        """The random state of now."""
 
     @property
     def notes(self) -> list[bytes]:
@@ -112,8 +114,8 @@ class Draws:
         """The random state that this life begins from came from elsewhere, as `found`."""
         self._put(_BEGUN, found)
 
-    def over(self, step: int, random: dict[str, Any]) -> None:
-        """`step` is over, with `random` as `rng.capture` gives it. The newest word on a step counts."""
+    def over(self, step: int, random: rng.Packed) -> None:
+        """`step` is over, with `random`. The newest word on a step counts."""
         if self._seat is None:
             return
         self._bound = False
@@ -131,12 +133,12 @@ class Draws:
         """
         if self._seat is not None and not (unless_noted and self._bound):
             self._bound = True
-            self._note(_AHEAD, rng.capture())
+            self._note(_AHEAD, self.take().packed)
 
-    def _note(self, place: int, random: dict[str, Any]) -> None:
+    def _note(self, place: int, random: rng.Packed) -> None:
         assert self._seat is not None
         statistics = self.statistics() if self._seat[1] == 0 else ()
-        self._put(place, _encode(Drawn(*self._seat, place == _AHEAD, rng.pack(random), statistics)))
+        self._put(place, _encode(Drawn(*self._seat, place == _AHEAD, random, statistics)))
 
     def _put(self, place: int, note: bytes) -> None:
         self._notes[place] = note

@@ -73,7 +73,7 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
 _WEIGHED = weakref.WeakSet[DistributedDataParallel]()
 
 
-def _weighted_sum(group: dist.ProcessGroup, weight: Callable[[], float]) -> Callable[..., Any]:
+def _weighted_sum(group: Any, weight: Callable[[], float]) -> Callable[..., Any]:
     """The communication hook."""
     world, options = dist.get_world_size(group), dist.AllreduceOptions()
     options.asyncOp = True

@@ -21,6 +21,9 @@ from dlrover_hooks.checkpoint.gate import Gate, Traces
 SMALL_BYTES = 1 << 20
 """Tensors up to this size are copied at each quiet point (0.1 ms). Larger ones are trusted to raise their version."""
 
+_FIXED = {type(None), bool, int, float, complex, str, bytes}
+"""Types of what cannot change in place."""
+
 
 class SmallSet:
     """Of one life. Training thread.
@@ -46,7 +49,8 @@ class SmallSet:
         self._own = next((type(one).__name__ for one in modules if _has_own_state(one)), None)
         self.step: int | None = None
         """The step whose small set this is."""
-        self.random: dict[str, Any] = {}
+        self.random: rng.Taken
+        """The random state that goes with it."""
         self._copies = _Copies()
         self._gate = Gate(self._steps.begins)
 
@@ -54,18 +58,18 @@ class SmallSet:
     def keep(
         self,
         step: int,
-        random: dict[str, Any] | None = None,
+        random: rng.Taken,
         extra: Callable[[], Any] | None = None,
         *,
         swaps: bool = False,
     ) -> None:
         """A quiet point: `step` is entirely over.
 
-        `random`: the generators' state with it; None: that of now. `extra`: another one, for this once. `swaps`: other
+        `random`: the generators' state with it. `extra`: another one, for this once. `swaps`: other
         weights may be put in by way of `.data` now, which leaves no trace: the parameters' norms are looked at.
         """
         self.step, self._steps.begun = step, False
-        self.random = rng.capture() if random is None else random
+        self.random = random
         self._saved_buffers = [(live, dict(live)) for live in self._buffers]
         self._copies.take([tensor for _, saved in self._saved_buffers for tensor in saved.values()])
         self._groups = [_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -126,6 +130,8 @@ class SmallSet:
 
     def _copied(self, value: Any) -> Any:
         """`value` as it is now: what holds it may change in place."""
+        if type(value) in _FIXED:
+            return value
         if isinstance(value, torch.Tensor):
             if value.nbytes <= SMALL_BYTES:
                 return value.detach().clone()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dlrover_hooks import rng
+from dlrover_hooks.data.states import States
 from dlrover_hooks.integrations.batch_statistics import BatchStatistics
 from dlrover_hooks.integrations.handed_on import gathered
 from dlrover_hooks.integrations.small_set import SmallSet
@@ -62,7 +63,9 @@ class Survivor:
             self._membership.tell = way.tell
         known = [weakref.ref(model) for model in (models if passing is None else passing)]
         self._membership.outlived = lambda: any(model() is not None for model in known)
-        self._random: dict[str, Any] | None = None
+        self._states = States()
+        self._membership.draws.take = self._states.take
+        self._random: rng.Taken | None = None
         self._validated = -1
         self.stepped = False
         """An optimizer's step was begun in this life. Known once the life is over."""
@@ -70,7 +73,7 @@ class Survivor:
     def fetches(self) -> None:
         """What comes behind a step is about to be fetched, ahead of the quiet point: that may draw random numbers."""
         if self._random is None and self._session.at_step_end:
-            self._random = rng.capture()
+            self._random = self._states.take()
 
     def quiet(self, step: int, *, step_ends: bool) -> None:
         """A quiet point after `step`, its marks committed.
@@ -80,8 +83,7 @@ class Survivor:
         """
         if step_ends and self._small is not None:
             if self._validated != step or not self._small.stands():
-                self._small.keep(step, self._random)
-                self._membership.draws.over(step, self._small.random)
+                self._keep(self._small, step)
             self._random = None
         self._membership.on_quiet(step)
         self._membership.check(step_ends=step_ends)
@@ -95,10 +97,13 @@ class Survivor:
         """
         self._session.step_is_over()
         if self._small is not None:
-            self._small.keep(step, self._random, extra, swaps=True)
-            self._membership.draws.over(step, self._small.random)
+            self._keep(self._small, step, extra, swaps=True)
             self._validated, self._random = step, None
         self._membership.check(step_ends=True)
+
+    def _keep(self, small: SmallSet, step: int, extra: Callable[[], Any] | None = None, *, swaps: bool = False) -> None:
+        small.keep(step, self._random or self._states.take(), extra, swaps=swaps)
+        self._membership.draws.over(step, small.random.packed)
 
     def close(self) -> None:
         """The adapter lets go of the model. What was kept may still be saved."""
@@ -118,7 +123,7 @@ class Survivor:
         small.close()
         self.stepped = small.stepped
         if (reason := small.roll_back()) == "":
-            self._session.salvage(small.step or 0, state(small.extra), small.random)
+            self._session.salvage(small.step or 0, state(small.extra), small.random.state())
         else:
             log.info("job %s: the newest save is restored: %s", self._session.config.job, reason)
         for end in ends:

@@ -37,6 +37,7 @@ class Gate:
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._newest: Callable[[], Optimizer | None] = lambda: None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -59,7 +60,9 @@ class Gate:
         }
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._optimizers.add(optimizer)
+        if self._newest() is not optimizer:
+            self._optimizers.add(optimizer)
+            self._newest = weakref.ref(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._wait()

@@ -62,7 +62,7 @@ def _rank(rank: int, port: int, pairs: int, statistics_bytes: int, line: Connect
     word = torch.zeros(1)
     times: list[tuple[float, float]] = []
     for step in range(pairs):
-        draws.over(step, rng.capture())
+        draws.over(step, rng.take().packed)
         draws.ahead()
         dist.all_reduce(word)
         begun = time.perf_counter()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from dlrover_hooks import rng
 from dlrover_hooks.errors import RoundEnded
 from dlrover_hooks.integrations.small_set import SMALL_BYTES, SmallSet
 
@@ -54,7 +55,7 @@ def made() -> Any:
 def test_a_step_that_fails_half_way_is_undone(made: Made) -> None:
     """Batch statistics do not even raise their version."""
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     before, extra, random = made.state(), made.extra(), torch.get_rng_state()
     made.forward().backward()
     made.schedule.step()
@@ -62,13 +63,13 @@ def test_a_step_that_fails_half_way_is_undone(made: Made) -> None:
     assert made.small.roll_back() == ""
     assert made.state() == before
     assert made.small.extra == extra
-    assert torch.equal(made.small.random["torch"], random)
+    assert torch.equal(made.small.random.state()["torch"], random)
     assert made.small.step == 1
 
 
 def test_a_buffer_that_was_replaced_comes_back(made: Made) -> None:
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     before = made.state()
     made.model[1].running_mean = torch.ones(4)
     assert made.small.roll_back() == ""
@@ -77,14 +78,14 @@ def test_a_buffer_that_was_replaced_comes_back(made: Made) -> None:
 
 def test_a_step_that_was_begun_cannot_be_undone(made: Made) -> None:
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     made.step()
     assert "step was begun" in made.small.roll_back()
 
 
 def test_weights_changed_by_hand_are_noticed(made: Made) -> None:
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     with torch.no_grad():
         next(made.model.parameters()).mul_(2)
     assert "changed outside" in made.small.roll_back()
@@ -95,7 +96,7 @@ def test_large_buffers_are_not_copied_but_watched() -> None:
     large.register_buffer("table", table)
     made = Made(large)
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     assert made.small.roll_back() == ""
     table.add_(1)
     assert "no parameter" in made.small.roll_back()
@@ -109,7 +110,7 @@ def test_a_module_with_a_state_of_its_own_is_not_vouched_for() -> None:
 
     made = Made(Own())
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     assert "Own" in made.small.roll_back()
     made.small.close()
 
@@ -117,7 +118,7 @@ def test_a_module_with_a_state_of_its_own_is_not_vouched_for() -> None:
 def test_no_step_is_made_in_a_broken_round(made: Made) -> None:
     """What an aborted collective left in the gradients must not reach the weights."""
     made.step()
-    made.small.keep(1)
+    made.small.keep(1, rng.take())
     before = made.state()
     made.forward().backward()
     made.refused = True
@@ -134,7 +135,7 @@ def test_before_the_first_step_there_is_nothing(made: Made) -> None:
 def test_weights_that_are_swapped_without_a_trace(made: Made) -> None:
     """As averaged ones are for a validation."""
     made.step()
-    made.small.keep(1, swaps=True)
+    made.small.keep(1, rng.take(), swaps=True)
     assert made.small.roll_back() == ""
     weight = next(made.model.parameters())
     kept = weight.detach().clone()

@@ -43,7 +43,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 def test_the_last_two_steps_are_known(states: dict[str, Any]) -> None:
     kept = Kept()
     for step, name in ((5, "five"), (6, "six"), (7, "seven")):
-        kept.draws.over(step, states[name])
+        kept.draws.over(step, rng.pack(states[name]))
     assert [kept.find(at(step)) for step in (5, 6, 7)] == [None, states["six"], states["seven"]]
 
 
@@ -51,7 +51,7 @@ def test_the_newest_word_on_a_step_counts(states: dict[str, Any]) -> None:
     """A validation begins behind a step, and is over: the step before stays."""
     kept = Kept()
     for step, name in ((5, "five"), (6, "six"), (6, "seven")):
-        kept.draws.over(step, states[name])
+        kept.draws.over(step, rng.pack(states[name]))
     assert [kept.find(at(step)) for step in (5, 6)] == [states["five"], states["seven"]]
 
 
@@ -60,18 +60,18 @@ def test_within_a_step_that_the_others_made(states: dict[str, Any]) -> None:
     kept = Kept(begun=4)
     kept.draws.ahead()
     assert [kept.find(at(step)) for step in (4, 5, 6)] == [None, states["now"], states["now"]]
-    kept.draws.over(5, states["five"])
+    kept.draws.over(5, rng.pack(states["five"]))
     assert kept.find(at(5)) == states["five"], "it came to the end of the step"
 
 
 def test_older_notes_in_memory_that_was_given_up(states: dict[str, Any]) -> None:
     """Of within a step, wherever they come among the others."""
     kept = Kept()
-    kept.draws.over(4, states["five"])
+    kept.draws.over(4, rng.pack(states["five"]))
     kept.draws.ahead()
     old = list(kept.notes.values())
     states["now"] = states["seven"]
-    kept.draws.over(5, states["six"])
+    kept.draws.over(5, rng.pack(states["six"]))
     kept.draws.ahead()
     for notes in ([*old, *kept.notes.values()], [*kept.notes.values(), *old]):
         found = drawn.find(notes, at(6), 1, 3)
@@ -87,7 +87,7 @@ def test_of_another_attempt_run_rank_or_world(
     states: dict[str, Any], generation: Generation, rank: int, world_size: int
 ) -> None:
     kept = Kept()
-    kept.draws.over(5, states["five"])
+    kept.draws.over(5, rng.pack(states["five"]))
     kept.draws.ahead()
     assert kept.find(generation, rank, world_size) is None
 
@@ -101,7 +101,7 @@ def test_the_last_reduction_of_a_step_counts_and_its_beginning_only_without_one(
     states["now"] = states["seven"]
     kept.draws.ahead(unless_noted=True)
     assert kept.find(at(1)) == states["six"]
-    kept.draws.over(1, states["five"])
+    kept.draws.over(1, rng.pack(states["five"]))
     kept.draws.ahead(unless_noted=True)
     assert kept.find(at(2)) == states["seven"]
 
@@ -109,10 +109,10 @@ def test_the_last_reduction_of_a_step_counts_and_its_beginning_only_without_one(
 def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: dict[str, Any]) -> None:
     """Whoever had that rank before; and what this process knew of its own rank, if only from within the step."""
     kept = Kept(rank=1)
-    kept.draws.over(4, states["five"])
+    kept.draws.over(4, rng.pack(states["five"]))
     kept.draws.ahead()
     other = Kept(rank=0)
-    other.draws.over(5, states["six"])
+    other.draws.over(5, rng.pack(states["six"]))
     for attempt in (2, 3):
         begun = drawn.find([*kept.draws.notes, *other.draws.notes], at(5), 0, 3)
         kept.draws.begin(at(5, attempt), 0, 3, at(5), begun)
@@ -120,7 +120,7 @@ def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: di
         kept.draws.ahead()
         assert kept.find(at(5), rank=0) == states["six"]
         assert kept.find(at(5), rank=1) == {"python": (3, (3,), None)}
-    kept.draws.over(6, states["seven"])
+    kept.draws.over(6, rng.pack(states["seven"]))
     assert kept.find(at(6, 3), rank=0) == states["seven"]
     assert kept.find(at(5), rank=0) == states["six"]
 
@@ -128,7 +128,7 @@ def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: di
 def test_nothing_is_noted_before_a_life_begins(states: dict[str, Any]) -> None:
     notes: dict[int, bytes] = {}
     draws = drawn.Draws(notes.__setitem__)
-    draws.over(5, states["five"])
+    draws.over(5, rng.pack(states["five"]))
     draws.ahead()
     assert not notes
     assert not draws.notes
@@ -137,7 +137,7 @@ def test_nothing_is_noted_before_a_life_begins(states: dict[str, Any]) -> None:
 def test_what_cannot_be_read_is_passed_over(states: dict[str, Any]) -> None:
     """Of another version, or torn by a way that was not thought of."""
     kept = Kept()
-    kept.draws.over(5, states["five"])
+    kept.draws.over(5, rng.pack(states["five"]))
     (whole,) = kept.draws.notes
     damaged = [b"\x00", whole[:40], msgspec.msgpack.encode([1, 2])]
     assert drawn.find([*damaged, whole], at(5), 1, 3) == whole
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_passed_over(states: dict[str, Any]) -> None:
 def test_it_comes_back_exactly() -> None:
     state = rng.capture()
     kept = Kept()
-    kept.draws.over(5, state)
+    kept.draws.over(5, rng.pack(state))
     found = kept.find(at(5))
     assert found is not None
     assert found["python"] == state["python"]
@@ -160,7 +160,7 @@ def test_batch_statistics_are_those_of_rank_0_in_whatever_world(states: dict[str
     kept, other = Kept(rank=0, world_size=3), Kept(rank=1)
     for one, first in ((kept, b"zero"), (other, b"one")):
         one.draws.statistics = lambda first=first: (("0.mean", first),)
-        one.draws.over(5, states["five"])
+        one.draws.over(5, rng.pack(states["five"]))
         one.draws.statistics = lambda first=first: (("0.mean", first + b" newer"),)
         one.draws.ahead()
     notes = [*other.notes.values(), *kept.notes.values()]
@@ -173,7 +173,7 @@ def test_all_ranks_of_which_there_is_a_note(states: dict[str, Any]) -> None:
     """Of this step and world; each has the note that `find` finds."""
     kept = [Kept(rank=rank) for rank in (0, 1, 2)] + [Kept(rank=1, world_size=2)]
     for one, step in zip(kept, (5, 6, 4, 5), strict=True):
-        one.draws.over(step, states["five"])
+        one.draws.over(step, rng.pack(states["five"]))
     kept[2].draws.ahead()
     notes = [note for one in kept for note in one.notes.values()]
     found = drawn.by_rank(notes, at(5), 3)
@@ -190,7 +190,7 @@ def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) ->
 
     for step, name in ((4, "five"), (5, "six"), (6, "seven")):
         for one in (kept, other):
-            one.draws.over(step, states["now"])
+            one.draws.over(step, rng.pack(states["now"]))
         states["now"] = states[name]
         other.draws.ahead()
         kept.draws.heard([other.draws.within])
