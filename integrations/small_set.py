@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from dlrover_hooks import rng
 from dlrover_hooks.checkpoint.gate import Gate, Traces
 
+_foreach: Any = torch
+"""Its stubs leave out the operations on many tensors at once."""
 SMALL_BYTES = 1 << 20
 """Tensors up to this size are copied at each quiet point (0.1 ms). Larger ones are trusted to raise their version."""
 
@@ -76,7 +78,7 @@ class SmallSet:
         self._large = list[tuple[torch.Tensor, int]]()
         self._extra = self._copied((extra or self._read_extra)())
         self._traces = Traces(self._parameters)
-        self._norms = torch._foreach_norm(self._parameters) if swaps else None
+        self._norms = _foreach._foreach_norm(self._parameters) if swaps else None
 
     def roll_back(self) -> str:
         """Put everything back as it was at the last quiet point. Else why it cannot be, and nothing is changed."""
@@ -125,7 +127,7 @@ class SmallSet:
 
     @torch.no_grad()
     def _swapped(self) -> bool:
-        now = torch._foreach_norm(self._parameters) if self._norms else ()
+        now = _foreach._foreach_norm(self._parameters) if self._norms else ()
         return any(not torch.equal(one, other) for one, other in zip(self._norms or (), now, strict=True))
 
     def _copied(self, value: Any) -> Any:
@@ -171,7 +173,7 @@ class _Copies:
             self._tensors = [one for one in given if one is not None and one.nbytes <= SMALL_BYTES]
             self._copies = [torch.empty_like(one) for one in self._tensors]
         if self._tensors:
-            torch._foreach_copy_(self._copies, self._tensors)
+            _foreach._foreach_copy_(self._copies, self._tensors)
         self.large = [(one, _version(one)) for one in given if one is not None and one.nbytes > SMALL_BYTES]
 
     @torch.no_grad()
