@@ -30,7 +30,8 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, leader
 from dlrover_hooks.integrations.extras import Extras, Stateful
-from dlrover_hooks.integrations.filling import Filling, is_sharded
+from dlrover_hooks.integrations.filling import Filling, is_sharded, refuse
+from dlrover_hooks.integrations.loaders import keeps_own_state
 from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.integrations.whole import NamedOptimizer, WholeState, bare
 from dlrover_hooks.session import Preempted, Restored, Session
@@ -53,7 +54,8 @@ class AsyncCheckpointer:
         model: a module; DistributedDataParallel around it; or one that is sharded by `fully_shard` (FSDP2).
         optimizer: the optimizer whose steps count. Others go into `extra`.
         loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
-            names. Which one's weights are those of the step says `even.leader`.
+            names. Which one's weights are those of the step says `even.leader`. A loader with `state_dict` and
+            `load_state_dict` of its own is kept as it is; with no other, a step is over at the next forward.
         extra: anything else with `state_dict` and `load_state_dict`, always in the same order; or by name, in a dict.
             Parts that class and optimizer do not tell apart (two moving averages) need names.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
@@ -68,7 +70,7 @@ class AsyncCheckpointer:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: Loader | Sequence[Loader],
+        loader: Loader | Stateful | Sequence[Loader | Stateful],
         extra: Iterable[Stateful] | Mapping[str, Stateful] = (),
         on_preempt: Callable[[Preempted], object] | None = None,
         **shared: Any,
@@ -78,8 +80,9 @@ class AsyncCheckpointer:
         self._optimizer, self._whole = optimizer, WholeState(bare(model), optimizer)
         given = extra if isinstance(extra, Mapping) else list(extra)
         self._extra = Extras(given, self._whole.model)
-        self._loaders = [loader] if isinstance(loader, Loader) else _checked(loader)
-        if len({one.name for one in self._loaders}) != len(self._loaders) or not self._loaders:
+        self._loaders, self._own = _checked([loader] if isinstance(loader, Loader) else loader)
+        self._own_states, self._asked = [one.state_dict() for one in self._own], True
+        if len({one.name for one in self._loaders}) != len(self._loaders):
             raise UsageError(
                 f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
                 hint='elastic_loader(..., name="images"), or ShardDataset(..., name="images")',
@@ -136,11 +139,13 @@ class AsyncCheckpointer:
             return
         try:
             if reason is p.Departure.DONE:
-                self._loaders[0].finish()
+                for first in self._loaders[:1]:
+                    first.finish()
                 self.session.finish(self.step, self._state(self._extra_state()))
         finally:
             self._end.detach()
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             if self._survivor is not None:
                 self._survivor.close()
             self._unshare_gradients()
@@ -175,9 +180,11 @@ class AsyncCheckpointer:
         if self._ddp is not None:
             self._share_gradients(self._ddp)
             self._buckets = keep_buckets(self._ddp, saved)
-        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))
+        self._hooks = [self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))]
         for loader in self._loaders:
             loader.before_batch.append(self._quiet)
+        if not self._loaders:
+            self._hooks.append(self._whole.model.register_forward_pre_hook(lambda *_: self._before_forward()))
         if session.membership is not None:
             models, ends = [self._whole.model], [loader.close for loader in self._loaders]
             self._survivor = Survivor(session, models, [self._optimizer], self._extra_state, self._state, ends)
@@ -224,12 +231,13 @@ class AsyncCheckpointer:
     def _share_gradients(self, ddp: DistributedDataParallel) -> None:
         """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
         loaders = self._loaders  # not this object: what DDP holds in C++ must not hold DDP
-        weighed = weigh_gradients(ddp, lambda: leader(loaders).weight)
+        alone = 1 / torch.distributed.get_world_size(ddp.process_group)
+        weighed = weigh_gradients(ddp, lambda: lead.weight if (lead := leader(loaders)) is not None else alone)
         for window in self._accumulations:
             window.reduced(weighed=bool(weighed))
-        if not weighed and not self._accumulations:
+        if not weighed and not self._accumulations and loaders:
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
-        self._sync = SyncAtEnds(ddp, lambda: leader(loaders).step_ends)
+        self._sync = SyncAtEnds(ddp, lambda: lead.step_ends if (lead := leader(loaders)) is not None else True)
 
     def _unshare_gradients(self) -> None:
         if self._ddp is not None:
@@ -240,6 +248,11 @@ class AsyncCheckpointer:
             return Filling(opening, self._whole.targets(opening.state, weights_only=True))
         targets = self._whole.targets(opening.state)
         places = self._extra.places(opening.state)
+        if (there := len(opening.state.get("own", []))) != len(self._own):
+            refuse(
+                [f"{there} loaders had a state of their own, here {len(self._own)} have"],
+                "give AsyncCheckpointer(loader=...) the same loaders in the same order",
+            )
         targets |= self._shards_of_extra(opening, places)
         for place, part in places:
             if isinstance(part, NamedOptimizer):
@@ -261,10 +274,20 @@ class AsyncCheckpointer:
         self._whole.load(state)
         for place, part in self._extra.places(state):
             part.load_state_dict(state["extra"][place])
+        self._own_states = list(state.get("own", []))
+        for loader, saved in zip(self._own, self._own_states, strict=True):
+            loader.load_state_dict(saved)
 
     def _stepped(self, session: Session) -> None:
         self.step += 1
+        self._own_states, self._asked = [one.state_dict() for one in self._own], True
         session.stepped()
+
+    def _before_forward(self) -> None:
+        """Nobody is asked for batches: the first forward after a step is the quiet point."""
+        if self._asked and self._whole.model.training and torch.is_grad_enabled():
+            self._asked = False
+            self._quiet()
 
     def _quiet(self) -> None:
         assert self.session is not None
@@ -276,29 +299,36 @@ class AsyncCheckpointer:
         if due:
             self.session.cut(self.step, self._state(self._extra_state()))
 
-    def _extra_state(self) -> list[Any]:
-        return self._extra.states()
+    def _extra_state(self) -> dict[str, Any]:
+        """What changes outside of an optimizer's step."""
+        return {"extra": self._extra.states(), **({"own": self._own_states} if self._own else {})}
 
-    def _state(self, extra: list[Any]) -> dict[str, Any]:
+    def _state(self, beside: dict[str, Any]) -> dict[str, Any]:
         return {
             "step": self.step,
             **self._whole.save(),
-            "extra": extra,
+            **beside,
             "extra_names": self._extra.names,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
         }
 
 
-def _checked(loaders: Any) -> list[Loader]:
-    """What was given instead of one loader. Raises UsageError if it is not a sequence of them."""
+def _checked(loaders: Any) -> tuple[list[Loader], list[Stateful]]:
+    """(ours, those with a state of their own). Raises UsageError for anything else, and where there is none."""
     found: list[Any] = list(loaders) if isinstance(loaders, Sequence) else [loaders]
     for one in found:
-        if not isinstance(one, Loader):
+        if not isinstance(one, Loader) and not keeps_own_state(one):
             raise UsageError(
                 f"loader={type(one).__name__} is not elastic: its place would not be in the checkpoint",
                 hint="give what elastic_loader(loader, optimizer=optimizer) returned, and iterate over that",
             )
-    return found
+    if not found:
+        raise UsageError("no loader was given: nothing says where the data is", hint="AsyncCheckpointer(loader=...)")
+    ours = [one for one in found if isinstance(one, Loader)]
+    for follower in ours[1:]:
+        if isinstance(follower, ElasticLoader):
+            follower.leads = False
+    return ours, [one for one in found if not isinstance(one, Loader)]
 
 
 def _refuse_batch(size: int | None, loaders: Sequence[Loader]) -> None:

@@ -75,7 +75,7 @@ _REFUSALS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
     (
         _keeps_state,
         "the loader keeps a state of its own (state_dict, load_state_dict): exactly-once is then its promise",
-        "use it as it is and save its state with the checkpoint",
+        "use it as it is: AsyncCheckpointer(loader=loader) keeps its state, as the callbacks of frameworks do",
     ),
     (
         lambda loader: not isinstance(loader, DataLoader),

@@ -31,6 +31,7 @@ from dlrover_hooks.protocol import Departure
 from tests import ranks
 from tests.contracts.spawn import plan
 from tests.contracts.spawn import spawn as spawn_trials
+from tests.contracts.trial import Own
 from tests.e2e.kept import until
 from tests.e2e.master_process import LiveMaster
 from tests.integrations import torch_cases
@@ -321,3 +322,36 @@ def test_dtypes_come_back_exactly(job: str, second: bool) -> None:
         assert torch.equal(state["m"], torch.full((1, 4), 1 / 3))
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("beside", [None, "first", "last"])
+def test_a_loader_with_a_state_of_its_own_is_kept_with_the_step(job: str, beside: str | None) -> None:
+    """Alone, or zipped with an elastic one in either order: each number is trained once, over a fault in mid-step."""
+    seen: list[int] = []
+
+    def life(crash: int) -> int:
+        own, model = Own(), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loaders: list[Any] = [own]
+        if beside is not None:
+            loaders.insert(beside == "last", elastic_loader(DataLoader(cast(Any, range(80)), 2), optimizer=optimizer))
+        given = loaders if beside else own
+        with AsyncCheckpointer(model=model, optimizer=optimizer, loader=given, job=job, save_every=1) as checkpoints:
+            del seen[checkpoints.step :]
+            for batches in zip(*loaders, strict=False):
+                number = int(batches[loaders.index(own)])
+                model(torch.tensor([[float(number)]])).square().mean().backward()
+                if checkpoints.step + 1 == crash:
+                    raise KeyError(crash)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(number)
+                if checkpoints.step == 9:
+                    break
+        return checkpoints.step
+
+    for crash in (4, 7):
+        with pytest.raises(KeyError):
+            life(crash)
+    assert life(0) == 9
+    assert seen == list(range(9))
