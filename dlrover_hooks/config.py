@@ -304,13 +304,13 @@ _OF_ONE_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELAS
 
 @contextlib.contextmanager
 def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """`values` are set meanwhile. Yields what else is set, in that time, and stays."""
+    """`values` are set meanwhile. Yields what else is set in that time and stays: complete at the end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
-    own, putenv = dict[str, str](), os.putenv
+    own, touched, putenv = dict[str, str](), set[str](), os.putenv
 
     def noted(name: Any, value: Any) -> None:
-        own[os.fsdecode(name)] = os.fsdecode(value)
+        touched.add(os.fsdecode(name))
         putenv(name, value)
 
     os.putenv = noted  # what os.environ calls
@@ -318,6 +318,7 @@ def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield own
     finally:
         os.putenv = putenv
+        own |= {name: os.environ[name] for name in touched if name in os.environ}  # NumPy sets some and takes them back
         for name, value in before.items():
             if name not in own:
                 os.environ.pop(name, None)

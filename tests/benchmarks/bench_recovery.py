@@ -18,11 +18,13 @@ import psutil
 import torch
 from rich.console import Console
 
-from tests.benchmarks import rendezvous_load, standby_world, survivors, tells, torchruns
+from tests.benchmarks import default_world, rendezvous_load, standby_world, survivors, tells, torchruns
 from tests.benchmarks.report import REPOSITORY, Figures, report
 
 GROUPS: dict[str, Callable[[int], Figures]] = {
+    "default": default_world.measure,
     "survivors": survivors.measure,
+    "growth": survivors.growth,
     "lightning": survivors.lightning,
     "tells": tells.measure,
     "rendezvous": rendezvous_load.measure,
@@ -31,8 +33,11 @@ GROUPS: dict[str, Callable[[int], Figures]] = {
     "standby": standby_world.measure,
 }
 BARS = {
+    "default_next_step_s": 1.0,
+    "default_lightning_next_step_s": 1.5,
     "survivor_next_step_s": 0.8,
     "survivor_next_step_max_s": 2.0,
+    "survivor_next_step_w16_s": 2.0,
     "standby_full_world_s": 2.5,
     "hang_next_step_s": 4.0,
     "steps_lost": 0.0,

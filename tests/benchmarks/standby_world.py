@@ -64,13 +64,13 @@ train()
 
 
 class Job:
-    """A launched job, its launcher, and what its workers have noted."""
+    """A launched job of `world` workers, its launcher, and what its workers have noted."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.notes = folder / "notes.jsonl"
+    def __init__(self, folder: Path, script: str, world: int, *options: str) -> None:
+        self.world, self.notes = world, folder / "notes.jsonl"
         self.notes.touch()
-        (folder / "train.py").write_text(SCRIPT)
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(WORLD), "--max-restarts", "1000", *options]
+        (folder / "train.py").write_text(script)
+        command = [sys.executable, "-m", "dlrover_hooks", "run", "--nproc-per-node", str(world), *options]
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
@@ -86,10 +86,13 @@ class Job:
         deadline = time.monotonic() + within_s
         while not (answer := found()):
             if time.monotonic() > deadline or self.process.poll() is not None:
-                self.log.seek(0)
-                raise RuntimeError(f"it did not come: {self.log.read()[-4000:]}")
+                raise RuntimeError(f"it did not come: {self.said()[-4000:]}")
             select.select([], [], [], 0.02)
         return answer
+
+    def said(self) -> str:
+        """By the launcher and the workers."""
+        return Path(self.log.name).read_text()
 
     def standbys(self) -> int:
         """So many idle ones wait: the launcher's children of that command line, less the server and those in a seat."""
@@ -103,9 +106,9 @@ class Job:
         """The first steps of all ranks in a full world later than round `number`; nothing before all have made one."""
         first: dict[int, dict[str, Any]] = {}
         for row in self.steps():
-            if row["round"] > number and row["world"] == WORLD:
+            if row["round"] > number and row["world"] == self.world:
                 first.setdefault(row["rank"], row)
-        return list(first.values()) if len(first) == WORLD else []
+        return list(first.values()) if len(first) == self.world else []
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -113,9 +116,12 @@ class Job:
         self.log.close()
 
 
-def kill_one(job: Job, local_rank: int) -> tuple[float, int]:
-    """Seconds until the full world has made its next step, and the steps that were lost."""
-    job.until(lambda: job.standbys() >= 1)
+def kill_one(job: Job, local_rank: int, *, idle: int = 1, together: bool = False) -> tuple[float, int]:
+    """Seconds until the full world has made its next step, and the steps that were lost. `idle` standbys wait before.
+
+    `together`: all workers start again; else the others keep their process.
+    """
+    job.until(lambda: job.standbys() >= idle)
     last = max((row for row in job.steps() if row["local"] == local_rank), key=lambda row: row["t"])
     os.kill(last["pid"], signal.SIGKILL)
     killed = time.time()
@@ -123,14 +129,14 @@ def kill_one(job: Job, local_rank: int) -> tuple[float, int]:
     before = [row for row in job.steps() if row["round"] <= last["round"] and row["pid"] != last["pid"]]
     made = max(row["step"] for row in before)  # what only the dead one had was not made
     replaced = {row["pid"] for row in world} - {row["pid"] for row in before}
-    assert len(replaced) == 1, "more than the dead one was replaced"
+    assert len(replaced) == (job.world if together else 1), "more than the dead one was replaced"
     return max(row["t"] for row in world) - killed, made + 1 - min(row["step"] for row in world)
 
 
 def measure(rounds: int) -> Figures:
     """Median and maximum over that many kills, and the optimizer steps lost in all of them."""
     with tempfile.TemporaryDirectory() as name:
-        job = Job(Path(name), "--standby", "1")
+        job = Job(Path(name), SCRIPT, WORLD, "--standby", "1", "--max-restarts", "1000")
         try:
             job.until(lambda: len(job.steps()) > 10 * WORLD)
             kills = [kill_one(job, turn % WORLD) for turn in range(rounds)]
