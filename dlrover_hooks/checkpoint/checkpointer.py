@@ -112,10 +112,14 @@ class Checkpointer:
     def held(self) -> tuple[Held, ...]:
         """What this node's keeper holds, of all seats. Takes no seat.
 
+        A worker that starts its keeper itself does not wait for it here: a new keeper holds nothing.
+
         Raises:
             KeeperAway: there is no keeper.
             UsageError: a living process of another launch saves there.
         """
+        if self._start and not self._line.opened and KeeperLink.begin(self.job, self.node, self._linger_s):
+            return ()
         welcome = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0])
         for line in welcome.damage:
             _log.warning("job %s, node %s: a generation in memory is lost: %s", self.job, self.node, line)

@@ -7,16 +7,21 @@ are there, verified; nothing of an image may be used once it is closed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint.arena import Arena
+from dlrover_hooks.checkpoint.copying import Copier, place_of
 from dlrover_hooks.checkpoint.header import Header, Whole, parse
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 
 COMPLEX = "C128"
 """A dtype of wholes only: lies as F64 with a trailing dimension of 2."""
+
+
+Delivery = tuple[int, int, int]
+"""Bytes `start` to `stop` of an image, and the address in this process where they are wanted."""
 
 
 class Image(Protocol):
@@ -27,6 +32,10 @@ class Image(Protocol):
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
         """Have the bytes (start, stop) in `view`, verified. Raises Corrupt, StorageFailed."""
+        ...
+
+    def deliver(self, moves: Sequence[Delivery], copier: Copier) -> None:
+        """Have the bytes of `moves` where they are to be, verified. Raises Corrupt, StorageFailed."""
         ...
 
     def check(self) -> None:
@@ -47,6 +56,9 @@ class Slot:
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
         """All of it is there. The pages are mapped now, so that the copy does not wait for them."""
         self._arena.fault_in(self._slot, len(self.view))
+
+    def deliver(self, moves: Sequence[Delivery], copier: Copier) -> None:
+        deliver_from_view(self, moves, copier)
 
     def check(self) -> None:
         if self._arena.seq(self._slot) != self._seq:
@@ -184,6 +196,22 @@ def need(spans: Iterable[tuple[Piece, int, int]]) -> None:
         by_image.setdefault(id(piece.image), (piece.image, []))[1].append((start, stop))
     for image, wanted in by_image.values():
         image.need(wanted)
+
+
+def deliver(parts: Iterable[tuple[Piece, int]], copier: Copier) -> None:
+    """Have the bytes of each piece at the address beside it, verified. Raises as `Image.deliver`."""
+    by_image: dict[int, tuple[Image, list[Delivery]]] = {}
+    for piece, address in parts:
+        by_image.setdefault(id(piece.image), (piece.image, []))[1].append((piece.start, piece.stop, address))
+    for image, moves in by_image.values():
+        image.deliver(moves, copier)
+
+
+def deliver_from_view(image: Image, moves: Sequence[Delivery], copier: Copier) -> None:
+    """`Image.deliver` by a copy out of the image's memory."""
+    image.need((start, stop) for start, stop, _ in moves)
+    base = place_of(image.view)
+    copier.copy([(address, base + start, stop - start) for start, stop, address in moves])
 
 
 def chosen(index: Mapping[str, Stored], parts: Iterable[str]) -> list[Stored]:

@@ -44,6 +44,11 @@ class Line:
         self._lock = threading.RLock()
 
     @property
+    def opened(self) -> bool:
+        """There is, or was, a line."""
+        return self._link is not None
+
+    @property
     def broken(self) -> bool:
         """There was a line, and its keeper is gone."""
         return self._link is not None and not self._link.alive

@@ -81,6 +81,21 @@ class KeeperLink:
                 _start(job, node, linger_s, until)
             time.sleep(0.02)
 
+    @staticmethod
+    def begin(job: str, node: str, linger_s: float) -> bool:
+        """Start a keeper of (job, node) without waiting for it, unless one listens. `connect` waits.
+
+        True: none was there, so this node's memory holds nothing of the job.
+        """
+        path = address(job, node).socket
+        connection = dial(path)
+        if connection is not None:
+            connection.close()
+            return False
+        if path not in _starting:
+            _starting[path] = _spawned(job, node, linger_s), time.monotonic() + _START_S
+        return True
+
     @property
     def alive(self) -> bool:
         """The keeper has not closed the line."""

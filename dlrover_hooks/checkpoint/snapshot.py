@@ -20,7 +20,7 @@ from dlrover_hooks.checkpoint.arrays import Glance
 from dlrover_hooks.checkpoint.copying import Copier, Move, place_of
 from dlrover_hooks.checkpoint.header import Whole
 from dlrover_hooks.checkpoint.image import TensorSpec
-from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, need_all
+from dlrover_hooks.checkpoint.images import COMPLEX, Piece, Stored, deliver, need_all
 from dlrover_hooks.errors import UnsupportedState
 
 try:
@@ -142,13 +142,14 @@ def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, tor
     Raises:
         Corrupt, StorageFailed: as `images.need`.
     """
-    found = list(found)
-    need_all(found)
+    found, copier = list(found), copier or Copier()
     loaded = {stored.name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype)) for stored in found}
+    entire = [stored for stored in found if len(stored.pieces) == 1 and stored.pieces[0].shape == stored.shape]
+    deliver(((stored.pieces[0], loaded[stored.name].data_ptr()) for stored in entire), copier)
+    rest = [stored for stored in found if len(stored.pieces) != 1 or stored.pieces[0].shape != stored.shape]
+    need_all(rest)
     pairs = (
-        (_region(loaded[stored.name], piece), source(piece, stored.dtype))
-        for stored in found
-        for piece in stored.pieces
+        (_region(loaded[stored.name], piece), source(piece, stored.dtype)) for stored in rest for piece in stored.pieces
     )
     copy(pairs, copier)
     return loaded

@@ -5,21 +5,32 @@ The MANIFEST may come from anybody: what it claims is compared with the file bef
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import ctypes
+import functools
 import mmap
-from collections.abc import Iterable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import xxhash
 
 from dlrover_hooks.checkpoint.catalog import folder, shard_name
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
+from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.header import header_end, parse
+from dlrover_hooks.checkpoint.images import Delivery, deliver_from_view
 from dlrover_hooks.checkpoint.place import Place, failures
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Manifest, ShardFile
 
-RUN_CHUNKS = 16
-"""At most so many neighbouring chunks are read in one go."""
+RUN_CHUNKS = 4
+"""A thread reads at most so many neighbouring chunks before it takes the next ones."""
+MOST_PIECES = 512
+"""Of one read; Linux takes 1024 (IOV_MAX)."""
+THREADS = min(4, len(os.sched_getaffinity(0)))
 
 
 class StoredImage:
@@ -35,7 +46,9 @@ class StoredImage:
         self._home = folder(manifest.generation)
         self._file = self._checked(next((one for one in manifest.files if one.rank == rank), None), rank)
         try:
-            self._memory = mmap.mmap(-1, max(self._file.nbytes, 1))  # takes memory only where it is written
+            # takes memory only where it is written; private, since shared memory is slower to get and to give back
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, max(self._file.nbytes, 1), flags=flags)
         except OSError as error:
             raise StorageFailed(f"{self._name}: {self._file.nbytes} bytes do not fit into memory") from error
         self.view = memoryview(self._memory)[: self._file.nbytes]
@@ -77,28 +90,101 @@ class StoredImage:
         return self._place.path(f"{self._home}/{self._file.name}")
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
-        wanted = {
+        missing = sorted(self._chunks_of(spans) - self._there)
+        self._read(missing, [], THREADS)
+        self._there.update(missing)
+
+    def deliver(self, moves: Sequence[Delivery], copier: Copier) -> None:
+        """Read straight to the addresses: no second copy, and no memory of this image is touched for it."""
+        direct, copied = list[Delivery](), list[Delivery]()
+        for move in (one for one in moves if one[0] < one[1]):  # what was read for another reason is copied
+            (direct if self._chunks_of([move[:2]]).isdisjoint(self._there) else copied).append(move)
+        direct.sort()
+        self._read(sorted(self._chunks_of(move[:2] for move in direct)), direct, copier.threads)
+        deliver_from_view(self, copied, copier)
+
+    def _chunks_of(self, spans: Iterable[tuple[int, int]]) -> set[int]:
+        return {
             chunk
             for start, stop in spans
             for chunk in range(start // CHUNK_BYTES, -(-min(stop, self._file.nbytes) // CHUNK_BYTES))
         }
-        missing = sorted(wanted - self._there)
-        if not missing:
-            return
-        with failures(f"read {self._name}"), self._place.fs.open(self._name, "rb", block_size=CHUNK_BYTES) as file:
-            for first, count in _runs(missing):
-                start = first * CHUNK_BYTES
-                target = self.view[start : start + count * CHUNK_BYTES]
-                file.seek(start)
-                while len(target) and (got := file.readinto(target)):
-                    target = target[got:]
-        for chunk in missing:
-            self._verify(chunk)
-        self._there.update(missing)
 
-    def _verify(self, chunk: int) -> None:
-        piece = self.view[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-        if xxhash.xxh3_64_hexdigest(piece) != self._file.chunks[chunk]:
+    def _read(self, chunks: Sequence[int], moves: Sequence[Delivery], threads: int) -> None:
+        """Read `chunks` by up to `threads` threads and verify each while it is in their caches.
+
+        What lies in one of `moves` (sorted, disjoint) goes to its address, the rest into `view`.
+        """
+        if not chunks:
+            return
+        runs = iter(list(_runs(list(chunks))))
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                with failures(f"read {self._name}"), self._source() as read:
+                    for first, count in runs:  # an iterator moves under the GIL: each run goes to one thread
+                        if failed:
+                            return
+                        for chunk in range(first, first + count):
+                            pieces = self._pieces(chunk, moves)
+                            read(chunk * CHUNK_BYTES, pieces)
+                            self._verify(chunk, pieces)
+            except BaseException as error:
+                failed.append(error)
+
+        helpers = [
+            threading.Thread(target=work, name="dlrover-hooks-read", daemon=True)
+            for _ in range(min(threads, -(-len(chunks) // RUN_CHUNKS)) - 1 if self._place.local else 0)
+        ]
+        started = list[threading.Thread]()
+        try:
+            for helper in helpers:
+                with contextlib.suppress(RuntimeError):  # no more threads allowed here: those that run do it all
+                    helper.start()
+                    started.append(helper)
+            work()
+        finally:
+            for helper in started:
+                helper.join()
+        if failed:
+            raise failed[0]
+
+    @contextlib.contextmanager
+    def _source(self) -> Iterator[Callable[[int, list[memoryview]], None]]:
+        """`read(start, pieces)` fills the pieces with the bytes from `start` on, as far as the file goes."""
+        if self._place.local:
+            fd = os.open(self._name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield functools.partial(_read_at, fd)
+            finally:
+                os.close(fd)
+            return
+        with self._place.fs.open(self._name, "rb", block_size=RUN_CHUNKS * CHUNK_BYTES) as file:
+            yield functools.partial(_read_from, file)
+
+    def _pieces(self, chunk: int, moves: Sequence[Delivery]) -> list[memoryview]:
+        """Where the bytes of `chunk` go, in their order."""
+        at, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._file.nbytes)
+        pieces = list[memoryview]()
+        for start, stop, address in moves[bisect.bisect_right(moves, at, key=lambda move: move[1]) :]:
+            if start >= end:
+                break
+            begin, until = max(start, at), min(stop, end)
+            if at < begin:
+                pieces.append(self.view[at:begin])
+            where = (ctypes.c_uint8 * (until - begin)).from_address(address + begin - start)
+            pieces.append(memoryview(where).cast("B"))
+            at = until
+        if at < end:
+            pieces.append(self.view[at:end])
+        return pieces
+
+    def _verify(self, chunk: int, pieces: Iterable[memoryview]) -> None:
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        if digest.hexdigest() != self._file.chunks[chunk]:
             raise Corrupt(f"{self._name}: chunk {chunk} does not match its hash")
 
     def check(self) -> None:
@@ -108,6 +194,24 @@ class StoredImage:
         self.view.release()
         with contextlib.suppress(BufferError):  # a traceback may hold a view: the memory goes with it
             self._memory.close()
+
+
+def _read_at(fd: int, start: int, pieces: list[memoryview]) -> None:
+    left = pieces
+    while left and (got := os.preadv(fd, left[:MOST_PIECES], start)):
+        start += got
+        while left and got >= len(left[0]):
+            got -= len(left[0])
+            left = left[1:]
+        if got:
+            left = [left[0][got:], *left[1:]]
+
+
+def _read_from(file: Any, start: int, pieces: list[memoryview]) -> None:
+    file.seek(start)
+    for piece in pieces:
+        while len(piece) and (got := file.readinto(piece)):
+            piece = piece[got:]
 
 
 def _runs(chunks: list[int]) -> Iterator[tuple[int, int]]:

@@ -24,9 +24,9 @@ import psutil
 import torch
 from rich.console import Console
 
-from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint import storage, wire
 from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.protocol import Restore, Source
+from dlrover_hooks.protocol import Manifest, Restore, Source
 from tests.benchmarks import dlrover, loop, peers, steps
 from tests.benchmarks.report import REPOSITORY, report
 from tests.benchmarks.saver import Gpt, Memcpy, engine, nbytes, small_state, timed
@@ -41,6 +41,8 @@ BARS = {
     "lazy_cpu_overhead_pct": 2.0,
     "auto_never_worse_pct": 5.0,
     "restore_over_memcpy": 2.0,
+    "restore_storage_over_torch_load": 1.0,
+    "restore_storage_cold_over_torch_load": 1.0,
     "keeper_cpu_s_per_gb": 0.25,
     "vs_torch_save": 0.1,
     "vs_dcp_async": 0.75,
@@ -141,6 +143,58 @@ def restore(pairs: int) -> Figures:
     }
 
 
+def restore_storage(pairs: int) -> Figures:
+    """Out of a local disk into live tensors, beside `torch.load` of the same state into fresh ones; each file once out
+    of the page cache (warm) and once from the disk (cold).
+    """
+    gpt = Gpt()
+    state = gpt.state()
+    seconds: dict[str, list[float]] = {f"{who}_{how}": [] for who in ("ours", "torch") for how in ("warm", "cold")}
+    with tempfile.TemporaryDirectory(dir=REPOSITORY / "build") as folder, engine(save_to=f"{folder}/saved") as ours:
+        theirs = Path(folder, "state.pt")
+        torch.save(state, theirs)
+        ours.prepare(state)
+        ours.save(state)
+        generation = ours.hashed()
+        ours.checkpointer.persist(generation)
+        file = ours.notice(wire.Persisted).file
+        manifest = Manifest(ours.checkpointer.job, generation, 1, (file,), time.time())
+        storage.commit(f"{folder}/saved", {}, manifest, 2)
+        os.sync()
+        fitting = steps.in_place(state)
+
+        def load() -> None:
+            ours.checkpointer.load(Restore(generation, 1, Source.STORAGE), fitting)
+            ours.checkpointer.fill()
+
+        ways: dict[str, Callable[[], object]] = {
+            "ours": load,
+            "torch": lambda: torch.load(theirs, weights_only=True),
+        }
+        for turn in range(pairs + 1):
+            for how in ("warm", "cold"):
+                for who, way in ways.items():
+                    _out_of_cache(Path(folder), read=how == "warm")
+                    taken = timed(way)
+                    if turn:  # the first one warms up
+                        seconds[f"{who}_{how}"].append(taken)
+    return {
+        "restore_storage_over_torch_load": median(seconds, "ours_warm", "torch_warm"),
+        "restore_storage_cold_over_torch_load": median(seconds, "ours_cold", "torch_cold"),
+        **{f"restore_storage_{name}_ms": 1e3 * statistics.median(taken) for name, taken in seconds.items()},
+    }
+
+
+def _out_of_cache(folder: Path, *, read: bool) -> None:
+    """Have the files in `folder` in the page cache (`read`), or not."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                while read and file.read(16 << 20):
+                    pass
+
+
 def keeper(pairs: int) -> Figures:
     """CPU seconds of the keeper for each GB that it hashes and writes to a local disk."""
     state = Gpt().state()
@@ -207,6 +261,7 @@ GROUPS: dict[str, Callable[[int], Figures]] = {
     "small": small,
     "first": first,
     "restore": restore,
+    "restore_storage": restore_storage,
     "keeper": keeper,
     "others": others,
     "lazy": steps.lazy,

@@ -388,3 +388,15 @@ def test_keeper_never_imports_torch(kept: Kept) -> None:
     keeper = kept.keeper()
     assert "torch" not in Path(f"/proc/{keeper.pid}/maps").read_text()
     assert PAGE == 4096
+
+
+def test_what_storage_holds_is_read_while_the_keeper_starts(kept: Kept) -> None:
+    """The first worker of a job asks nothing of the keeper that it starts; it waits where it takes its seat."""
+    first = kept.trainer(start_keeper=True, linger_s=0.0)
+    assert first.held() == ()
+    assert not first._line.opened
+    first.take_seat()
+    assert first._line.opened
+    second = kept.trainer(1, start_keeper=True, linger_s=0.0)
+    assert second.held() == ()
+    assert second._line.opened

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dlrover_hooks.checkpoint import image, storage
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.header import HEADER_LIMIT, Header, Inside, header_end, parse
-from dlrover_hooks.checkpoint.images import Images
+from dlrover_hooks.checkpoint.images import Images, deliver_from_view
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.stored import StoredImage
@@ -53,6 +53,9 @@ class Memory:
 
     def need(self, spans: Any) -> None:
         pass
+
+    def deliver(self, moves: Any, copier: Any) -> None:
+        deliver_from_view(self, moves, copier)
 
     def check(self) -> None:
         pass

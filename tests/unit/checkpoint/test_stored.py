@@ -11,7 +11,7 @@ import torch
 from dlrover_hooks.checkpoint import snapshot, storage
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.images import Images
+from dlrover_hooks.checkpoint.images import Images, need_all
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.restoring import Opening
 from dlrover_hooks.checkpoint.stored import StoredImage
@@ -74,4 +74,42 @@ def test_nothing_is_written_before_all_is_verified(tree: Path) -> None:
     assert all(bool((target == -1).all()) for target in targets.values())
     filling.fill()
     assert torch.equal(targets["state.d"], TENSORS["state.d"])
+    images.close()
+
+
+ODD = (0, 1, 3, CHUNK_BYTES // 4 - 1, 2 * CHUNK_BYTES + 5, 17, 5 * CHUNK_BYTES // 4, 1)
+
+
+@pytest.mark.parametrize("root", ["", "memory://odd"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tensors_of_any_size_are_read_straight_to_their_place(tmp_path: Path, root: str, threads: int) -> None:
+    """On a local disk by several threads; what was needed before, for a tensor in place, is not read again."""
+    torch.manual_seed(0)
+    tensors = {f"state.{index}": torch.randint(256, (size,), dtype=torch.uint8) for index, size in enumerate(ODD)}
+    tensors["state.f"] = torch.randn(CHUNK_BYTES // 3)
+    data = put(tensors)
+    file = ShardFile(storage.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
+    place = Place(root or str(tmp_path))
+    manifest = Manifest("job", GENERATION, 1, (file,), 1.0)
+    place.make(storage.folder(GENERATION))
+    place.put(f"{storage.folder(GENERATION)}/MANIFEST.json", msgspec.json.encode(manifest))
+    place.put(f"{storage.folder(GENERATION)}/{file.name}", bytes(data))
+    for needed in ([], ["state.3"], list(tensors)):
+        images = opened(place.url)
+        images.everything()
+        need_all(images.index()[name] for name in needed)
+        loaded = snapshot.load(images.index().values(), Copier(threads))
+        images.close()
+        assert {name: torch.equal(tensor, loaded[name]) for name, tensor in tensors.items()} == dict.fromkeys(
+            tensors, True
+        )
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(tree: Path) -> None:
+    images = open_tree(tree)
+    path = next(tree.rglob("shard-*"))
+    with path.open("rb+") as file:
+        file.truncate(3 * CHUNK_BYTES)
+    with pytest.raises(Corrupt, match=r"chunk 3 does not match its hash"):
+        snapshot.load([images.index()["state.d"]])
     images.close()
