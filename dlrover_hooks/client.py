@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import os
 import random
+import ssl
 import threading
 import time
 import weakref
@@ -18,11 +19,14 @@ from urllib.parse import quote
 
 import msgspec
 import requests
+from requests.utils import DEFAULT_CA_BUNDLE_PATH
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
-from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, named
+from dlrover_hooks import config as settings
+from dlrover_hooks.config import Tls
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, UsageError, named
 from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
-from dlrover_hooks.watching import Watcher, Wire
+from dlrover_hooks.watching import Watcher, Wire, context
 
 _AGAIN = (502, 503, 504)
 _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
@@ -44,7 +48,10 @@ class MasterClient:
         token: bearer token, if the master wants one.
         incarnation: this process's life; speaks in every idempotency key.
         deadline_s: a call is repeated for so long before it gives up.
-        verify: False or a CA file, for https.
+        tls: for https; by default what the environment says, see `config.tls`.
+
+    Raises:
+        UsageError: a file of `tls` cannot be used.
     """
 
     def __init__(
@@ -54,10 +61,10 @@ class MasterClient:
         *,
         incarnation: str,
         deadline_s: float = 60.0,
-        verify: bool | str = True,
+        tls: Tls | None = None,
     ) -> None:
         self.url, self.incarnation, self.deadline_s = url.rstrip("/"), incarnation, deadline_s
-        self._verify = verify
+        self._tls = _usable(tls or settings.tls()) if url.startswith("https:") else None
         self._headers = {"X-Dlrover-Hooks-Protocol": str(PROTOCOL), "Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -88,6 +95,7 @@ class MasterClient:
             again: False gives up where the master cannot be reached, instead of sending it again until then.
 
         Raises:
+            UsageError: no master has answered yet, and TLS fails: a certificate, its name, or no TLS there.
             MasterAway: no answer in time. The event may or may not have been applied.
             MasterError: the master's refusal, by its class in `errors`.
         """
@@ -111,7 +119,7 @@ class MasterClient:
         `on_notice` is called in that thread, once for each broken round and for the end of the job; `on_error` if the
         master refuses this incarnation (it was declared dead), after which the watch is over.
         """
-        wire = Wire(url=self.url, headers=dict(self._headers), verify=self._verify)
+        wire = Wire(url=self.url, headers=dict(self._headers), tls=self._tls)
         watcher = Watcher(wire, job, self.incarnation, on_notice, on_error)
         self._watchers.add(watcher)
         return watcher
@@ -136,7 +144,9 @@ class MasterClient:
         if session is None:
             session = self._local.session = requests.Session()
             session.headers.update(self._headers)
-            session.verify = self._verify
+            if self._tls is not None:
+                session.verify = self._tls.ca
+                session.cert = (self._tls.cert, self._tls.key or self._tls.cert) if self._tls.cert else None
             session.trust_env = False  # no proxies and no netrc between a worker and its master
             with self._guard:
                 self._sessions.add(session)
@@ -148,6 +158,8 @@ class MasterClient:
             try:
                 response = self._exchange(row, request, left, headers)
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+                if not self._met and (fault := _tls_fault(error)) is not None:
+                    raise UsageError(f"The master at {self.url} is not to be trusted: {fault}.", hint=_TLS) from None
                 why, reached = type(error).__name__, reached or not _unconnected(error)
             else:
                 reached = True
@@ -171,7 +183,7 @@ class MasterClient:
             pause_s = min(1.0, 2 * pause_s)
         away = MasterAway(
             f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
-            hint=_HINT,
+            hint=_HINT if self._met or self._tls is None else f"{_HINT} {_TLS}",
         )
         away.reached = reached
         raise away
@@ -197,6 +209,37 @@ def _unconnected(error: requests.RequestException) -> bool:
     """Nothing can have been sent: there was no connection to send it on."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     return isinstance(reason, (NewConnectionError, ConnectTimeoutError))
+
+
+def _usable(tls: Tls) -> Tls:
+    """With the CA's place: one for calls and watches. Raises UsageError."""
+    tls = msgspec.structs.replace(tls, ca=tls.ca or DEFAULT_CA_BUNDLE_PATH)
+    try:
+        context(tls)
+    except OSError as error:
+        raise UsageError(
+            f"The files for TLS cannot be used (CA {tls.ca}, certificate {tls.cert or 'none'}, "
+            f"key {tls.key or 'none'}): {error}.",
+            hint="Set DLROVER_HOOKS_CA_FILE, DLROVER_HOOKS_CLIENT_CERT and DLROVER_HOOKS_CLIENT_KEY to PEM files, the "
+            "key without a passphrase.",
+        ) from None
+    return tls
+
+
+def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
+    """What is wrong with TLS, but for a connection that ended in it, which may come right."""
+    while error is not None:
+        cause = error.args[0] if error.args and isinstance(error.args[0], BaseException) else error
+        if isinstance(cause, ssl.SSLError):
+            return None if isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError)) else cause
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_TLS = (
+    "Set DLROVER_HOOKS_CA_FILE to a file with the certificate of the CA that signed the master's (or with the master's "
+    "own), use the name in it as the host, and set DLROVER_HOOKS_CLIENT_CERT if the master asks for a certificate."
+)
 
 
 def _within(request: Message, left: float) -> Message:

@@ -151,8 +151,9 @@ _LAUNCHERS = (
     *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
     *("min_workers", "max_workers", "round", "join", "preload", "master_away_s"),
 )
+_TLS = ("ca_file", "client_cert", "client_key")
 _DRILL = ("faults", "trace", "last_step")
-_VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_DRILL, "rehearsal")]
+_VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_TLS, *_DRILL, "rehearsal")]
 
 
 def _launched(env: Mapping[str, str]) -> bool:
@@ -258,6 +259,27 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
         local_world_size=int(env.get("LOCAL_WORLD_SIZE") or 0),
         master_away_s=float(env.get(PREFIX + "MASTER_AWAY_S") or 120),
         round=int(env.get(PREFIX + "ROUND") or 0),
+    )
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """Files for a master at `https://`. `ca`: a file or folder with those who may sign its certificate, empty: those
+    that the public trusts. `cert`, `key`: this process's own certificate; empty: none, or the key is in `cert`.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+def tls(environ: Mapping[str, str] | None = None) -> Tls:
+    """From `DLROVER_HOOKS_CA_FILE`, `_CLIENT_CERT` and `_CLIENT_KEY`; the CA also as other programs are told of it."""
+    env = os.environ if environ is None else environ
+    cas = (PREFIX + "CA_FILE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+    return Tls(
+        ca=next((env[name] for name in cas if env.get(name)), ""),
+        cert=env.get(PREFIX + "CLIENT_CERT", ""),
+        key=env.get(PREFIX + "CLIENT_KEY", ""),
     )
 
 

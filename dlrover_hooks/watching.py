@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dlrover_hooks.config import Tls
 from dlrover_hooks.errors import MasterError, named
 from dlrover_hooks.protocol import Notice, Problem, Routes, Watch
 
@@ -32,7 +33,8 @@ class Wire(msgspec.Struct, frozen=True):
 
     url: str
     headers: dict[str, str]
-    verify: bool | str = True
+    tls: Tls | None = None
+    """For https; with the name of the CA file or folder."""
 
 
 class Line:
@@ -41,7 +43,7 @@ class Line:
     def __init__(self, wire: Wire) -> None:
         parts = urlsplit(wire.url)
         self._wire, self._netloc, self._host = wire, parts.netloc, parts.hostname or ""
-        self._context = _context(wire.verify) if parts.scheme == "https" else None
+        self._context = context(wire.tls) if wire.tls is not None else None
         self._address = (self._host, parts.port or (443 if self._context else 80))
         self._sock: socket.socket | None = None
         self._http: http.client.HTTPConnection | None = None
@@ -118,11 +120,13 @@ _KEEPALIVE = tuple(
 )
 
 
-def _context(verify: bool | str) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
-    if verify is False:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
+def context(tls: Tls) -> ssl.SSLContext:
+    """Raises OSError, of which ssl.SSLError is one, where a file cannot be used."""
+    folder = os.path.isdir(tls.ca)
+    made = ssl.create_default_context(capath=tls.ca if folder else None, cafile=None if folder else tls.ca)
+    if tls.cert:
+        made.load_cert_chain(tls.cert, tls.key or None, password="")  # an encrypted key is refused, nobody is asked
+    return made
 
 
 class Watcher:

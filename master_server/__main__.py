@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 from typing import Any
@@ -54,6 +55,7 @@ class Options(msgspec.Struct, frozen=True):
     synchronous: str = "full"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    ssl_client_ca: str | None = None
     body_limit_bytes: int = BODY_LIMIT_BYTES
     life_fd: int | None = None
     ephemeral: bool = False
@@ -85,7 +87,13 @@ class Command(click.Command):
 @click.option("--synchronous", default="full", type=click.Choice(["full", "normal"]),
               help="full: answers survive a power cut; normal: a killed process only.")  # fmt: skip
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="Serve HTTPS with this certificate.")
-@click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False), help="Its key.")
+@click.option(
+    "--ssl-keyfile",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Its key, if that is not in it; without a passphrase.",
+)
+@click.option("--ssl-client-ca", type=click.Path(exists=True, dir_okay=False),
+              help="Refuse clients without a certificate that this CA has signed.")  # fmt: skip
 @click.option("--body-limit-bytes", default=BODY_LIMIT_BYTES, type=click.IntRange(min=1024),
               help="Larger requests get 413.")  # fmt: skip
 @click.option("--life-fd", type=int, help="End when this pipe's other end is closed.")
@@ -120,6 +128,7 @@ def command(token_file: str | None, **flags: Any) -> None:
 
 def serve(options: Options) -> None:
     """Serve until a signal or the end of `life_fd`. Raises HooksError for what the caller can mend."""
+    _check_tls(options)
     gc.set_threshold(*_COLLECT_AT)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
@@ -171,6 +180,8 @@ def _config(options: Options, app: App) -> uvicorn.Config:
         backlog=4096,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
+        ssl_ca_certs=options.ssl_client_ca,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_ca else ssl.CERT_NONE,
     )
 
 
@@ -261,6 +272,25 @@ def _check_token(options: Options, host: str) -> None:
         f"refusing to listen on {host} without a token: anybody there could steer your training",
         hint="set DLROVER_HOOKS_TOKEN (or --token-file) here and for the workers, or listen on 127.0.0.1",
     )
+
+
+def _check_tls(options: Options) -> None:
+    """Before anything is opened: uvicorn would find it out later, with a traceback."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is None and options.ssl_client_ca is None:
+            return
+        raise UsageError("--ssl-keyfile and --ssl-client-ca are of no use by themselves", hint="add --ssl-certfile")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")
+        if options.ssl_client_ca is not None:
+            context.load_verify_locations(options.ssl_client_ca)
+    except OSError as error:
+        raise UsageError(
+            f"the files for TLS cannot be used (certificate {options.ssl_certfile}, key "
+            f"{options.ssl_keyfile or 'in the same file'}, clients' CA {options.ssl_client_ca or 'none'}): {error}",
+            hint="give PEM files: --ssl-certfile and its own --ssl-keyfile, which must have no passphrase",
+        ) from error
 
 
 def _is_loopback(host: str) -> bool:
