@@ -192,9 +192,9 @@ class Standbys:
                 continue
             self._coming.remove(line)
             pid, pidfd = said
-            if pid:
+            if pidfd:
                 self._ready.append((Standby(int(pid), pidfd[0]), line))
-            else:
+            else:  # it has ended, or this process may open no more files
                 line.close()
         for standby, line in list(self._ready):
             if standby.exit_code() is not None:

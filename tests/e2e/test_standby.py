@@ -80,6 +80,7 @@ def launcher(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
         packages = {name.partition(".")[0] for name in modules}
         origins = {name: origin for name in packages if (origin := preload.origin(name)) is not None}
         local = {name: str(tmp_path / f"{name}.py") for name in packages - set(origins)}
+        local |= {name: str(tmp_path / name / "__init__.py") for name in local if (tmp_path / name).is_dir()}
         wanted = preload.Imported(origins | local, list(modules))
         started.append(Launcher(tmp_path, code, wanted, **environment))
         return started[-1]
@@ -254,10 +255,12 @@ def of_folder(folder: Path) -> list[list[str]]:
     return found
 
 
+THREADS = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+
+
 def test_a_package_that_cannot_be_forked_is_left_out_by_name(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
     """A thread that an import starts does not exist in a fork: that package is imported by the script instead."""
-    threads = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    (tmp_path / "timm.py").write_text(threads)
+    (tmp_path / "timm.py").write_text(THREADS)
     (tmp_path / "einops.py").write_text("")
     (tmp_path / "peft.py").write_text("raise OSError('not on this machine')\n")
     (tmp_path / "script.py").write_text(
@@ -274,6 +277,25 @@ def test_a_package_that_cannot_be_forked_is_left_out_by_name(launcher: Callable[
     assert code == 0, errors
     assert output.splitlines()[:2] == ["[False, True, False]", "2"]
     assert "timm is left out of the standbys' imports: it starts a thread when it is imported" in errors
+
+
+def test_of_a_package_only_the_part_that_starts_a_thread_is_left_out(
+    launcher: Callable[..., Launcher], tmp_path: Path
+) -> None:
+    """Else `torch._inductor` would take all of torch with it."""
+    (tmp_path / "einops").mkdir()
+    for name, text in {"__init__": "", "calm": "", "noisy": THREADS}.items():
+        (tmp_path / "einops" / f"{name}.py").write_text(text)
+    (tmp_path / "script.py").write_text("import sys; print([f'einops.{x}' in sys.modules for x in ('noisy', 'calm')])")
+    code = """
+        standbys = warm()
+        assert standbys.take("worker", ["--", "script.py"], ENV).wait(20) == 0
+        standbys.close()
+    """
+    code, output, errors = launcher(code, "einops", "einops.noisy", "einops.calm").end()
+    assert code == 0, errors
+    assert output == "[False, True]\n"
+    assert "einops.noisy is left out of the standbys' imports" in errors
 
 
 def test_orphans_of_a_killed_worker_are_buried(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
