@@ -6,6 +6,7 @@ helper (`_copy.c`) is built where there is a compiler; without it the same is do
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -125,10 +126,13 @@ class Copier:
         else:
             work = functools.partial(_run, pieces, base, froms, iter(shares))
         count = min(self.threads, len(shares))
-        helpers = [threading.Thread(target=work, name="dlrover-hooks-copy") for _ in range(count - 1)]
-        for helper in helpers:
-            helper.start()
+        helpers = list[threading.Thread]()
         try:
+            for _ in range(count - 1):
+                helper = threading.Thread(target=work, name="dlrover-hooks-copy")
+                with contextlib.suppress(RuntimeError):  # no more threads are allowed here: those that run do it all
+                    helper.start()
+                    helpers.append(helper)
             meanwhile()
             work()
         finally:

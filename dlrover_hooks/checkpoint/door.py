@@ -16,6 +16,8 @@ CALLERS = 64
 """At once; whoever proves itself then is turned away, and tries again."""
 STRANGERS = 64
 """Who has proved nothing yet, which takes milliseconds: when one more comes, the one that takes longest must go."""
+PAUSE_S = 0.5
+"""Before `accept` is called again where it failed, for lack of file descriptors say."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,10 +47,12 @@ class Door:
         self._strangers: dict[socket.socket, None] = {}
         """In the order in which they came."""
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
 
     def close(self) -> None:
         """End the listener and all connections, and so their threads. Idempotent."""
+        self._closing.set()
         for one in (self._listener, *tuple(self._open)):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -58,13 +62,22 @@ class Door:
         while True:
             try:
                 connection, address = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                _log.warning("port %d takes no connection for now: %s", self.port, error)
+                self._closing.wait(PAUSE_S)
+                continue
             self._let_in(connection)
             self._open.add(connection)
-            threading.Thread(
+            caller = threading.Thread(
                 target=self._answer, args=(connection, str(address[0])), name="keeper-caller", daemon=True
-            ).start()
+            )
+            try:
+                caller.start()
+            except RuntimeError as error:  # no more threads are allowed here
+                _log.warning("a connection from %s was refused: %s", address[0], error)
+                self._end(connection)
 
     def _let_in(self, connection: socket.socket) -> None:
         with self._lock:
@@ -82,10 +95,15 @@ class Door:
             self._take(channel, node)
         except (HooksError, OSError) as error:
             _log.warning("%s", error.message if isinstance(error, HooksError) else error)
+        except Exception:
+            _log.exception("the connection from %s ended", address)
         finally:
-            self._known(connection)
-            self._open.discard(connection)
-            connection.close()
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._known(connection)
+        self._open.discard(connection)
+        connection.close()
 
     def _known(self, connection: socket.socket) -> None:
         with self._lock:

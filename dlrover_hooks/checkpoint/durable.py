@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -161,7 +162,7 @@ def _claimed(url: str, options: Mapping[str, Any], job: str) -> Iterator[None]:
     """With the claim, or without where a process of the same job (its master) has it: commits are idempotent."""
     claim = None
     try:
-        claim = storage.Claim.take(url, options, job, f"{KEEPER}, pid {os.getpid()}")
+        claim = storage.Claim.take(url, options, job, f"{KEEPER}, pid {os.getpid()} on {socket.gethostname()}")
     except SaveToBusy:
         holder = storage.holder(url, options)
         if holder is None or holder.job != job:

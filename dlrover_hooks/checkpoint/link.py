@@ -48,6 +48,8 @@ class KeeperLink:
         self._waiting: dict[int, queue.SimpleQueue[tuple[wire.Wire, int] | None]] = {}
         self._refs = 0
         self._lock = threading.Lock()
+        self._answers = threading.Lock()
+        """A reply is put into its queue, or the queue is given up, never both at once."""
         self._alive = True
         self._reader = threading.Thread(target=self._read, name="dlrover-hooks-keeper-link", daemon=True)
         self._reader.start()
@@ -120,13 +122,22 @@ class KeeperLink:
         except queue.Empty:
             raise KeeperAway(f"the keeper did not answer within {timeout_s:g} s", hint=_HINT) from None
         finally:
-            self._waiting.pop(ref, None)
+            self._give_up(ref, answer)
         if got is None:
             raise KeeperAway("the keeper is gone", hint=_HINT)
         reply, fd = got
         if fd < 0 and isinstance(reply, wire.CARRY_FD) and reply.at is not None:
             fd = reach(reply.at)
         return reply, fd
+
+    def _give_up(self, ref: int, answer: queue.SimpleQueue[tuple[wire.Wire, int] | None]) -> None:
+        """Nobody waits for the reply `ref` any more; the descriptor of one that came too late is closed."""
+        with self._answers:
+            self._waiting.pop(ref, None)
+        while not answer.empty():
+            late = answer.get_nowait()
+            if late is not None and late[1] >= 0:
+                os.close(late[1])
 
     def send(self, message: wire.Wire) -> None:
         """Send without waiting for an answer. The line is over once a send has failed.
@@ -177,10 +188,12 @@ class KeeperLink:
             except Exception:  # the reader must go on; whoever listens stores its own errors
                 _log.exception("a keeper's notice was not taken")
             return
-        answer = self._waiting.get(message.ref)
-        if answer is not None:
-            answer.put((message, fd))
-        elif fd >= 0:
+        with self._answers:
+            answer = self._waiting.get(message.ref)
+            if answer is not None:
+                answer.put((message, fd))
+                return
+        if fd >= 0:
             os.close(fd)
 
     def _forked(self) -> None:

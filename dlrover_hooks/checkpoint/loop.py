@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import selectors
 import socket
 from collections import deque
@@ -34,6 +36,8 @@ class Loop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell, self._ring = socket.socketpair()
         self._selector = selectors.DefaultSelector()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        """Given up for a moment where no other descriptor is left."""
         for end in (self._bell, self._ring):
             end.setblocking(False)
         self.open_door(listener)
@@ -109,7 +113,9 @@ class Loop:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
             return
         if not address.welcome(address.peer_uid(connection)):
             _log.warning("a process of user %d was refused", address.peer_uid(connection))
@@ -118,6 +124,20 @@ class Loop:
         peer = Peer(connection)
         self.peers.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _turn_away(self) -> None:
+        """No descriptor is left for a trainer that wants to connect: its connection is ended.
+
+        If it stayed in the listener's queue, each turn of this loop would begin anew at once.
+        """
+        assert self._listener is not None
+        _log.error("a process cannot connect: this keeper has no file descriptor left (ulimit -n)")
+        os.close(self._spare)
+        try:
+            with contextlib.suppress(OSError):
+                self._listener.accept()[0].close()
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _serve(self, peer: Peer, events: int) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from dlrover_hooks.protocol import KeeperAddress, Secret
 
 PAUSES_S = (0.25, 30.0)
 """Between two attempts to reach one that is away: the first pause, each next one twice as long, and the longest."""
+_log = logging.getLogger(__name__)
 
 
 class Aim(NamedTuple):
@@ -77,6 +79,10 @@ class Sender:
                 if isinstance(error, KeeperAway) and not isinstance(error, (Declined, Overwritten)):
                     self._try_again(found, aim, pause_s)
                     pause_s = min(2 * pause_s, PAUSES_S[1])
+            except Exception as error:  # of this image; the next ones are sent all the same
+                _log.exception("an image of seat %d was not sent", found.segment.seat)
+                self.lost += 1
+                self._failed(found, CheckpointError(f"{type(error).__name__}: {error}"))
             del work, found  # it may hold a segment that is to be freed
 
     def _next(self) -> tuple[Found, Aim] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import shutil
 import signal
@@ -400,3 +401,15 @@ def test_what_storage_holds_is_read_while_the_keeper_starts(kept: Kept) -> None:
     second = kept.trainer(1, start_keeper=True, linger_s=0.0)
     assert second.held() == ()
     assert second._line.opened
+
+
+def test_a_descriptor_that_comes_too_late_is_closed(kept: Kept) -> None:
+    kept.keeper()
+    link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
+    late: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    read, write = os.pipe()
+    late.put((wire.Done(ref=7), write))  # between the end of the wait and its being given up
+    link._give_up(7, late)
+    assert os.read(read, 1) == b""
+    os.close(read)
+    link.close()

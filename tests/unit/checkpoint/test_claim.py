@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dlrover_hooks.checkpoint import durable, storage
 from dlrover_hooks.checkpoint.claim import Claim, Owner, read_owner, still_held
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.master.folders import Folders
@@ -181,3 +183,11 @@ def test_a_lease_that_is_being_written_is_nobodys_to_take(monkeypatch: pytest.Mo
             claim.check()
         whole.join()
         claim.release()
+
+
+def test_a_keepers_claim_names_its_host(tmp_path: Path) -> None:
+    """A process number alone is that of another process on another machine, too."""
+    with durable._claimed(str(tmp_path), {}, "job"):
+        held = storage.holder(str(tmp_path), {})
+    assert held is not None
+    assert held.owner == f"keeper, pid {os.getpid()} on {socket.gethostname()}"

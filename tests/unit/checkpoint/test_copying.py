@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,3 +61,14 @@ def test_shares_cover_all_pieces_once_and_evenly(sizes: list[int], threads: int)
     assert [index for begin, end in shares for index in range(begin, end)] == list(range(len(pieces.sizes)))
     loads = [int(pieces.sizes[begin:end].sum()) for begin, end in shares]
     assert all(load <= sum(sizes) / threads + PIECE_BYTES for load in loads) or len(shares) == 1
+
+
+def test_where_no_thread_may_be_started_one_copies_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    source = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
+    target = np.zeros_like(source)
+    Copier(3).copy([(target.ctypes.data, source.ctypes.data, source.nbytes)])
+    assert np.array_equal(source, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.checkpoint.address import dial, listen
 from dlrover_hooks.checkpoint.loop import Loop
 from dlrover_hooks.checkpoint.peer import Peer
+from tests.descriptors import no_descriptor_left
 
 
 class House:
@@ -57,6 +59,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     for line in (*made.lines, *(peer.socket for peer in made.loop.peers), made.loop._bell, made.loop._ring):
         if isinstance(line, socket.socket):
             line.close()
+    os.close(made.loop._spare)
 
 
 def test_an_order_that_fails_ends_its_line_alone(house: House, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,3 +83,16 @@ def test_a_call_that_fails_does_not_keep_the_next_one(house: House, caplog: pyte
         house.turn(lambda: done)
     assert done == [2]
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_trainer_without_a_descriptor_left_for_it_is_turned_away(house: House, tmp_path: Path) -> None:
+    """Left in the listener's queue, it would have the loop turn without a pause."""
+    late = socket.socket(socket.AF_UNIX)
+    with no_descriptor_left():
+        late.connect(str(tmp_path / "keeper.sock"))
+        house.loop.turn(5.0)
+        assert house.loop._selector.select(0.0) == []
+    assert late.recv(1) == b""
+    late.close()
+    house.lines.append(dial(str(tmp_path / "keeper.sock")))
+    house.turn(lambda: len(house.loop.peers) == 3)

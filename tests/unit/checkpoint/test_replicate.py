@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import queue
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dlrover_hooks.checkpoint import replicate as r
+from dlrover_hooks.checkpoint import sender
 from dlrover_hooks.checkpoint.channel import Channel, call
 from dlrover_hooks.checkpoint.door import Door
-from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.checkpoint.holdings import Found, Proof
+from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Secret
+from tests.descriptors import no_descriptor_left
+from tests.e2e.kept import until
 
 SECRET = Secret("a" * 64)
 KNOCK, CHALLENGE = r.Knock("a", "00"), r.Challenge("b", "11")
@@ -143,3 +151,44 @@ def test_callers_are_counted_once_they_are_known(monkeypatch: pytest.MonkeyPatch
             second.receive(r.Get, within_s=60.0)
         first.send(get)
         assert first.receive(r.Get) == get
+
+
+def test_a_door_that_had_no_descriptor_left_opens_again(caplog: pytest.LogCaptureFixture) -> None:
+    def echo(channel: Channel, node: str) -> None:
+        channel.send(channel.receive(r.Get))
+
+    door = Door("127.0.0.1", 0, lambda: SECRET, lambda: "b", echo)
+    at, get = KeeperAddress("b", door.host, door.port), r.Get(Generation(1, 1, "a" * 32), 0, 1)
+    waiting = socket.socket()
+    with contextlib.ExitStack() as ours:
+        ours.callback(door.close)
+        ours.callback(waiting.close)
+        with no_descriptor_left():
+            waiting.connect((door.host, door.port))  # takes the descriptor that `accept` has set aside
+            until(lambda: "takes no connection for now" in caplog.text, "accept fails")
+        caller = call(at, SECRET, "a", within_s=60.0)
+        ours.callback(caller.close)
+        caller.send(get)
+        assert caller.receive(r.Get) == get
+
+
+def test_an_unexpected_error_costs_one_image_not_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next image is sent all the same."""
+    failures, sent = queue.SimpleQueue[CheckpointError](), queue.SimpleQueue[object]()
+    tries = iter([ZeroDivisionError("unforeseen")])
+
+    def give(channel: object, found: Found, node: str, pacer: object) -> None:
+        for error in tries:
+            raise error
+        sent.put(found)
+
+    monkeypatch.setattr(sender, "call", lambda *_, **__: io.BytesIO())
+    monkeypatch.setattr(sender, "give", give)
+    made = sender.Sender(lambda _, error: failures.put(error))
+    made.aim(KeeperAddress("b", "127.0.0.1", 1), SECRET, "a", 0.0)
+    images = [Found(cast(Any, SimpleNamespace(seat=seat)), Proof(cast(Any, None), ())) for seat in (0, 1)]
+    made.put(images[0])
+    assert "unforeseen" in failures.get(timeout=60.0).message
+    made.put(images[1])
+    assert sent.get(timeout=60.0) is images[1]
+    made.close()
