@@ -1,4 +1,4 @@
-"""`dlrover-hooks rehearse`: a user's own script, run twice under the launcher, once with faults, and compared."""
+"""`dlrover-hooks rehearse`: a user's own script, run under the launcher undisturbed, with faults and relaunched."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.table import Table
 
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.testing import faults
-from dlrover_hooks.testing.faults import Kind, Target
+from dlrover_hooks.testing.faults import Fault, Kind, Moment, Target
 from dlrover_hooks.testing.trial import Plan, Trial
 from dlrover_hooks.testing.verdicts import RECOVERED, Evidence, Verdict, judge
 
 
 def rehearse(plan: Plan, folder: Path, console: Console) -> list[Verdict]:
-    """Both runs, and what they show.
+    """All runs, and what they show.
 
     Raises:
         HooksError: there is nothing to compare: the undisturbed run failed, took too long, or used no hook.
@@ -36,6 +36,9 @@ def rehearse(plan: Plan, folder: Path, console: Console) -> list[Verdict]:
         _refuse_useless(calm)
         hit = Trial("with faults", folder, plan, plan.drawn(min(plan.steps, calm.run.step)))
         hit.go(progress)
+        again = _relaunched(plan, folder, calm.run.step)
+        if again is not None:
+            again.go(progress)
     return judge(
         Evidence(
             calm=calm.run,
@@ -46,8 +49,20 @@ def rehearse(plan: Plan, folder: Path, console: Console) -> list[Verdict]:
             planned=len(hit.faults),
             calm_lines=calm.lines,
             hit_lines=hit.lines,
+            again=again.run if again is not None else None,
+            again_code=again.code if again is not None else 0,
+            relaunched=plan.relaunched,
+            keeps=again is not None and any(again.folder.glob("saved-*")),
         )
     )
+
+
+def _relaunched(plan: Plan, folder: Path, last: int) -> Trial | None:
+    """The launcher is killed in the middle, and started again with another number of workers."""
+    if not plan.relaunched:
+        return None
+    step = max(2, min(plan.steps, last) // 2)
+    return Trial("relaunched", folder, plan, (Fault(step=step, kind=Kind.KILL, of=Target.LAUNCHER, at=Moment.QUIET),))
 
 
 def _refuse_useless(calm: Trial) -> None:
@@ -107,19 +122,27 @@ def _counts(command: Any) -> Any:
 @click.option("--faults", "file", type=click.Path(dir_okay=False, exists=True),
               help="A file of faults, one in a line: step=20 rank=1 kill.")  # fmt: skip
 @click.option("--seed", type=int, help="Draws steps, ranks and moments of the faults; it is printed.")
+@click.option(
+    "--relaunch",
+    type=click.IntRange(min=0),
+    metavar="M",
+    help="Workers of the second launch of the third run; 0: no third run.  [default: N - 1, at least 1]",
+)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, show_default=True,
               help="Seconds for each run.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False), help="Keep traces, checkpoints and logs in this new folder.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(workers: int, steps: int, file: str | None, seed: int | None, timeout_s: float, out: str | None,
-            module: bool, script: str, arguments: tuple[str, ...], **counts: int) -> None:  # fmt: skip
-    """Run SCRIPT twice with N workers, once left alone and once with faults, and compare the two runs step by step.
+def command(workers: int, steps: int, file: str | None, seed: int | None, relaunch: int | None, timeout_s: float,
+            out: str | None, module: bool, script: str, arguments: tuple[str, ...], **counts: int) -> None:  # fmt: skip
+    """Run SCRIPT three times with N workers and compare the runs step by step.
 
-    Both runs end at --steps. The script is run as it is: what it writes, it writes twice; only its checkpoints
+    The first run is left alone. The second meets faults: without any option for them three workers are killed. In the
+    third the launcher is killed half-way and started again with M workers.
+
+    All runs end at --steps. The script is run as it is: what it writes, it writes in each run; only its checkpoints
     (save_to) go to a folder of the rehearsal, and what stands behind its training loop is not run when --steps ends it.
-    Without any option for faults three workers are killed.
 
     \b
     dlrover-hooks rehearse train.py --kill 3 --steps 50
@@ -134,6 +157,7 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, timeou
       2  the newest checkpoint is whole: what was restored, against what was there
       3  a dead worker is replaced: the run came to its end
       4  each step is the same step: hashes of all parameters after each step
+      5  a relaunch goes on: the positions of each step, with M workers from half-way on
     and whether files in this folder got lines twice. For a broken one it names the first step, rank and tensor.
 
     \b
@@ -151,6 +175,7 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, timeou
         plan = Plan(
             command=(*(["-m"] if module else []), script, *arguments), workers=workers, steps=steps,
             faults=faults.read(file) if file is not None else (), menu=tuple(menu), seed=seed, timeout_s=timeout_s,
+            relaunched=max(1, workers - 1) if relaunch is None else relaunch,
         )  # fmt: skip
         what = f"{workers} workers, {steps} steps, {len(plan.faults) + len(menu)} faults (seed {seed})"
         console.print(f"{' '.join(plan.command)}: {what}")

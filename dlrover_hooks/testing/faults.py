@@ -57,6 +57,8 @@ class Target(str, Enum):
     WORKER = "worker"
     MASTER = "master"
     KEEPER = "keeper"
+    LAUNCHER = "launcher"
+    """Of its node: all that it started ends with it, and somebody has to start it again."""
 
 
 _ORDER = {moment: number for number, moment in enumerate(Moment)}

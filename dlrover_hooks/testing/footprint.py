@@ -1,4 +1,4 @@
-"""What a run left in a folder: how many lines it added to which files. A run that wrote something twice shows here."""
+"""What a run left in a folder: how many lines it added to which text files. What was written twice shows here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def _digest(path: str, nbytes: int) -> str:
 
 
 def added(folder: str, before: dict[str, File]) -> dict[str, int]:
-    """Lines that were added since `look` to each file that changed: all of them where it was written anew."""
+    """Lines that were added since `look` to each file that changed: all of them where it was written anew.
+
+    A file with a zero byte is binary and has no lines: it is left out.
+    """
     lines = {}
     for name, now in look(folder).items():
         then = before.get(name)
@@ -60,6 +63,7 @@ def added(folder: str, before: dict[str, File]) -> dict[str, int]:
         path = os.path.join(folder, name)
         grown = then is not None and now.nbytes >= then.nbytes and _digest(path, then.nbytes) == then.digest
         with open(path, "rb") as file:
-            file.seek(then.nbytes if grown and then is not None else 0)
-            lines[name] = file.read().count(b"\n")
+            text = file.read()
+        if b"\0" not in text:
+            lines[name] = text.count(b"\n", then.nbytes if grown and then is not None else 0)
     return lines

@@ -1,4 +1,4 @@
-"""Faults done to real processes: to this one, or from it to its master and its keeper. Linux.
+"""Faults done to real processes: to this one, or from it to its master, its keeper and its launcher. Linux.
 
 Nothing here decides when: see `dlrover_hooks.testing.faults` and `drill`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from dlrover_hooks.errors import HooksError
 from dlrover_hooks.testing.faults import Fault, Kind, Target
 
 _KEEPER = "dlrover_hooks.checkpoint.keeper"
+_LAUNCHERS = (("dlrover-hooks", "run"), ("dlrover_hooks", "run"))
 _CUT_AGAIN_S = 0.005
 
 
@@ -40,15 +42,15 @@ class Surroundings(msgspec.Struct, frozen=True):
 
 
 def strike(fault: Fault, around: Surroundings) -> None:
-    """Let `fault` happen to this process, or to its master or keeper; SLOW is the caller's.
+    """Let `fault` happen to this process, or to its master, keeper or launcher; SLOW is the caller's.
 
     Raises:
         InjectedFault: that is the fault.
-        HooksError: the master or the keeper was not found.
+        HooksError: the master, the keeper or the launcher was not found.
     """
     if fault.of is not Target.WORKER:
-        pid = _master(around) if fault.of is Target.MASTER else _keeper(around)
-        (kill if fault.kind is Kind.KILL else stop)(pid, fault.seconds)
+        found = {Target.MASTER: _master, Target.KEEPER: _keeper, Target.LAUNCHER: _launcher}[fault.of]
+        (kill if fault.kind is Kind.KILL else stop)(found(around), fault.seconds)
         return
     doing: dict[Kind, Callable[[], object]] = {
         Kind.KILL: lambda: kill(os.getpid()),
@@ -154,6 +156,16 @@ def _keeper(around: Surroundings) -> int:
         if _KEEPER in words and _after(words, "--job") == around.job and _after(words, "--node") == around.node:
             return process.pid
     raise HooksError(f"job {around.job!r} has no keeper on node {around.node!r}")
+
+
+def _launcher(around: Surroundings) -> int:
+    import psutil
+
+    for process in psutil.Process().parents():
+        words = [os.path.basename(word) for word in process.cmdline()]
+        if any(pair in _LAUNCHERS for pair in itertools.pairwise(words)):
+            return process.pid
+    raise HooksError(f"job {around.job!r} was not started by `dlrover-hooks run` on node {around.node!r}")
 
 
 def _after(words: list[str], flag: str) -> str | None:

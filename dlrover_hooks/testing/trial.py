@@ -31,7 +31,10 @@ _SPARE_RESTARTS = 10
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be rehearsed: `faults` as they are, those of `menu` in steps by `seed`. `timeout_s`: for one run."""
+    """What is to be rehearsed: `faults` as they are, those of `menu` in steps by `seed`. `timeout_s`: for one run.
+
+    `relaunched`: workers of the second launch of the third run; 0: there is no third run.
+    """
 
     command: tuple[str, ...]
     workers: int
@@ -40,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     menu: tuple[tuple[Kind, Target], ...]
     seed: int
     timeout_s: float
+    relaunched: int = 0
 
     def drawn(self, steps: int) -> tuple[Fault, ...]:
         """`faults`, and those on the menu, over a run of so many steps."""
@@ -49,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial:
-    """One of the two runs, in `folder`: its trace, its checkpoints, its log. Main thread."""
+    """One of the runs, in `folder`: its trace, its checkpoints, its log. Main thread."""
 
     def __init__(self, name: str, folder: Path, plan: Plan, struck: tuple[Fault, ...] = ()) -> None:
         self.name, self._plan, self.faults = name, plan, struck
@@ -59,6 +63,7 @@ class Trial:
         self._file = self.folder / "faults"
         self._file.write_text(faults.written(struck))
         self._told = 0
+        self._job = f"rehearsal-{uuid.uuid4().hex[:8]}"
         self.lines: dict[str, int] = {}
         self.code = -1
 
@@ -70,18 +75,21 @@ class Trial:
     def go(self, progress: Progress) -> None:
         """Run it to its end; whatever interrupts, nothing of it is left running."""
         bar, before = progress.add_task(self.name, total=self._plan.steps), footprint.look(os.getcwd())
-        with self._launched() as launcher:
+        with self._launched(self._plan.workers) as launcher:
             self.code = self._watch(launcher, progress, bar)
+        if any(fault.of is Target.LAUNCHER for fault in self.faults) and self.struck():
+            with self._launched(self._plan.relaunched) as launcher:
+                self.code = self._watch(launcher, progress, bar)
         progress.update(bar, completed=self.run.read().step, total=self.run.step)
         self._tell(progress)
         self.lines = footprint.added(os.getcwd(), before)
 
     @contextlib.contextmanager
-    def _launched(self) -> Iterator[subprocess.Popen[bytes]]:
-        job, restarts = f"rehearsal-{uuid.uuid4().hex[:8]}", len(self.faults) + _SPARE_RESTARTS
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(self._plan.workers), "--job", job,
+    def _launched(self, workers: int) -> Iterator[subprocess.Popen[bytes]]:
+        restarts = len(self.faults) + _SPARE_RESTARTS
+        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", str(workers), "--job", self._job,
                    "--max-restarts", str(restarts), *self._plan.command]  # fmt: skip
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             launcher = subprocess.Popen(
                 command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, preexec_fn=_end_with_parent,

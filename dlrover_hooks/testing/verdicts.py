@@ -1,4 +1,5 @@
-"""Which promise a script keeps, and where it breaks one: two runs of it compared, one left alone and one with faults.
+"""Which promise a script keeps, and where it breaks one: an undisturbed run, compared with one that meets faults and
+one whose launcher is killed and started again.
 
 Pure: it reads what `dlrover_hooks.testing.trace` found and decides.
 """
@@ -12,11 +13,12 @@ import msgspec
 
 from dlrover_hooks.testing.trace import Life, Row, Run
 
-DATA, SAVED, RECOVERED, SAME, WRITTEN = (
+DATA, SAVED, RECOVERED, SAME, RELAUNCHED, WRITTEN = (
     "1 each sample exactly once",
     "2 the newest checkpoint is whole",
     "3 a dead worker is replaced",
     "4 each step is the same step",
+    "5 a relaunch goes on",
     "  what the script itself writes",
 )
 SURELY_SAVED = 10
@@ -36,10 +38,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Two runs. `bound`: the step at which both were ended; `code`: the exit code of the run with faults.
+    """The runs. `bound`: the step at which they were ended; `code`: the exit code of the run with faults.
 
     `struck`: rows of the faults that struck, in order; `planned`: how many there should have been. `calm_lines` and
-    `hit_lines`: what each run added to which file.
+    `hit_lines`: what each run added to which file. `again`: the run with a relaunch (None: there was none), with
+    `relaunched` workers from then on; `keeps`: the script has a `save_to`.
     """
 
     calm: Run
@@ -50,11 +53,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     planned: int = 0
     calm_lines: Mapping[str, int] = {}
     hit_lines: Mapping[str, int] = {}
+    again: Run | None = None
+    again_code: int = 0
+    relaunched: int = 0
+    keeps: bool = True
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
     """One verdict for each promise, in their order, and one for what the script writes."""
-    return [data(evidence), saved(evidence), recovered(evidence), same(evidence), written(evidence)]
+    relaunch = [relaunched(evidence)] if evidence.again is not None else []
+    return [data(evidence), saved(evidence), recovered(evidence), same(evidence), *relaunch, written(evidence)]
 
 
 # ---- 1 --------------------------------------------------------------------------------------------------------------
@@ -94,10 +102,14 @@ def _unseen(calm: Mapping[int, object]) -> int | None:
 
 def _ends(evidence: Evidence, calm: int, hit: int) -> Verdict:
     if hit > calm:
-        hint = "after a restart range(n) counts from 0 again: use `for epoch in loader.epochs(n)`"
+        hint = (
+            "epochs are counted anew after a restart: use `for epoch in loader.epochs(n)` instead of range(n), and "
+            "keep a count of your own in the checkpoint (extra=)"
+        )
         return Verdict(DATA, False, f"{hit - calm} steps too many: {hit}, undisturbed {calm}", hint, calm + 1)
     if hit < calm:
-        return Verdict(DATA, False, f"it ended behind step {hit}, undisturbed behind {calm}", "", hit + 1)
+        hint = "after a restart the loop ended early: run `for epoch in loader.epochs(n)` and each epoch to their ends"
+        return Verdict(DATA, False, f"it ended behind step {hit}, undisturbed behind {calm}", hint, hit + 1)
     if calm >= evidence.bound:
         note = "the script's own end was not reached: whether it counts its epochs over restarts was not seen"
         return Verdict(DATA, True, f"{hit} steps, the same positions in each", note)
@@ -239,6 +251,36 @@ def _differs(evidence: Evidence, step: int, rank: int, theirs: Row, ours: Row) -
 
 def _loss(row: Row) -> str:
     return f"{row.losses[0]:.6g}" if row.losses else "none"
+
+
+# ---- 5 --------------------------------------------------------------------------------------------------------------
+
+
+def relaunched(evidence: Evidence) -> Verdict:
+    """Launched again, with another number of workers, it goes on where it was and trains the same steps."""
+    assert evidence.again is not None
+    run, world = evidence.again, evidence.calm.lives[0].head.world
+    with_ = f"launched again with {evidence.relaunched} instead of {world} workers"
+    if evidence.relaunched == world:
+        with_ = f"launched again with {world} workers"
+    attempts = run.begins()
+    if evidence.again_code != 0:
+        hint = "its log says why; every launch must be able to start with any number of workers"
+        return Verdict(RELAUNCHED, False, f"{with_} it ended with {evidence.again_code}", hint)
+    if len(attempts) < 2:
+        return Verdict(RELAUNCHED, None, "it was over before the launcher was killed")
+    begin = attempts[max(attempts)]
+    if begin == 0 and not evidence.keeps:
+        hint = "save_to= keeps durable checkpoints, which a relaunch goes on from"
+        return Verdict(RELAUNCHED, None, f"{with_} it began anew: it has no save_to", hint)
+    if begin == 0:
+        hint = "keep model and optimizer in an adapter that resumes (AsyncCheckpointer, ElasticCallback)"
+        return Verdict(RELAUNCHED, False, f"{with_} it began anew", hint, 0)
+    found = data(msgspec.structs.replace(evidence, hit=run))
+    text, hint = f"{with_} behind step {begin}: {found.found}", found.hint
+    if found.rank is not None and evidence.relaunched != world:
+        hint = "give elastic_loader the optimizer; with several micro-batches in a step, step where loader.step_ends"
+    return Verdict(RELAUNCHED, found.kept, text, hint, found.step, found.rank)
 
 
 # ---- what it writes -------------------------------------------------------------------------------------------------

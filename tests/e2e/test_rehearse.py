@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.launched import REPOSITORY, pause
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "rehearsed.py"
-PROMISES = ("1 each", "2 the", "3 a dead", "4 each", "  what the script")
+PROMISES = ("1 each", "2 the", "3 a dead", "4 each", "5 a relaunch", "  what the script")
 
 
 @pytest.fixture
@@ -69,11 +69,12 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_good_script_keeps_every_promise(tmp_path: Path, temporary: Path) -> None:
-    """Two workers, one of them killed; nothing of the rehearsal is left, its checkpoints neither."""
+    """Two workers, one of them killed, and a relaunch with one; nothing of it is left, its checkpoints neither."""
     code, said = rehearsed(tmp_path, temporary, str(SCRIPT), "good", "--kill", "1", "--steps", "20", "--seed", "3")
     assert code == 0, said
     rows = verdicts(said)
-    assert [" kept " in rows[name] for name in PROMISES] == [True] * 5, said
+    assert [" kept " in rows[name] for name in PROMISES] == [True] * 6, said
+    assert "launched again with 1 instead of 2 workers behind step" in rows["5 a relaunch"]
     assert "bit-equal after each of 20 steps" in rows["4 each"]
     assert list(tmp_path.iterdir()) == []
     assert [path for path in temporary.iterdir() if "rehearsal" in path.name] == []
@@ -91,6 +92,8 @@ def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None
     assert "BROKEN" in rows["1 each"]
     assert "15 steps too many: 60, undisturbed 45" in rows["1 each"]
     assert "loader.epochs(n)" in rows["1 each"]
+    assert "launched again with 1 workers behind step" in rows["5 a relaunch"]
+    assert "steps too many" in rows["5 a relaunch"]
     assert " kept " in rows["2 the"]
     assert " kept " in rows["3 a dead"]
     begun = re.search(r"after a restart behind step (\d+)", rows["4 each"])
@@ -104,7 +107,7 @@ def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None
 @pytest.mark.timeout(240)
 def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -> None:
     """No step is seen, so none is saved: who dies loses everything."""
-    code, said = rehearsed(tmp_path, temporary, "-n", "1", "--kill", "1", str(SCRIPT), "unwrapped")
+    code, said = rehearsed(tmp_path, temporary, "-n", "1", "--relaunch", "0", "--kill", "1", str(SCRIPT), "unwrapped")
     assert code == 1, said
     rows = verdicts(said)
     assert "in step 1 no batch was asked of the elastic loader" in rows["1 each"]
@@ -115,7 +118,9 @@ def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -
 @pytest.mark.timeout(240)
 def test_noise_is_told_apart_from_what_a_restart_breaks(tmp_path: Path, temporary: Path) -> None:
     """It draws random numbers that nobody seeded: no two runs of it are the same, faults or not."""
-    code, said = rehearsed(tmp_path, temporary, "-n", "1", "--kill", "1", "--steps", "8", str(SCRIPT), "noise")
+    code, said = rehearsed(
+        tmp_path, temporary, "-n", "1", "--relaunch", "0", "--kill", "1", "--steps", "8", str(SCRIPT), "noise"
+    )
     assert code == 1, said
     rows = verdicts(said)
     assert " kept " in rows["1 each"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks.testing.trace import Head, Life, Row, Run
-from dlrover_hooks.testing.verdicts import DATA, RECOVERED, SAME, SAVED, WRITTEN, Evidence, Verdict, judge
+from dlrover_hooks.testing.verdicts import DATA, RECOVERED, RELAUNCHED, SAME, SAVED, WRITTEN, Evidence, Verdict, judge
 
 NAMES = ("0.weight", "0.bias")
 
@@ -153,6 +153,44 @@ def test_a_script_that_is_no_two_times_the_same() -> None:
 def test_another_world_size_is_not_compared_bit_by_bit() -> None:
     hit = run(*both_ranks(1, 0, 12), life(2, 11, 20, world=1))
     assert judge(evidence(hit=hit))[3].kept is None
+
+
+def relaunch(**other: Any) -> Verdict:
+    """The launcher of two workers was killed in step 13, and started again with one."""
+    again = run(*both_ranks(1, 0, 12), life(2, 11, 20, world=1, at=100.0))
+    found = judge(evidence(**{"again": again, "relaunched": 1} | other))
+    return next(verdict for verdict in found if verdict.promise == RELAUNCHED)
+
+
+def test_a_relaunch_trains_the_same_steps() -> None:
+    assert RELAUNCHED not in [verdict.promise for verdict in judge(evidence())]
+    verdict = relaunch()
+    assert verdict.kept
+    wanted = (
+        "launched again with 1 instead of 2 workers behind step 11: 20 steps to the script's end, the same positions"
+    )
+    assert verdict.found.startswith(wanted)
+
+
+def test_a_relaunch_that_trains_other_steps() -> None:
+    """A plain loop that makes a step of each micro-batch, and epochs that are counted anew."""
+    again = change(run(*both_ranks(1, 0, 12), life(2, 11, 20, world=1)), lambda head, row: row.step == 13,
+                   data={"train": {"cursor": 125}})  # fmt: skip
+    verdict = relaunch(again=again)
+    assert (verdict.kept, verdict.step, verdict.rank) == (False, 13, 0)
+    assert "behind step 11: step 13, rank 0: dataset 'train' has cursor 125 instead of 130" in verdict.found
+    assert "step_ends" in verdict.hint
+    verdict = relaunch(again=run(*both_ranks(1, 0, 12), life(2, 11, 32, world=1)))
+    assert "12 steps too many: 32, undisturbed 20" in verdict.found
+    assert "loader.epochs(n)" in verdict.hint
+
+
+def test_a_relaunch_that_fails_or_begins_anew() -> None:
+    assert "it ended with 1" in relaunch(again_code=1).found
+    anew = run(*both_ranks(1, 0, 12), life(2, 0, 20, world=1))
+    assert (relaunch(again=anew).kept, relaunch(again=anew, keeps=False).kept) == (False, None)
+    assert "save_to" in relaunch(again=anew, keeps=False).hint
+    assert relaunch(again=run(*both_ranks(1, 0, 20))).kept is None
 
 
 def test_a_run_that_did_not_come_to_its_end() -> None:
