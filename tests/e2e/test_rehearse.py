@@ -43,7 +43,7 @@ def rehearsed(folder: Path, temporary: Path, *words: str) -> tuple[int, str]:
     """Its exit code and what it said."""
     process = started(folder, temporary, *words)
     try:
-        _, said = process.communicate(timeout=200)
+        _, said = process.communicate(timeout=300)
         return process.returncode, said
     finally:
         process.kill()
@@ -67,7 +67,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(330)
 def test_a_good_script_keeps_every_promise(tmp_path: Path, temporary: Path) -> None:
     """Two workers, one of them killed, and a relaunch with one; nothing of it is left, its checkpoints neither."""
     code, said = rehearsed(tmp_path, temporary, str(SCRIPT), "good", "--kill", "1", "--steps", "20", "--seed", "3")
@@ -81,7 +81,7 @@ def test_a_good_script_keeps_every_promise(tmp_path: Path, temporary: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(330)
 def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None:
     """range(epochs), an average of the weights that no checkpoint has, and a file that each step appends to."""
     (tmp_path / "faults").write_text("step=18 at=stepped kill\n")
@@ -104,7 +104,7 @@ def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(330)
 def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -> None:
     """No step is seen, so none is saved: who dies loses everything."""
     code, said = rehearsed(tmp_path, temporary, "-n", "1", "--relaunch", "0", "--kill", "1", str(SCRIPT), "unwrapped")
@@ -115,7 +115,7 @@ def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(330)
 def test_noise_is_told_apart_from_what_a_restart_breaks(tmp_path: Path, temporary: Path) -> None:
     """It draws random numbers that nobody seeded: no two runs of it are the same, faults or not."""
     code, said = rehearsed(
