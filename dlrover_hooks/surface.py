@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.reuse import NoSlot
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.courier import Courier
 from dlrover_hooks.errors import HooksError, Stale, StorageFailed
 
 log = logging.getLogger("dlrover_hooks")
+WITHOUT_S = 10.0
+"""Seconds without a save after which it is said that no slot is free."""
 
 
 class Surface:
@@ -21,6 +24,9 @@ class Surface:
 
     def raise_if_met(self, *, ending: bool = False) -> None:
         """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once.
+
+        One without a slot is nothing to warn of while others are made: where steps are fast, saves follow each other
+        faster than they are hashed.
 
         `Stale` is always raised: another life has this seat, and two would train apart. At the end an older
         generation that storage did not take is no news any more: what counts is the last one.
@@ -34,7 +40,9 @@ class Surface:
             raise error
         skipped = self._engine.error if self._engine is not None else None
         for each in (error, skipped):
-            if each is not None:
+            if isinstance(each, NoSlot) and self._engine is not None and self._engine.skipping_s < WITHOUT_S:
+                log.debug("job %s rank %d: %s", self._config.job, self._place.rank, each)
+            elif each is not None:
                 self.say(each)
 
     def say(self, error: HooksError) -> None:

@@ -29,11 +29,11 @@ from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
 from dlrover_hooks.checkpoint.notes import Notes
 from dlrover_hooks.checkpoint.recipe import Recipe
 from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
-from dlrover_hooks.checkpoint.reuse import NO_SLOT, Heard, Others
+from dlrover_hooks.checkpoint.reuse import NO_SLOT, Heard, NoSlot, Others
 from dlrover_hooks.checkpoint.room import Room
 from dlrover_hooks.checkpoint.saving import Changed, Shot, Target, Writer
 from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
-from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway, Stale, UsageError
+from dlrover_hooks.errors import HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Retention, Source
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Checkpointer:
         """Why the newest save was skipped, None after a good one."""
         self.skipped = 0
         """Saves that were not made: no slot was free, or the keeper was away."""
+        self._skipping_since: float | None = None
         self.stale: Stale | None = None
         """Another process has this seat: what is saved here counts no more. Set by any thread."""
         self.damaged: wire.Damaged | None = None
@@ -230,6 +231,7 @@ class Checkpointer:
         while True:
             try:
                 self._write(shot, lazy=lazy, last=last)
+                self._skipping_since = None
                 return Saved(shot.generation, time.perf_counter() - began)
             except Changed:
                 shot = self._shot(step, tree, on_unsupported)  # looks at everything, now that something has changed
@@ -258,7 +260,7 @@ class Checkpointer:
         heard = Heard(self._newest_complete, hopeless)
         slot = self.others.choose_slot(arena.slots, heard, tuple(self._persisting), shot.generation, last=last)
         if slot is None:
-            raise CheckpointError("no slot is free for this save: it is left out", hint=NO_SLOT)
+            raise NoSlot("no slot is free for this save: it is left out", hint=NO_SLOT)
         arena.begin(slot)
         self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
 
@@ -288,6 +290,11 @@ class Checkpointer:
 
         return Target(arena.number, slot, arena.view(slot, size), arena.view(slot), publish)
 
+    @property
+    def skipping_s(self) -> float:
+        """For so long no save was made, though some were due; 0 after a good one."""
+        return time.monotonic() - self._skipping_since if self._skipping_since is not None else 0.0
+
     def wait_copied(self) -> None:
         """Return when the last save is copied: weights may be changed other than by an optimizer's step."""
         self._writer.wait()
@@ -309,6 +316,8 @@ class Checkpointer:
     def _skip(self, error: Exception) -> None:
         """A save does not count. Any thread."""
         self.skipped += 1
+        if self._skipping_since is None:
+            self._skipping_since = time.monotonic()
         self.error = error if isinstance(error, HooksError) else KeeperAway(f"the slot cannot be written: {error}")
         if isinstance(error, UsageError):
             self.stale = Stale(error.message, hint=error.hint)

@@ -83,10 +83,12 @@ class Mode:
     def _end(self, chosen: str, gain_s: float, step_s: float) -> str:
         pairs = len(self._pairs)
         self.chosen, self._tried, self._settled, self._saves, self._pairs = chosen, True, True, 0, []
-        word = "faster" if gain_s >= 0 else "slower"
+        chosen_s, other_s = (step_s - gain_s, step_s) if chosen == LAZY else (step_s, step_s - gain_s)
+        word = "and" if chosen_s < other_s else "which is not clearly longer than"
+        other = EAGER if chosen == LAZY else LAZY
         return (
-            f"saves are {chosen}: a step with a lazy one was {1e3 * abs(gain_s):.2f} ms {word} than the "
-            f"{1e3 * step_s:.1f} ms with an eager one (median of {pairs} pairs)"
+            f"saves are {chosen}: a step with such a save took {1e3 * chosen_s:.2f} ms, {word} {1e3 * other_s:.2f} ms "
+            f"with {'an' if other == EAGER else 'a'} {other} one (median of {pairs} pairs)"
         )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.arena import Slot
+from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
 
 MEETING = 8
@@ -37,6 +38,10 @@ NO_SLOT = (
     "nothing is lost, and the next save takes the next free one; where saves follow each other faster than they are "
     "hashed and written, a larger save_every leaves out fewer"
 )
+
+
+class NoSlot(CheckpointError):
+    """All slots are needed: this save is left out."""
 
 
 class Heard(NamedTuple):

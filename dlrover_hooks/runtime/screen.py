@@ -125,13 +125,18 @@ def _where(failure: Failure) -> str:
 
 
 def _when(failure: Failure) -> str:
-    return f"at step {failure.step}" if failure.step is not None else "before training began"
+    """Workers report their step once a second and with each save, so more steps may have been made."""
+    if failure.step is None:
+        return "before training began"
+    return f"at step {max(failure.step, failure.resumed or 0)} or later"
 
 
 def _lost(failure: Failure) -> str:
     if failure.step is None or failure.resumed is None:
         return ""
-    return f"{counted(max(0, failure.step - failure.resumed), 'step')}: it went on from step {failure.resumed}"
+    known = failure.step - failure.resumed
+    lost = f"at least {counted(known, 'step')}" if known > 0 else "the steps since the last save"
+    return f"{lost}: it went on from step {failure.resumed}"
 
 
 def _later(later: Sequence[Failure]) -> list[tuple[str, str]]:

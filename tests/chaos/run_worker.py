@@ -46,7 +46,8 @@ def train(epochs: int) -> tuple[int, list[float]]:
     counting = {"params": [model.visits], "lr": 1.0, "momentum": 0.0}
     optimizer = torch.optim.SGD([counting, {"params": model.net.parameters()}], lr=0.01, momentum=0.9)
     numbers: Any = range(SAMPLES)  # a map-style dataset to torch, though not to its types
-    loader: Any = elastic_loader(DataLoader(numbers, BATCH, shuffle=True, num_workers=2), optimizer=optimizer)
+    plain: Any = DataLoader(numbers, BATCH, shuffle=True, num_workers=2)
+    loader: Any = elastic_loader(plain, optimizer=optimizer, global_batch_size=G)
     often: dict[str, Any] = {"save_every": 1, "persist_every": 10}  # a keeper's death costs what is not durable yet
     with AsyncCheckpointer("saved", model=ddp, optimizer=optimizer, loader=loader, **often) as saving:
         for _ in loader.epochs(epochs):

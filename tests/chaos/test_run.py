@@ -1,5 +1,7 @@
-"""A chaos run of real processes: launcher, master, keeper, DDP workers with DataLoader workers of their own, and each
-kind of fault by chance. The run ends as one that nobody touched, and leaves nothing behind.
+"""Chaos runs of real processes: launcher, master, keeper, DDP workers with DataLoader workers of their own.
+
+One meets each kind of fault by chance, and ends as one that nobody touched. Of another one the launcher is killed again
+and again, and started with other numbers of workers. They leave nothing behind.
 
     make chaos SEED=117 ROUNDS=4
 """
@@ -7,17 +9,19 @@ kind of fault by chance. The run ends as one that nobody touched, and leaves not
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import uuid
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from dlrover_hooks.testing import faults
-from dlrover_hooks.testing.faults import Fault
+from dlrover_hooks.testing.faults import Fault, Kind, Target
 from dlrover_hooks.testing.inject import Struck
 from dlrover_hooks.testing.trace import Run
-from dlrover_hooks.testing.verdicts import Evidence, judge
+from dlrover_hooks.testing.verdicts import Evidence, judge, saved
 from tests.chaos.run_worker import SAMPLES, STEPS_PER_EPOCH, WORLD
 from tests.e2e.launched import Launched, all_gone
 
@@ -29,27 +33,46 @@ SCRIPT = "sys.argv.append('{epochs}')\nfrom tests.chaos.run_worker import main\n
 
 
 class Drilled:
-    """One run of the worker under the launcher, with `schedule`; `told`: what each rank said at its end."""
+    """One run of the worker under the launcher, with `schedule`; `told`: what each rank said at its end.
 
-    def __init__(self, folder: Path, epochs: int, schedule: tuple[Fault, ...], temporary: Path) -> None:
+    `worlds`: the number of workers of each launch; all but the last one end with the launcher's death.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        epochs: int,
+        schedule: tuple[Fault, ...],
+        temporary: Path,
+        worlds: tuple[int, ...] = (WORLD,),
+    ) -> None:
         folder.mkdir()
         temporary.mkdir()
         self._file, self.trace = folder / "faults", Run(folder / "trace")
         self._file.write_text(faults.written(schedule))
-        launched = Launched(
-            folder, SCRIPT.format(epochs=epochs), "-n", str(WORLD), "--max-restarts", str(len(schedule) + 2),
-            job=f"chaos-{uuid.uuid4().hex[:8]}", DLROVER_HOOKS_FAULTS=str(self._file),
-            DLROVER_HOOKS_TRACE=str(self.trace.folder), TMPDIR=str(temporary),
-        )  # fmt: skip
-        try:
-            self.code, self.said = launched.end(240 + SECONDS * len(schedule))
-        except subprocess.TimeoutExpired:
-            launched.process.kill()
-            self.code, self.said = launched.end()
-        finally:
-            launched.process.kill()
+        job, self.said = f"chaos-{uuid.uuid4().hex[:8]}", ""
+        self.codes: list[int] = []
+        self.told: list[dict] = []
+        self.left: list[str] = []
+        for world in worlds:
+            launched = Launched(
+                folder, SCRIPT.format(epochs=epochs), "-n", str(world), "--max-restarts", str(len(schedule) + 2),
+                job=job, DLROVER_HOOKS_FAULTS=str(self._file), DLROVER_HOOKS_TRACE=str(self.trace.folder),
+                TMPDIR=str(temporary),
+            )  # fmt: skip
+            try:
+                code, said = launched.end(240 + SECONDS * len(schedule))
+            except subprocess.TimeoutExpired:
+                launched.process.kill()
+                code, said = launched.end()
+            finally:
+                launched.process.kill()
+            self.codes.append(code)
+            self.said += said
+            self.told, self.left = launched.read(), launched.leftovers()
+        self.code = self.codes[-1]
         files = [path for path in temporary.rglob("*") if not path.is_dir() and not _pythons(path)]
-        self.told, self.left = launched.read(), [*launched.leftovers(), *map(str, files)]
+        self.left += map(str, files)
         self.trace.read()
 
     def struck(self) -> list[dict]:
@@ -63,7 +86,7 @@ class Drilled:
             f"{max((row.step for row in life.rows), default=life.head.begin)}" for life in self.trace.lives
         ]  # fmt: skip
         schedule = self._file.read_text()
-        return f"{schedule}\n" + "\n".join(sorted(lines + lives)) + f"\nended with {self.code}\n{self.said[-6000:]}"
+        return f"{schedule}\n" + "\n".join(sorted(lines + lives)) + f"\nended with {self.codes}\n{self.said[-6000:]}"
 
 
 def _pythons(path: Path) -> bool:
@@ -88,14 +111,54 @@ def test_a_run_with_every_kind_of_fault_ends_as_if_there_had_been_none(
     calm = Drilled(tmp_path / "calm", epochs, (), runtime / "calm")
     hit = Drilled(tmp_path / "hit", epochs, schedule, runtime / "hit")
     for one in (calm, hit):
-        assert one.code == 0, one.story()
-        assert [(told["steps"], told["visits"]) for told in one.told] == [(steps, [float(epochs)] * SAMPLES)] * WORLD
-        assert one.left == []
-        assert all_gone([life.head.pid for life in one.trace.lives])
+        ended_well(one, epochs, WORLD)
     found = judge(Evidence(calm=calm.trace, hit=hit.trace, bound=steps + 1, code=hit.code, struck=hit.struck(),
                            planned=len(schedule)))  # fmt: skip
     assert [verdict for verdict in found if not verdict.kept] == [], hit.story()
     assert len(hit.struck()) == len(schedule), hit.story()
+    nothing_is_left(runtime, calm, hit)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_launched_again_and_again_at_other_world_sizes_trains_the_same_steps(
+    pytestconfig: pytest.Config, chaos_seed: int, runtime: Path, tmp_path: Path
+) -> None:
+    """Each launcher is killed but the last one. Every sample is counted once an epoch, no launch begins anew, and what
+    it restores is bit-equal to what the one before had there.
+    """
+    rounds: int = pytestconfig.getoption("chaos_run_rounds")  # pyright: ignore[reportAssignmentType]
+    chance = Random(f"relaunches {chaos_seed}")
+    steps = EPOCHS * STEPS_PER_EPOCH
+    worlds = [chance.choice((1, 2, 3))]
+    for _ in range(rounds):
+        worlds.append(chance.choice([world for world in (1, 2, 3) if world != worlds[-1]]))
+    schedule = faults.random(
+        chaos_seed, steps=steps, world=1, count=rounds, menu=[(Kind.KILL, Target.LAUNCHER)]
+    )  # rank 0 is in every world
+    print(f"seed {chaos_seed}, workers {worlds}\n{faults.written(schedule)}")
+    hit = Drilled(tmp_path / "hit", EPOCHS, schedule, runtime / "hit", tuple(worlds))
+    assert hit.codes == [-signal.SIGKILL] * rounds + [0], hit.story()
+    ended_well(hit, EPOCHS, worlds[-1])
+    kept = saved(Evidence(calm=hit.trace, hit=hit.trace, bound=steps + 1, code=0, struck=hit.struck()))
+    assert kept.kept, f"{kept}\n{hit.story()}"
+    begins = list(hit.trace.begins().values())
+    assert begins == sorted(begins), hit.story()
+    assert len(begins) == rounds + 1, hit.story()
+    nothing_is_left(runtime, hit)
+
+
+def ended_well(one: Drilled, epochs: int, world: int) -> None:
+    """It came to its end, each rank saw each sample trained once an epoch, and nothing of it lives on."""
+    assert one.code == 0, one.story()
+    found = [(told["steps"], [round(visits, 9) for visits in told["visits"]]) for told in one.told]
+    assert found == [(epochs * STEPS_PER_EPOCH, [float(epochs)] * SAMPLES)] * world, one.story()
+    assert one.left == []
+    assert all_gone([life.head.pid for life in one.trace.lives])
+
+
+def nothing_is_left(runtime: Path, *runs: Drilled) -> None:
     assert list((runtime / "dlrover-hooks").iterdir()) == [], "a keeper's lock or socket"
-    mine = {str(life.head.pid) for one in (calm, hit) for life in one.trace.lives}
+    mine = {str(life.head.pid) for one in runs for life in one.trace.lives}
     assert [name for name in os.listdir("/dev/shm") if "dlrover" in name or mine & set(name.split("_"))] == []

@@ -23,8 +23,8 @@ KILLED = f"""\
 job mine: the first failure
   who    worker 1 on node a
   why    SIGKILL
-  when   at step 17
-  lost   1 step: it went on from step 16
+  when   at step 17 or later
+  lost   at least 1 step: it went on from step 16
   done   restarting 2 workers
   end    the job is done
 {RULE}
@@ -37,11 +37,11 @@ job mine: the first failure
   why    exit code 1: ValueError: the learning rate is not a number, nor is it
          anything else that could be used
          a.py:12, f
-  when   at step 17
-  lost   0 steps: it went on from step 17
+  when   at step 17 or later
+  lost   the steps since the last save: it went on from step 17
   done   restarting 2 workers
-  later  worker 0 on node a at step 20: SIGSEGV
-         worker 0 on node a at step 21: lost: silent for too long
+  later  worker 0 on node a at step 20 or later: SIGSEGV
+         worker 0 on node a at step 21 or later: lost: silent for too long
          worker 0 on node a before training began: exit code 3, see its own
          words above
          and 2 more failures
@@ -69,7 +69,7 @@ SPENT = f"""\
 job mine: the first failure
   who    worker 0 on node a
   why    SIGKILL
-  when   at step 3
+  when   at step 3 or later
   done   nothing: the restarts are spent (--max-restarts)
   end    given up (exit code 77): look for the cause above first, then
   next   {COMMAND}
