@@ -81,7 +81,7 @@ class Checkpointer:
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
-        self._whose = WHOSE
+        self._whose, self._lone = WHOSE, Lone()
         self._held: tuple[Held, ...] = ()
         self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self.neighbours = Neighbours(self._line, node, locate)
@@ -97,7 +97,6 @@ class Checkpointer:
         self.parameters: Callable[[], Iterable[Any]] = tuple
         """Of the models (torch). The frozen ones among them are not copied at every save."""
         self._writer = self._make_writer(mode)
-        self._lone = Lone()
         self._opened: Restored | None = None
         """Opened and verified for the round that is forming, not copied yet."""
 
