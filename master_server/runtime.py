@@ -22,7 +22,15 @@ import msgspec
 from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, MasterError
 from dlrover_hooks.master.clock import REAL, Clock, Uptime
 from dlrover_hooks.master.core import events, jobs, views
-from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, ReleaseClaims, RoundFormed, Wake
+from dlrover_hooks.master.core.effects import (
+    CommitGeneration,
+    Deadline,
+    Effect,
+    ReleaseClaims,
+    RoundFormed,
+    Wake,
+    WriteFinished,
+)
 from dlrover_hooks.master.core.events import Envelope, Key, Tick
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.master.core.views import Poll
@@ -212,7 +220,7 @@ class Runtime:
             for entry in batch:
                 _settle(entry.done, entry.reply)
                 for effect in entry.effects:
-                    self._do(effect)
+                    self._perform(effect)
         self._under_way = []
         self._committing = None
 
@@ -372,6 +380,13 @@ class Runtime:
 
     # ---- effects ----------------------------------------------------------------------------------------------------
 
+    def _perform(self, effect: Effect) -> None:
+        """Its event is journaled: a bug here is no reason to doubt the state."""
+        try:
+            self._do(effect)
+        except Exception:
+            log.critical("%s could not be done: please report this", type(effect).__name__, exc_info=True)
+
     def _do(self, effect: Effect) -> None:
         """Called after the commit only."""
         if isinstance(effect, Wake):
@@ -384,8 +399,10 @@ class Runtime:
             self._liveness.round_formed(effect.job)
         elif isinstance(effect, ReleaseClaims):
             self._deposits.release(effect.job)
-        else:
+        elif isinstance(effect, WriteFinished):
             self._deposits.finish(effect)
+        else:
+            raise TypeError(f"unknown effect {effect!r}")
 
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:

@@ -153,9 +153,9 @@ def enter(job: Job, current: Round, phase: Phase, effects: Effects) -> None:
 
 def tell_of_newcomers(job: Job, effects: Effects) -> None:
     """Whoever may let them in must hear of it, whether they came just now or before the round began to train."""
-    waiting = rounds.newcomers(job.rounds)
-    if waiting != job.rounds.told:
-        job.rounds.told = waiting
+    waiting = rounds.count_newcomers(job.rounds)
+    if waiting != job.rounds.newcomers:
+        job.rounds.newcomers = waiting
         effects.append(Wake(topic=watch_topic(job.name)))
 
 

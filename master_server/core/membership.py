@@ -8,7 +8,6 @@ import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import checkpoints, preemption, rounds, seating, shards
-from dlrover_hooks.master.core.checkpoints import Saves, Settings
 from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
 from dlrover_hooks.master.core.events import Lost, Tick
 from dlrover_hooks.master.core.job import (
@@ -23,10 +22,9 @@ from dlrover_hooks.master.core.job import (
     tell_of_newcomers,
 )
 from dlrover_hooks.master.core.kv import Keys
-from dlrover_hooks.master.core.ledger import Ledgers
 from dlrover_hooks.master.core.restore import Offers
 from dlrover_hooks.master.core.rounds import Rounds
-from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase, Secret
+from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
@@ -93,12 +91,15 @@ def _starts_anew(job: Job, event: Join) -> bool:
 def _reset(job: Job, event: Join) -> None:
     """The old name, and a new run unless storage has one. Round, plan and place counters go on: they only count up."""
     number, places, seen = job.rounds.number, job.rounds.places, job.rounds.places_seen
-    job.rounds = Rounds(number=number, places=places, places_seen=seen)
-    job.plan = Choice(number=job.plan.number)
-    job.run, job.fresh, job.attempt = event.proposed_run, event.fresh, 0
-    job.settings, job.saves, job.offers, job.ledgers = Settings(), Saves(), Offers(), Ledgers()
-    job.refusals, job.replies, job.restored_from, job.secret, job.leaving = [], {}, None, Secret(), Leaving()
-    job.finished, job.finished_step, job.finish_written, job.ending, job.failures = False, None, False, None, 0
+    new = Job(
+        name=job.name,
+        run=event.proposed_run,
+        fresh=event.fresh,
+        rounds=Rounds(number=number, places=places, places_seen=seen),
+        plan=Choice(number=job.plan.number),
+    )
+    for field in Job.__struct_fields__:
+        setattr(job, field, getattr(new, field))
 
 
 def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
@@ -182,7 +183,6 @@ def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -
     if broken:
         job.plan.number += 1
         effects += [Wake(topic=watch_topic(job.name)), Wake(topic=plan_topic(job.name))]
-    tell_of_newcomers(job, effects)
     if not job.finished and job.ending is None and seating.form(job.rounds, f"{job.name}/{job.run}", now):
         job.finished_step = None  # whoever was done before has to do it again
         job.offers, job.keys, job.leaving = Offers(), Keys(), Leaving()
@@ -190,6 +190,7 @@ def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -
         _forget_replies(job)
         effects.append(RoundFormed(job=job.name))
         effects += [Wake(topic=topic(job.name)) for topic in (round_topic, plan_topic, watch_topic)]
+    tell_of_newcomers(job, effects)
     if not job.writes and job.settings.save_to is not None:
         effects.append(ReleaseClaims(job=job.name))
     arm(job, now, effects)

@@ -100,11 +100,12 @@ class Rounds(msgspec.Struct):
     places: dict[str, int] = {}
     """Age of a place: the order in which (node, local rank) was first seen."""
     places_seen: int = 0
-    parted: tuple[str, ...] = ()
-    """Members that rounds before the current one have lost, and newcomers that ended without a seat, the youngest last:
-    their launchers' word may come late, or their own. O(workers): of the oldest nobody speaks any more."""
-    told: int = 0
-    """The `newcomers` that watchers were woken for last."""
+    parted: dict[str, int] = {}
+    """Members that rounds before the current one have lost, and newcomers that ended without a seat, by their
+    order: their launchers' word may come late, or their own. O(workers): of the oldest nobody speaks any more."""
+    parted_seen: int = 0
+    newcomers: int = 0
+    """See `count_newcomers`: counted when the membership changes, not when somebody asks."""
 
 
 def member_of(rounds: Rounds, job: str, incarnation: str) -> Member:
@@ -324,8 +325,13 @@ def is_over(rounds: Rounds, worker: str) -> bool:
 
 def remember(rounds: Rounds, *parted: str) -> None:
     """These are over, and in no round that could tell."""
-    world_size = rounds.round.world_size if rounds.round else 0
-    rounds.parted = (*rounds.parted, *parted)[-4 * world_size - 64 :]
+    for name in parted:
+        rounds.parted[name] = rounds.parted_seen
+        rounds.parted_seen += 1
+    most = 4 * (rounds.round.world_size if rounds.round else 0) + 64
+    if len(rounds.parted) > 2 * most:
+        oldest = rounds.parted_seen - most
+        rounds.parted = {name: seen for name, seen in rounds.parted.items() if seen >= oldest}
 
 
 def knows(rounds: Rounds, incarnation: str) -> bool:
@@ -339,7 +345,7 @@ def knows(rounds: Rounds, incarnation: str) -> bool:
     return incarnation in current.agents if member is None else member.live
 
 
-def newcomers(rounds: Rounds) -> int:
+def count_newcomers(rounds: Rounds) -> int:
     """Seats that could be added to the round that trains now: whole joins, as many as there is room for."""
     current = rounds.round
     if not rounds.waiting or current is None or current.phase is not Phase.TRAINING:

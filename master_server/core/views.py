@@ -179,7 +179,7 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         cadence=job.saves.cadence,
         may_complete=checkpoints.may_complete(job.saves),
         parting=preemption.summons(job),
-        waiting=rounds.newcomers(job.rounds),
+        waiting=job.rounds.newcomers,
     )
 
 
@@ -198,7 +198,7 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
         return Notice(round=current.number, broken=broken, finished=job.finished)
     if job.ending is not None and request.incarnation not in current.members:
         return Notice(round=current.number, finished=True)
-    waiting = rounds.newcomers(job.rounds)
+    waiting = job.rounds.newcomers
     if waiting == request.waiting or not rounds.regroups(current, request.incarnation):
         return None
     return Notice(round=current.number, waiting=waiting)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
+from dlrover_hooks import protocol as p
 from tests.simulation.agent import Agent
 from tests.simulation.free import FreeWorker
 from tests.simulation.loop import Process
 from tests.simulation.memory import Keeper
+from tests.simulation.network import Connection
 from tests.simulation.node import Node
 from tests.simulation.worker import Worker
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 FORGETS = {"kill keeper", "stop keeper", "crash node", "replace node", "damage image"}
 """Behind these a node need not hold in memory what it held: a stopped keeper hashes nothing that is saved anew."""
+
+
+OVERSIZED = (1 << 53, 1 << 63, (1 << 64) - 1, 1 << 64, 10**18)
 
 
 class Chaos:
@@ -36,12 +42,14 @@ class Chaos:
             "kill master": self._kill_master,
             "stop worker": lambda: self._stop_one(self._worker()),
             "stop agent": lambda: self._stop_one(self._agent()),
-            "stop master": lambda: self._stop(self.world.host.process),
+            "stop master": self._stop_master,
             "stop keeper": lambda: self._stop_one(self._node().keeper),
             "partition": self._partition,
             "clog": self._clog,
             "disk full": self._fill_disk,
             "storage fails": self._break_storage,
+            "slow commit": self._stall_disk,
+            "oversized number": self._oversize,
             "set clock": self._set_clock,
             "damage image": self._damage,
             "preempt": self._preempt,
@@ -72,6 +80,7 @@ class Chaos:
         world = self.world
         world.network.heal()
         world.host.disk.full = world.store.failing = False
+        world.host.disk.stall_s = 0.0
         for process in self._frozen:
             process.thaw()
         world.tell("world", "all faults are over")
@@ -178,12 +187,15 @@ class Chaos:
         name, how = host.process.name, host.kill()
         return f"{name} {how}, next in {self._later(0.1, 8.0, host.start):.1f} s"
 
-    def _stop(self, process: Process | None) -> str:
+    def _stop(self, process: Process | None, longest_s: float = 40.0) -> str:
         if process is None or process.frozen:
             return ""
         process.freeze()
         self._frozen.append(process)
-        return f"{process.name} for {self._later(0.1, 40.0, process.thaw):.1f} s"
+        return f"{process.name} for {self._later(0.1, longest_s, process.thaw):.1f} s"
+
+    def _stop_master(self) -> str:
+        return self._stop(self.world.host.process, self.world.chance.choice((40.0, 300.0)))
 
     def _stop_one(self, one: Worker | FreeWorker | Agent | Keeper | None) -> str:
         return self._stop(one.process if one is not None else None)
@@ -210,6 +222,31 @@ class Chaos:
 
         return f"the journal's, for {self._later(0.1, 5.0, mend):.1f} s"
 
+    def _stall_disk(self) -> str:
+        self.world.host.disk.stall_s = seconds = self.world.chance.uniform(
+            0.0, self.world.chance.choice((1.0, 20.0, 200.0))
+        )
+        return f"the next one takes {seconds:.1f} s more"
+
+    def _oversize(self) -> str:
+        """A message of a worker, with a number that nobody can count on from."""
+        world, worker, number = self.world, self._worker(), self.world.chance.choice(OVERSIZED)
+        if not isinstance(worker, Worker):
+            return ""
+        kind, fields = self.world.chance.choice(
+            (
+                (p.Hold, {"passed": number}),
+                (p.Heartbeat, {"step": number}),
+                (p.Leave, {"reason": "done", "step": number}),
+                (p.Attach, {"node": worker.node, "pid": 1, "heard": number}),
+                (p.TakeLeases, {"name": "data", "fence": 1, "rate": float(number) * 1e290}),
+            )
+        )
+        body = json.dumps({"job": world.job, "incarnation": worker.incarnation, **fields}).encode()
+        sent = Connection(worker.process, worker.node, world.loop.create_future())
+        world.network.host.arrive(sent, p.Routes.by_request[kind], body, None)
+        return f"{kind.__name__} of {worker.process.name}, {number}"
+
     def _break_storage(self) -> str:
         store = self.world.store
         store.failing = True
@@ -221,7 +258,7 @@ class Chaos:
 
     def _set_clock(self) -> str:
         host = self.world.host
-        host.offset_s += (step := self.world.chance.choice((-100.0, -5.0, -0.5, 0.5, 5.0, 100.0)))
+        host.offset_s += (step := self.world.chance.choice((-10_000.0, -100.0, -5.0, 5.0, 100.0, 10_000.0)))
         return f"the master's, by {step:+g} s"
 
     def _damage(self) -> str:

@@ -29,6 +29,7 @@ class Client:
         self.incarnation = incarnation
         self._network, self._process, self._node, self._deadline_s = network, process, node, deadline_s
         self._seqs: collections.Counter[str] = collections.Counter()
+        network.host.promises.speakers[incarnation] = process
 
     async def call(
         self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True

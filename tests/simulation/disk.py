@@ -27,6 +27,8 @@ class Disk:
     def __init__(self, dice: random.Random, *, torn: bool, slow: float) -> None:
         self.dice, self.torn, self.slow = dice, torn, slow
         self.full = False
+        self.stall_s = 0.0
+        """How much longer the next append takes."""
         self.durable: list[bytes] = []
         """Every record that an `append` has returned for, or that was found again."""
         self.memory: sqlite3.Connection | None = None
@@ -44,7 +46,7 @@ class Disk:
 
     def crash(self, journal: FakeJournal) -> str:
         """The master was killed: what becomes of the append that was under way, if one was."""
-        if journal.pending is None:
+        if journal.pending is None or self.full:
             if self._folder:
                 self._copy()
             return "between two writes"
@@ -123,10 +125,11 @@ class FakeJournal(Journal):
         self.owner = str(self._db.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()[0])
 
     def pace(self, args: tuple[Any, ...]) -> tuple[float, float]:
+        dice, slow, stall_s = self._disk.dice, self._disk.slow, 0.0
         if args:  # an append, not a load
             self.pending = args[0], args[1]
-        dice, slow = self._disk.dice, self._disk.slow
-        return slow * dice.random(), slow * dice.random()
+            stall_s, self._disk.stall_s = self._disk.stall_s, 0.0
+        return slow * dice.random() + stall_s, slow * dice.random()
 
     def append(self, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
         records = list(records)

@@ -159,6 +159,9 @@ class Host:
                 reply = await runtime.query(message)
             self.promises.told(message, reply)
             self.network.answer(connection, Answer(200, _ENCODER.encode(reply)))
+        except msgspec.DecodeError as error:
+            problem = Problem(type="BadRequest", title="BadRequest", status=400, detail=str(error))
+            self.network.answer(connection, Answer(400, _ENCODER.encode(problem)))
         except HooksError as error:
             name = type(error).__name__
             problem = Problem(type=name, title=name, status=error.status, detail=error.message, hint=error.hint)

@@ -11,6 +11,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import Stale
+from dlrover_hooks.master import clock
 from dlrover_hooks.master.core import (
     answers,
     checkpoints,
@@ -175,7 +176,7 @@ def restore_the_oldest(patch: Patch) -> None:
 
 def tell_of_no_newcomer(patch: Patch) -> None:
     """Nobody makes room."""
-    patch.setattr(rounds, "newcomers", lambda known: 0)
+    patch.setattr(rounds, "count_newcomers", lambda known: 0)
 
 
 def wait_for_nobody(patch: Patch) -> None:
@@ -265,6 +266,11 @@ def promise_in_vain(patch: Patch) -> None:
     patch.setattr(Gate, "promise", lambda gate: gate.passed)
 
 
+def count_pauses(patch: Patch) -> None:
+    """Leases go on while the master is stopped, or waits for its journal."""
+    patch.setattr(clock.Uptime, "seconds", lambda uptime: uptime._monotonic())
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     lease_twice,
     commit_early,
@@ -288,4 +294,5 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     part_too_early,
     ask_one_for_all,
     promise_in_vain,
+    count_pauses,
 )

@@ -17,7 +17,7 @@ from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.jobs import Master
 from dlrover_hooks.ranges import Ranges
 from tests.simulation.counted import Counted
-from tests.simulation.loop import Loop
+from tests.simulation.loop import Loop, Process
 from tests.simulation.model import SPAN, Model, bits, names
 from tests.simulation.story import Broken, Story
 from tests.simulation.swarm import Swarm
@@ -90,6 +90,8 @@ class Promises:
     def new_job(self, job: str) -> None:
         """Another job begins; what was outside the master is of the one before."""
         self.job = job
+        self.speakers: dict[str, Process] = {}
+        """By incarnation, the process that speaks for it."""
         self._images: dict[tuple[p.Generation, int, int], Model] = {}
         self._seats: dict[tuple[str, int], str] = {}
         self._sizes: dict[str, int] = {}
@@ -163,6 +165,10 @@ class Promises:
         if job is None:
             self._broken(f"{type(event).__name__} was applied to no job")
         self._narrate(job, event)
+        if isinstance(event, Lost) and self._swarm.masterly and event.job == self.job:
+            speaker = self.speakers.get(event.incarnation)
+            alive = speaker is not None and not speaker.dead
+            self.check(not alive, f"{event.incarnation} is lost ({event.reason}), and it could speak all the time")
         self.counted.event(event, entry.reply)
         self.counted.job(job)
         for effect in entry.effects:

@@ -23,6 +23,8 @@ FAULTS: dict[str, float] = {
     "partition": 0.8,
     "clog": 0.5,
     "disk full": 0.3,
+    "slow commit": 0.4,
+    "oversized number": 0.3,
     "storage fails": 0.5,
     "set clock": 0.4,
     "damage image": 0.4,
@@ -99,6 +101,11 @@ class Swarm(msgspec.Struct, frozen=True):
     """From a SIGTERM to a SIGKILL."""
 
     @property
+    def masterly(self) -> bool:
+        """Whatever goes wrong, all workers can speak all the time."""
+        return {*self.faults} <= {*MASTERLY} and not self.loss and not self.late
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """Fewest and most workers of a round, as every join says."""
         return self.min_workers, self.nodes * self.workers
@@ -114,6 +121,7 @@ def draw(seed: int) -> Swarm:
     recovery = Recovery.RESTART if free else dice.choice(_RECOVERIES)
     level = dice.choice(tuple(Level)) if recovery is Recovery.WORKER else Level.ELASTIC
     quiet = recovery is Recovery.WORKER and dice.random() < 0.4
+    masterly = not quiet and dice.random() < 0.15
     leased = recovery is not Recovery.WORKER or dice.random() < 0.4
     step_s = dice.choice((0.1, 0.3, 1.0, 2.0))
     return Swarm(
@@ -133,8 +141,13 @@ def draw(seed: int) -> Swarm:
         skew=dice.choice((0.0, 0.001, 0.05)),
         **(_data(dice) if leased else _sampled(dice, world)),
         **_saves(dice),
-        **_machines(dice, quiet=quiet),
-        **_trouble(dice, step_s, deadly=recovery is Recovery.WORKER, quiet=quiet),
+        **_machines(dice, quiet=quiet or masterly),
+        **_trouble(
+            dice,
+            step_s,
+            kinds=QUIET if quiet else MASTERLY if masterly else tuple(sorted(FAULTS)),
+            deadly=() if recovery is not Recovery.WORKER or masterly else _DEADLY[:3] if quiet else _DEADLY,
+        ),
     )
 
 
@@ -200,15 +213,16 @@ QUIET = (
     "worker fails",
 )
 """Faults that keep no message from anybody."""
+MASTERLY = ("disk full", "kill master", "oversized number", "set clock", "slow commit", "stop master", "storage fails")
+"""Faults of the master alone: no worker dies of them, and none is lost."""
 _DEADLY = ("kill worker", "worker fails", "preempt", "stop worker", "crash node")
 
 
-def _trouble(dice: random.Random, step_s: float, *, deadly: bool, quiet: bool) -> dict[str, Any]:
+def _trouble(dice: random.Random, step_s: float, *, kinds: tuple[str, ...], deadly: tuple[str, ...]) -> dict[str, Any]:
     on = dice.choice((1, 2, 3, 5, 8))
-    kinds = QUIET if quiet else sorted(FAULTS)
     faults = set(dice.sample(kinds, min(on, len(kinds)))) if dice.random() < 0.95 else set[str]()
     if deadly and faults:  # without the dead there are no survivors
-        faults.add(dice.choice(_DEADLY[:3] if quiet else _DEADLY))
+        faults.add(dice.choice(deadly))
     return {
         "faults": tuple(sorted(faults)),
         "every_s": step_s * dice.choice((3.0, 8.0, 20.0)) + dice.choice((0.0, 3.0)),

@@ -9,8 +9,9 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import nodes, restore
+from dlrover_hooks.master.core import jobs, nodes, restore, rounds
 from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.testing import MasterFake, StorageFake
 from tests.e2e.job_script import RUN, attach, held, join, stored, vote
@@ -346,3 +347,48 @@ def test_a_repeated_event_is_answered_as_before() -> None:
     assert first.newest_complete is None
     with pytest.raises(Stale, match="count up"):
         master.call(vote(0, 5), key=key)
+
+
+def test_a_job_that_starts_anew_keeps_only_its_counters() -> None:
+    """Master row 13: every other field is as in a new job, the ones that are added later, too."""
+    state = jobs.Master()
+    jobs.apply(state, join(), 1.0)
+    for worker in ("w0", "w1"):
+        jobs.apply(state, attach(worker), 2.0)
+    change = p.KeyChange(p.Change.SET, "stale", b"1")
+    jobs.apply(state, p.ChangeKeys("job", "w0", 1, (change,)), 3.0)
+    for worker in ("w0", "w1"):
+        jobs.apply(state, p.Leave("job", worker, p.Departure.DONE, 5), 4.0)
+    jobs.apply(state, join("late", 1, lives="n", low=2, high=2, fresh=True, proposed_run="run1"), 5.0)
+    job, new = state.jobs["job"], Job(name="job", run="run1")
+    kept = {"rounds", "plan", "fresh", "proposed", "replies"}
+    changed = [name for name in Job.__struct_fields__ if getattr(job, name) != getattr(new, name)]
+    assert set(changed) <= kept
+    assert job.rounds.number == 1
+    assert job.rounds.parted == {}
+
+
+def test_newcomers_are_counted_when_the_membership_changes() -> None:
+    """Master row 9: a heartbeat looks at no list, however many train and wait."""
+    state = jobs.Master()
+    jobs.apply(state, join(high=3), 1.0)
+    for worker in ("w0", "w1"):
+        jobs.apply(state, attach(worker), 2.0)
+    jobs.apply(state, join("spare", 1, lives="s", low=2, high=3), 3.0)
+    known = state.jobs["job"].rounds
+    assert known.newcomers == rounds.count_newcomers(known) == 1
+    jobs.apply(state, p.Leave("job", "spare", p.Departure.STOPPED), 4.0)
+    assert known.newcomers == rounds.count_newcomers(known) == 0
+
+
+def test_parted_members_are_remembered_by_name() -> None:
+    """Master row 9: the youngest few times the world size, found without a search; a snapshot changes nothing."""
+    known = rounds.Rounds()
+    for number in range(1000):
+        rounds.remember(known, f"w{number % 7}-{number}")
+        if number == 500:
+            known = msgspec.msgpack.decode(msgspec.msgpack.encode(known, order="deterministic"), type=rounds.Rounds)
+    assert 64 <= len(known.parted) <= 128
+    assert min(known.parted.values()) == 1000 - len(known.parted)
+    assert rounds.is_over(known, "w5-999")
+    assert not rounds.is_over(known, "w5-5")
