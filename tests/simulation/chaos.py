@@ -195,7 +195,11 @@ class Chaos:
         return f"{process.name} for {self._later(0.1, longest_s, process.thaw):.1f} s"
 
     def _stop_master(self) -> str:
-        return self._stop(self.world.host.process, self.world.chance.choice((40.0, 300.0)))
+        """For minutes, though other faults may be over before."""
+        said = self._stop(self.world.host.process, self.world.chance.choice((40.0, 300.0)))
+        if said:
+            self._frozen.pop()
+        return said
 
     def _stop_one(self, one: Worker | FreeWorker | Agent | Keeper | None) -> str:
         return self._stop(one.process if one is not None else None)

@@ -146,12 +146,21 @@ def draw(seed: int) -> Swarm:
             dice,
             step_s,
             kinds=QUIET if quiet else MASTERLY if masterly else tuple(sorted(FAULTS)),
-            deadly=() if recovery is not Recovery.WORKER or masterly else _DEADLY[:3] if quiet else _DEADLY,
+            always=_always(recovery, quiet=quiet, masterly=masterly),
         ),
     )
 
 
 _RECOVERIES = (Recovery.RESTART, Recovery.RESTART, Recovery.AGENT, Recovery.WORKER, Recovery.WORKER)
+
+
+def _always(recovery: Recovery, *, quiet: bool, masterly: bool) -> tuple[str, ...]:
+    """One of these faults is on: without the dead there are no survivors."""
+    if masterly:
+        return ("stop master", "slow commit")
+    if recovery is not Recovery.WORKER:
+        return ()
+    return _DEADLY[:3] if quiet else _DEADLY
 
 
 def _fewest(dice: random.Random, recovery: Recovery, level: Level, sizes: tuple[int, int]) -> int:
@@ -218,11 +227,11 @@ MASTERLY = ("disk full", "kill master", "oversized number", "set clock", "slow c
 _DEADLY = ("kill worker", "worker fails", "preempt", "stop worker", "crash node")
 
 
-def _trouble(dice: random.Random, step_s: float, *, kinds: tuple[str, ...], deadly: tuple[str, ...]) -> dict[str, Any]:
+def _trouble(dice: random.Random, step_s: float, *, kinds: tuple[str, ...], always: tuple[str, ...]) -> dict[str, Any]:
     on = dice.choice((1, 2, 3, 5, 8))
     faults = set(dice.sample(kinds, min(on, len(kinds)))) if dice.random() < 0.95 else set[str]()
-    if deadly and faults:  # without the dead there are no survivors
-        faults.add(dice.choice(deadly))
+    if always and faults:
+        faults.add(dice.choice(always))
     return {
         "faults": tuple(sorted(faults)),
         "every_s": step_s * dice.choice((3.0, 8.0, 20.0)) + dice.choice((0.0, 3.0)),
