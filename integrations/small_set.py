@@ -140,7 +140,8 @@ class SmallSet:
             self._large.append((value, _version(value)))
             return value
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, self._copied(one)) for key, one in value.items())
+            copied = {key: one if type(one) in _FIXED else self._copied(one) for key, one in value.items()}
+            return copied if type(value) is dict else OrderedDict(copied)
         if type(value) in (list, tuple):
             return type(value)(self._copied(one) for one in value)
         return copy.deepcopy(value)

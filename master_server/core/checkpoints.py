@@ -32,6 +32,8 @@ STALL = 0.035
 """CheckFreq's bound (FAST'21): saving may hold up training by 3.5 %."""
 FINEST_S = 1e-9
 """Shorter times are measured as this: a quotient stays finite."""
+OFTEN_S = 0.1
+"""Nor is it done more often under "auto": what a restart costs is a multiple of that, whatever else it repeats."""
 SAMPLES = 33
 """Timings are the median of so many reports."""
 MARGIN, MARGIN_S = 256, 2.0
@@ -375,7 +377,8 @@ def _every(saves: Saves, settings: Settings) -> int:
         return saves.cadence.every
     step_s = statistics.median(saves.step_times)
     if settings.save_every == "auto":
-        wanted = math.ceil(min(statistics.median(saves.copy_times) / (STALL * step_s), LARGEST_EVERY))
+        apart_s = max(statistics.median(saves.copy_times) / STALL, OFTEN_S)
+        wanted = math.ceil(min(apart_s / step_s, LARGEST_EVERY))
     else:
         wanted = round(min(seconds(settings.save_every) / step_s, LARGEST_EVERY))
     wanted = max(1, wanted)

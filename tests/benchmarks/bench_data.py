@@ -196,34 +196,43 @@ class Distant(Alone):
         return super().call(request, channel=channel, timeout_s=timeout_s)
 
 
-def lease_overhead_pct(pairs: int, samples: int) -> float:
-    """Time a loop spends in `next` beyond a plain loader's, of the whole epoch; a sample's work takes `SAMPLE_S`.
+def lease_figures(pairs: int, samples: int, suffix: str = "") -> dict[str, float]:
+    """What leases cost an epoch beyond a plain loader's, of the epoch's time; a sample's work takes `SAMPLE_S`.
 
-    The trips at an epoch's start and end are in it: about 8 ms, whatever its length.
+    `lease_overhead_pct`: CPU time of all threads, but for the steps. `lease_wait_pct`: how long `next` was waited for
+    without any; that depends on what else runs. The trips at an epoch's start and end are in it: about 8 ms, whatever
+    its length.
     """
-    found = []
+    costs, waits = list[float](), list[float]()
     for number in range(pairs):
         leased = elastic_loader(DataLoader(ShardDataset(Floats(samples), shard_size=SHARD, seed=number), BATCH))
         leased.connect(Distant(), f"bench-{number}", "bench", free=True)
-        blocked, _ = _worked(leased)
+        cpu, waited = _worked(leased)
         leased.close()
-        plain, whole = _worked(DataLoader(Floats(samples), BATCH, shuffle=True))
-        found.append(100 * (blocked - plain) / whole)
-    return statistics.median(found)
+        plain_cpu, plain_waited = _worked(DataLoader(Floats(samples), BATCH, shuffle=True))
+        whole = plain_cpu + SAMPLE_S * samples
+        costs.append(100 * (cpu - plain_cpu) / whole)
+        waits.append(100 * (waited - plain_waited) / whole)
+    return {
+        f"lease_overhead_pct{suffix}": statistics.median(costs),
+        f"lease_wait_pct{suffix}": statistics.median(waits),
+    }
 
 
 def _worked(loader: Any) -> tuple[float, float]:
-    """Seconds spent in `next`, and in all."""
-    blocked, began, rows = 0.0, time.perf_counter(), iter(loader)
+    """CPU seconds beside the steps, and seconds in `next` in which this thread did not run."""
+    waited, steps_s, began, rows = 0.0, 0.0, time.process_time(), iter(loader)
     while True:
-        asked = time.perf_counter()
+        asked, asked_cpu = time.perf_counter(), time.thread_time()
         batch = next(rows, None)
-        blocked += time.perf_counter() - asked
+        now = time.thread_time()
+        waited += time.perf_counter() - asked - (now - asked_cpu)
         if batch is None:
-            return blocked, time.perf_counter() - began
-        until = time.perf_counter() + SAMPLE_S * len(batch)
-        while time.perf_counter() < until:  # the step: small operations of torch, as a model on a busy processor has
+            return time.process_time() - began - steps_s, waited
+        until = now + SAMPLE_S * len(batch)
+        while time.thread_time() < until:  # the step: small operations of torch, as a model on a busy processor has
             torch.mm(_OPERAND, _OPERAND)
+        steps_s += time.thread_time() - now
         if isinstance(loader, LeasedLoader):
             loader.mark()
 
@@ -284,8 +293,8 @@ def figures(pairs: int) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     yield (
         "leases",
         lambda: {
-            "lease_overhead_pct": lease_overhead_pct(pairs, LEASED),
-            "lease_overhead_pct_40_shards": lease_overhead_pct(pairs, SAMPLES),
+            **lease_figures(pairs, LEASED),
+            **lease_figures(pairs, SAMPLES, "_40_shards"),
             "cut_bytes_1e9_10k_workers": ledger_load.cut_bytes_1e9_10k_workers(),
             "ack_us_10k_workers": ledger_load.ack_us_10k_workers(),
         },

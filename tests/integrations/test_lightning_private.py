@@ -14,12 +14,13 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.progress import _ReadyCompletedTracker
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -131,6 +132,24 @@ def test_dump_is_lightnings_own_checkpoint() -> None:
     checkpoint = dumped_after(2)
     assert {"state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks"} <= checkpoint.keys()
     assert (checkpoint["global_step"], checkpoint["epoch"]) == (2, 0)
+
+
+def test_the_states_of_loops_are_lightnings_own() -> None:
+    """At the beginning, within an epoch, and of a loop that was given another part."""
+    told = list[tuple[Any, Any]]()
+
+    class Telling(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            told.append((private.loops(trainer), trainer._checkpoint_connector._get_loops_state_dict()))
+
+    made = trainer(Telling())
+    told.append((private.loops(made), made._checkpoint_connector._get_loops_state_dict()))
+    made.fit(Net())
+    cast(Any, made.fit_loop).another = _ReadyCompletedTracker(1, 2)
+    told.append((private.loops(made), made._checkpoint_connector._get_loops_state_dict()))
+    assert len(told) > 3
+    assert all(ours == theirs for ours, theirs in told)
+    assert private.dump(made, weights=False)["loops"] == private.dump(made)["loops"]
 
 
 def test_end_loaders_and_mode() -> None:
