@@ -762,7 +762,8 @@ class MemberView(Message, frozen=True):
     recovers: bool = False
     """See `Attach`."""
     gone: str = ""
-    """How it left: a `Departure`, `lost`, or `replaced` (its agent has asked for its seat anew)."""
+    """How it left: a `Departure`, `lost`, `replaced` (its agent has asked for its seat anew), or `exited` (its process
+    ended with 0 before it had left)."""
     exit_code: ExitCode | None = None
     """As its launcher saw it."""
 

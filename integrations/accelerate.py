@@ -254,7 +254,7 @@ class ElasticAccelerator:
             self._saves.close()
         self.accelerator.end_training()
 
-    def close(self, reason: p.Departure = p.Departure.STOPPED) -> None:
+    def close(self, reason: p.Departure = p.Departure.FAILED) -> None:
         """Give up the seat without an end: the job is to be resumed. Happens by itself when the process ends."""
         if self.loop is not None:
             self.loop.close(reason)

@@ -19,10 +19,11 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
 import msgspec
+import torch.distributed as dist
 
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
@@ -80,7 +81,7 @@ def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
 
     A round ends when a member is lost (killed, hung, failed) or when newcomers wait. An exception out of `fn` counts as
     that only if the master says so; any other one is raised unchanged, and so are KeyboardInterrupt and SystemExit:
-    this worker fails then, and the others go on without it.
+    this worker fails then, and the others go on without it. With `sys.exit(0)` it is done.
 
     Args:
         fn: makes its process group, model, loader and checkpointer itself, and trains. Leave out for use as a decorator
@@ -137,6 +138,8 @@ class Lives:
         self._random: dict[str, Any] | None = None
         """As the function was called first; where nothing is restored, it makes the same again."""
         self._world_size = place.world_size
+        self._exits = False
+        """The script has ended its process with 0."""
         self._news: Recovery | None = None
         """Of the change of rounds that is not over yet."""
         self._noticed_at, self._restored_at_step = 0.0, -1
@@ -168,7 +171,8 @@ class Lives:
             deactivate()
             gc.unfreeze()
             self._groups.stop()
-            self._membership.close()
+            if not self._exits:
+                self._membership.close()
 
     def _live(self, function: Callable[[], T]) -> tuple[bool, Any]:
         """(True, what it returned), or (False, None) once the life is over and a new one may begin."""
@@ -182,6 +186,12 @@ class Lives:
         with self._groups.watched():
             try:
                 return True, function()
+            except SystemExit as end:
+                self._exit(end)
+                raise
+            except KeyboardInterrupt:
+                self._fail()
+                raise
             except Exception as error:
                 self._noticed_at = self._membership.left_at or time.monotonic()
                 reason = self._judge(error)
@@ -201,10 +211,10 @@ class Lives:
         membership = self._membership
         if membership.ended or membership.unsupported:
             return None
-        if not membership.attached and not _may_be_a_peers(error):  # a newcomer's round may break before it has
+        if not membership.attached and not self._may_be_a_peers(error):  # a newcomer's round may break before it has
             return None
         if not isinstance(error, RoundEnded) or not membership.crowded:
-            within_s = self._options.fault_s if _may_be_a_peers(error) else 0.0
+            within_s = self._options.fault_s if self._may_be_a_peers(error) else 0.0
             if not membership.hears_break(within_s):
                 return None
         self._in_a_row += 1
@@ -213,10 +223,27 @@ class Lives:
             return None
         return _told(error)
 
+    def _may_be_a_peers(self, error: BaseException) -> bool:
+        """torch says RuntimeError when a connection ends; what frameworks raise instead has that as its cause."""
+        chain = list(_chain(error))
+        if any(isinstance(one, HooksError | dist.DistError) for one in chain):
+            return True
+        return any(isinstance(one, RuntimeError | OSError) for one in chain) and not self._groups.connections.intact()
+
     def _fail(self) -> None:
         """This worker is over: the others are told before the error is shown."""
         if (session := self._membership.session) is not None:
             session.leave(p.Departure.FAILED)
+
+    def _exit(self, end: SystemExit) -> None:
+        """The script ends its process. With 0 it is done, as its launcher will say: the seat is kept until then, as the
+        others may still have to come to their own ends. With anything else it fails, and the exit code is the verdict.
+        """
+        if end.code not in (None, 0):
+            return self._fail()
+        self._exits = True
+        if (session := self._membership.session) is not None:
+            session.parting.signals.give_back()
 
     def _end_life(self, error: BaseException) -> None:
         """Keep what there is to be kept, and let go of all else that the life has made."""
@@ -286,14 +313,12 @@ def between_lives(forget: Callable[[], None]) -> Callable[[], None]:
     return forget
 
 
-def _may_be_a_peers(error: BaseException) -> bool:
-    """torch says RuntimeError when a connection ends; what frameworks raise instead has that as its cause."""
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, RuntimeError | HooksError | OSError):
-            return True
+        yield seen
         seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _told(error: BaseException) -> str:
@@ -302,8 +327,6 @@ def _told(error: BaseException) -> str:
 
 def _clear(error: BaseException) -> None:
     """Its frames hold the model, the loaders' iterators and the process group."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if seen.__traceback__ is not None:
-            traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    for one in _chain(error):
+        if one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)

@@ -197,7 +197,7 @@ class ElasticFabric:
         if self.loop is not None:
             self.loop.finish()
 
-    def close(self, reason: p.Departure = p.Departure.STOPPED) -> None:
+    def close(self, reason: p.Departure = p.Departure.FAILED) -> None:
         """Give up the seat without an end: the job is to be resumed. Happens by itself when the process ends."""
         if self.loop is not None:
             self.loop.close(reason)

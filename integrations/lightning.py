@@ -369,7 +369,7 @@ class ElasticCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         session = self.session
-        if session is None or session.membership is None or not isinstance(exception, Exception):
+        if session is None or session.membership is None or not isinstance(exception, Exception | SystemExit):
             stopped = isinstance(exception, KeyboardInterrupt)
             return self._leave(trainer, p.Departure.STOPPED if stopped else p.Departure.FAILED)
         session.membership.keep()  # before Lightning moves the model; whether it is a fault is for `elastic_run` to say

@@ -142,7 +142,7 @@ class Loop:
         self.config, self.place, self.window = config, place, Window()
         self.session = Session(config, place)
         self.session.parting.on_preempt = on_preempt
-        self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
+        self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
         try:
             self.session.join()
             self.restored: Restored | None = self.session.restore_plan(check=_own)

@@ -106,7 +106,7 @@ class AsyncCheckpointer:
         if self.session is not None:
             self.session.parting.on_preempt = on_preempt
             self._say_unsupported(self.session, leased)
-            self._end = weakref.finalize(self, self.session.leave, p.Departure.STOPPED)
+            self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
             self._come_up(self.session)
         elif self._ddp is not None:
             self._share_gradients(self._ddp)

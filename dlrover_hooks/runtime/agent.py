@@ -17,7 +17,17 @@ from collections.abc import Callable, Collection
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import GivenUp, HooksError, MasterAway, Stale
-from dlrover_hooks.runtime.breaks import elsewhere, live_on, missing, needed_again, silent
+from dlrover_hooks.runtime.breaks import (
+    all_ended,
+    elsewhere,
+    ended_early,
+    is_restart,
+    left_only,
+    live_on,
+    missing,
+    needed_again,
+    silent,
+)
 from dlrover_hooks.runtime.budget import Budget, Over
 from dlrover_hooks.runtime.child import Child
 from dlrover_hooks.runtime.ear import Ear
@@ -84,6 +94,8 @@ class Agent:
         self._round = 0
         self._failed_here, self._job_over, self._missing = False, False, ""
         self._due: float | None = None
+        self._leaving_until: float | None = None
+        """Workers have left the round and still run: others that train on wait for their exit codes until then."""
         self._ask_at = 0.0
         self._newcomers = set[str]()
 
@@ -109,10 +121,10 @@ class Agent:
             failed = {key: child for key, child in dead.items() if child.exit_code()}
             if self.options.several_nodes or self.workers.running():
                 self._speaker.tell({key: end_of(child) for key, child in dead.items() if key not in failed})
+            if not failed and not self.workers.running():
+                break
             if self._start_again(failed):
                 return
-            if not self.workers.running():
-                break
         workers = len(self.workers.children)
         log.info("job %s: %s", self.job, "its worker is done" if workers == 1 else f"all {workers} workers are done")
         self.workers.end()
@@ -128,7 +140,7 @@ class Agent:
     def _start_again(self, failed: dict[str, Child]) -> bool:
         """Obey what the master says, and see to `failed`. True: everybody must be started again."""
         broken, waiting = self._listen()
-        if failed or broken:
+        if failed or broken or self._leaving_until is not None:
             return self._mend(failed)
         if waiting:
             log.info("job %s: there is room for %s: starting anew together", self.job, counted(waiting, "newcomer"))
@@ -178,19 +190,30 @@ class Agent:
         ask_at = time.monotonic() + _ASK_S
         while self.options.several_nodes and not self._job_over:
             self._turn()
-            if self._listen()[0]:
-                log.info("job %s: another node has failed before it was done: starting again with it", self.job)
-                return
+            if self._listen()[0] or self._leaving_until is not None:
+                view = self._speaker.view()
+                if view is None or not self._may_be_done(view):
+                    self._leaving_until = None
+                    far = elsewhere(view, self._station.node) if view is not None else []
+                    self.budget.charge(far, view, "starting again with the other nodes, which were not done")
+                    return
+                self._job_over = self._job_over or all_ended(view)
             if time.monotonic() > ask_at:  # the master may have gone with its launcher, which has heard of the end
                 view, ask_at = self._speaker.view(), time.monotonic() + _ASK_S
-                self._job_over = view is None or view.finished
+                self._job_over = view is None or view.finished or all_ended(view)
         raise Over(DONE)
 
     # ---- when the round broke ---------------------------------------------------------------------------------------
 
     def _mend(self, dead: dict[str, Child]) -> bool:
-        """Replace `dead`, and whatever the master has lost here. True: everybody must be started again."""
-        view = self._speaker.view()
+        """Replace `dead`, and whatever the master has lost here. True: everybody must be started again.
+
+        Raises Over if the master stays away: what the others do, and the budget, are known there alone.
+        """
+        try:
+            view = self._speaker.await_view()
+        except MasterAway as away:
+            raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
         ends = {key: self._end_of(key, child) for key, child in dead.items()}
         if view is not None and (view.parting.nodes or left_by_itself(ends)) and self._part(ends, view):
             return True
@@ -202,10 +225,26 @@ class Agent:
                 ends[key] = End(child.name, None)
             self._missing = missing(view, self._station.node)
             if live_on(view, ends, self._round):
+                self._leaving_until = None
                 self._replace(ends, view)
                 return False
+            if not ends and self._may_be_done(view):
+                return False
+            if not ends and self._leaving_until is not None:
+                ends = ended_early(view, self.workers.running())
+        self._leaving_until = None
         self._end_all(ends, view)
         return True
+
+    def _may_be_done(self, view: p.JobView) -> bool:
+        """Workers have left by an exception or by `sys.exit`, which the script may catch behind its checkpointer: if
+        their processes end with 0, it is done. Only workers that train on limit the time to wait for that.
+        """
+        if not left_only(view):
+            return False
+        now = time.monotonic()
+        self._leaving_until = self._leaving_until or now + _LEAVING_S
+        return now < self._leaving_until or not any(one.alive for one in view.members)
 
     def _end_of(self, key: str, child: Child) -> End:
         return end_of(child, self.workers.words[key].hear())
@@ -255,6 +294,8 @@ class Agent:
         if needed_again(view, ends, coming, self.options.min_workers):
             names = ", ".join(self.workers.children[key].name for key in done)
             log.warning("job %s: %s: done before others failed, and needed again", self.job, names)
+            if not ends:
+                self.budget.charge([*self._early(view).values()], view, f"starting {names} again")
             for key in done:
                 self._start_newcomer(key, view)
 
@@ -264,9 +305,14 @@ class Agent:
         count = {"TORCHELASTIC_RESTART_COUNT": str(self.budget.restarts)}
         self.workers.start_newcomer(predecessor, newcomer, view.round + 1, len(self._local_ranks), **count)
 
+    def _early(self, view: p.JobView) -> dict[str, End]:
+        """Of this node's workers that ended with 0, those that had not said that they were done."""
+        return ended_early(view, {key: self.workers.children[key] for key in self.workers.done()})
+
     def _end_all(self, ends: dict[str, End], view: p.JobView | None) -> None:
         """Hear how it came, end all workers of this node, and decide whether they start again: Over if they do not."""
-        if view is None or not view.finished:
+        early = [*self._early(view).values()] if view is not None else []
+        if (view is None or not view.finished) and not any(end.has_cause for end in early):
             view = self._hear_last_words(ends, view)
         self._speaker.tell(ends, self._newcomers)
         far = elsewhere(view, self._station.node) if view is not None else []
@@ -274,7 +320,13 @@ class Agent:
         self.workers.end()
         self._newcomers.clear()
         self._failed_here = bool(ends)
-        self.budget.charge([*ends.values(), *far], view, f"restarting {counted(len(seats), 'worker')}")
+        then = f"restarting {counted(len(seats), 'worker')}"
+        if found := [*ends.values(), *early, *far]:
+            self.budget.charge(found, view, then)
+        elif view is None or not is_restart(view):
+            self.budget.charge_unexplained(self._round, then)
+        else:
+            log.warning("job %s: another node starts its workers again; %s", self.job, then)
         if self.options.fault_level is Level.SHRINK:
             shot = [key for key, end in ends.items() if end.has_cause]
             for key in shot or ([] if any(end.has_cause for end in far) else list(ends)[:1]):

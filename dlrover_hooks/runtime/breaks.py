@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from dlrover_hooks.protocol import Departure, JobView, MemberView
+from dlrover_hooks.runtime.child import Child
 from dlrover_hooks.runtime.verdict import End
 
-_LOST = "lost"
-_DIED = (_LOST, Departure.FAILED.value)
+_LOST, _EXITED, _REPLACED = "lost", "exited", "replaced"
+_DIED = (_LOST, Departure.FAILED.value, _EXITED)
 """Words of `MemberView.gone`. Others went politely, or because their agent starts them anew."""
+_DONE, _LEFT = Departure.DONE.value, Departure.FAILED.value
 
 
 def live_on(view: JobView, dead: Collection[str], whole: int) -> bool:
@@ -47,10 +49,39 @@ def silent(view: JobView, running: Collection[str]) -> list[str]:
     return [one.incarnation for one in view.members if one.incarnation in running and one.gone == _LOST]
 
 
+def left_only(view: JobView) -> bool:
+    """Members left by an exception or by `sys.exit`, and no process has failed as far as is known: the script may be
+    done, if it catches that exception behind its checkpointer. The exit codes will say it.
+    """
+    gone = [one for one in view.members if not one.alive]
+    left = any(one.gone == _LEFT for one in gone)
+    return left and all(one.gone in (_LEFT, _DONE, _EXITED) and not one.exit_code for one in gone)
+
+
+def all_ended(view: JobView) -> bool:
+    """Every process of the job has ended with 0."""
+    return all(one.exit_code == 0 or one.gone == _DONE for one in view.members)
+
+
+def ended_early(view: JobView, workers: Mapping[str, Child]) -> dict[str, End]:
+    """How those of `workers` ended that had not said that they were done: with 0, or not at all, though they left."""
+    gone = {one.incarnation: one.gone for one in view.members}
+    return {
+        key: End(child.name, child.exit_code(), left=gone[key] == _LEFT)
+        for key, child in workers.items()
+        if gone.get(key) in _DIED
+    }
+
+
+def is_restart(view: JobView) -> bool:
+    """Another agent has asked for seats anew."""
+    return any(one.gone == _REPLACED for one in view.members)
+
+
 def elsewhere(view: JobView, node: str) -> list[End]:
     """How members on other nodes ended."""
     return [
-        End(f"worker {one.rank} on node {one.node}", one.exit_code, here=False)
+        End(f"worker {one.rank} on node {one.node}", one.exit_code, here=False, left=one.gone == _LEFT)
         for one in view.members
         if one.node != node and one.gone in _DIED
     ]

@@ -8,7 +8,7 @@ from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 from dlrover_hooks.runtime.options import Options
 from dlrover_hooks.runtime.screen import Record
 from dlrover_hooks.runtime.speaker import Speaker
-from dlrover_hooks.runtime.verdict import Blame, End, Verdict, culprit, judge
+from dlrover_hooks.runtime.verdict import GAVE_UP, Blame, End, Verdict, culprit, gave_up, judge
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -37,6 +37,14 @@ class Budget:
         """Workers are about to be started."""
         self.began_at = view.step if view is not None else 0
         self.restarts = max(self.restarts, view.failures if view is not None else 0)
+
+    def charge_unexplained(self, number: int, then: str) -> None:
+        """Round `number` broke, and nobody says why: that is bounded, too. Raises Over."""
+        self.restarts = max(self._speaker.failures(self.restarts), self.restarts + 1)
+        what = f"round {number} broke, and no worker is known to have failed"
+        if self.restarts > self._most:
+            raise Over(GAVE_UP, gave_up(what, self._most), for_all=True)
+        log.warning("%s; %s (%d of %d restarts)", what, then, self.restarts, self._most)
 
     def charge(self, ends: list[End], view: JobView | None, then: str) -> None:
         """Judge a failure whose `ends` the master has been told of; raises Over if it ends the run.

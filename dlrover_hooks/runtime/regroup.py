@@ -18,7 +18,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place, change_environment
 from dlrover_hooks.drawn import Draws, Statistics
-from dlrover_hooks.errors import HooksError, JobFinished, MasterError, RoundEnded, Stale, UsageError
+from dlrover_hooks.errors import HooksError, JobFinished, MasterAway, MasterError, RoundEnded, Stale, UsageError
 from dlrover_hooks.forks import Here
 from dlrover_hooks.runtime.seat import POLL_S, join_request, seat_environment, take_seat
 from dlrover_hooks.watching import Watcher
@@ -26,6 +26,10 @@ from dlrover_hooks.watching import Watcher
 log = logging.getLogger("dlrover_hooks")
 _WORD_S = 5.0
 """The watch tells of a break at once; it may be a slow machine."""
+
+
+_LOOK_S = 0.2
+"""Between two looks at the members of a round that may lack one."""
 
 
 class Membership:
@@ -144,9 +148,27 @@ class Membership:
         return self._waiting > 0
 
     def hears_break(self, within_s: float) -> bool:
-        """Does the master say so, now or soon?"""
-        with self._told:
-            return self._told.wait_for(lambda: self.broken or self._error is not None, within_s) and self.broken
+        """Does the master say so, now or soon? Where a member's process has ended with 0, those that wait for it have
+        to say so themselves, by joining again. A master that is away is waited for, and then it has `within_s` anew.
+        """
+        now = time.monotonic()
+        until, given_up = now + within_s, now + self.place.master_away_s
+        while True:
+            left = until - time.monotonic()
+            with self._told:
+                if self._told.wait_for(lambda: self.broken or self._error is not None, min(left, _LOOK_S)):
+                    return self.broken
+            if left <= 0:
+                return False
+            try:
+                view = self.client.call(p.ShowJob(self.config.job), timeout_s=1.0)
+            except MasterAway:
+                until = max(until, min(time.monotonic() + within_s, given_up))
+                continue
+            except MasterError:
+                return False
+            if view.round == self.round and any(one.gone == "exited" for one in view.members):
+                return True
 
     def noting(self, statistics: Callable[[], Statistics] = tuple, nbytes: int = 0) -> None:
         """From here on rank 0 notes `statistics()`, which take `nbytes`, beside its random state. Training thread."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import msgspec
 
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
-from dlrover_hooks.runtime.child import described
 from dlrover_hooks.runtime.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, End, counted
 
 WIDTH = 80
@@ -114,10 +113,9 @@ def _who(failure: Failure) -> str:
 
 def _why(failure: Failure) -> str:
     end = failure.end
-    how = described(end.exit_code) if end.exit_code is not None else "lost: silent for too long"
     if end.words is not None:
-        return f"{how}: {end.words.error}"
-    return how + (", see its own words above" if end.exit_code is not None and end.exit_code > 0 else "")
+        return f"{end.why}: {end.words.error}"
+    return end.why + (", see its own words above" if end.exit_code is not None and end.exit_code > 0 else "")
 
 
 def _where(failure: Failure) -> str:

@@ -74,11 +74,13 @@ def take_seat(
     deadline = time.monotonic() + patience_s
 
     def ask(request: p.Message) -> Any:
-        limit_s = min(away_s, max(1.0, deadline - time.monotonic()))
+        left_s = max(1.0, deadline - time.monotonic())
         try:
-            return client.call(request, channel=channel, timeout_s=limit_s)
+            return client.call(request, channel=channel, timeout_s=min(away_s, left_s))
         except MasterAway as away:
-            raise deserted(client.url, join.job, limit_s) from away
+            if left_s < away_s:
+                raise
+            raise deserted(client.url, join.job, away_s) from away
 
     joined = ask(join)
     if joined.finished:

@@ -28,6 +28,8 @@ class Connections:
         """The epoll instances of groups that are made."""
         self._before: set[int] | None = None
         """Those that were there when the group began that is being made."""
+        self._made = 0
+        """So many connections the groups had when they were made."""
         self._store_port = 0
         self._lock = threading.Lock()
         _ALL.add(self)
@@ -43,6 +45,7 @@ class Connections:
             with self._lock:
                 self._pollers |= self._new()
                 self._before = None
+                self._made = len(self._peers())
 
     def store(self, port: int) -> None:
         """The groups' store listens at `port`, here or on another host."""
@@ -53,14 +56,27 @@ class Connections:
         with self._lock:
             return sum(map(_shut, self._found()))
 
+    def intact(self) -> bool:
+        """All connections to peers are open: what a collective raised meanwhile is not the end of a peer.
+
+        Gloo closes a connection at its first error. False without connections, which says nothing.
+        """
+        with self._lock:
+            found = self._found()
+            return 0 < self._made <= len(self._peers()) and not any(map(_at_end, found))
+
     def let_go_in_child(self) -> None:
         """After a fork, in the child: while it held the sockets, peers would not see its parent die. No lock."""
         for descriptor in self._found():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def _found(self) -> list[int]:
+    def _peers(self) -> set[int]:
         found = {one for poller in self._pollers | self._new() for one in _targets(poller)}
+        return {one for one in found if _ports(one)}
+
+    def _found(self) -> list[int]:
+        found = self._peers()
         return [one for one in _sockets() if (ports := _ports(one)) and (one in found or self._store_port in ports)]
 
     def _new(self) -> set[int]:
@@ -112,6 +128,17 @@ def _ports(descriptor: int) -> set[int]:
             return {one.getpeername()[1], one.getsockname()[1]}
     except OSError:
         return set()
+
+
+def _at_end(descriptor: int) -> bool:
+    """The peer has closed it."""
+    try:
+        with _borrowed(descriptor) as one:
+            return not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _shut(descriptor: int) -> int:

@@ -13,7 +13,15 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, Unauthorized, UsageError
+from dlrover_hooks.errors import (
+    BadRequest,
+    HooksError,
+    JournalFailed,
+    MasterAway,
+    MasterError,
+    Unauthorized,
+    UsageError,
+)
 from dlrover_hooks.runtime.options import Level, Options
 from dlrover_hooks.runtime.ports import free_port
 from dlrover_hooks.runtime.seat import deserted
@@ -58,8 +66,19 @@ class Speaker:
         self._unheard: dict[str, p.Exited] = {}
         """By worker, the ends that the master has not answered yet; a worker that is done is told of at every turn."""
 
+    def await_view(self) -> p.JobView | None:
+        """The job as it stands, from a master that may be away for `--master-away`; None if the master refuses.
+
+        Raises MasterAway.
+        """
+        try:
+            return self._ask(p.ShowJob(self._station.job), self._options.master_away_s)
+        except MasterError as error:
+            log.warning("job %s: its state is not known: %s", self._station.job, error.message)
+            return None
+
     def view(self) -> p.JobView | None:
-        """The job as it stands; None if the master did not say."""
+        """The job as it stands; None if the master does not say soon."""
         try:
             return self._ask(p.ShowJob(self._station.job), 10.0)
         except HooksError as error:
@@ -173,6 +192,6 @@ class Speaker:
             except MasterAway as away:
                 if time.monotonic() <= deadline:
                     continue
-                if launch:
+                if launch or time.monotonic() < (self._away_since() or began) + away_s:
                     raise
-                raise deserted(self._client.url, self._station.job, min(patience_s, away_s)) from away
+                raise deserted(self._client.url, self._station.job, away_s) from away

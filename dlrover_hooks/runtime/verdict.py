@@ -27,13 +27,16 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """How a worker ended. `exit_code` None: the master has lost it, nobody saw it end. `here`: on this node."""
+    """How a worker ended. `exit_code` None: nobody saw it end, the master has lost it or, `left`, it told the master
+    that it leaves unfinished. `here`: on this node.
+    """
 
     name: str
     exit_code: int | None
     here: bool = True
     words: Words | None = None
     """Its own last ones, if an exception ended it."""
+    left: bool = False
 
     @property
     def has_cause(self) -> bool:
@@ -42,8 +45,20 @@ class End(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.exit_code is None:
-            return f"{self.name} was lost (silent for too long)"
+            return f"{self.name} " + (_LEFT if self.left else "was lost (silent for too long)")
+        if self.exit_code == 0:
+            return f"{self.name} ended with exit code 0 before the others were done"
         return f"{self.name} died ({described(self.exit_code)})"
+
+    @property
+    def why(self) -> str:
+        """In a few words."""
+        if self.exit_code is None:
+            return _LEFT if self.left else "lost: silent for too long"
+        return described(self.exit_code) + (", before the others were done" if not self.exit_code else "")
+
+
+_LEFT = "left training by an exception or sys.exit"
 
 
 def end_of(child: Child, words: Words | None = None) -> End:
@@ -69,7 +84,9 @@ def _standing(end: End) -> int:
         return 0
     if end.exit_code is None or end.exit_code < 0:
         return 1
-    return 2 if end.exit_code in (AGAIN, REQUEUE, USAGE) else _ECHO
+    if end.exit_code == 0 and end.left:  # it has caught what may have been the end of another one
+        return _ECHO + 1
+    return 2 if end.exit_code in (0, AGAIN, REQUEUE, USAGE) else _ECHO
 
 
 def judge(cause: End, view: JobView | None, began_at: int, *, node: str, failures: int, max_restarts: int) -> Verdict:
@@ -96,9 +113,13 @@ def judge(cause: End, view: JobView | None, began_at: int, *, node: str, failure
             where = "no further than where it started" if began_at else "before any progress"
             return Verdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
     if failures > max_restarts:
-        spent = counted(max_restarts, "restart")
-        return Verdict(GAVE_UP, f"{what}; gave up after {spent} (--max-restarts) of the job, on whatever node")
+        return Verdict(GAVE_UP, gave_up(what, max_restarts))
     return Verdict(None, what)
+
+
+def gave_up(what: str, max_restarts: int) -> str:
+    """The budget of the whole job is spent."""
+    return f"{what}; gave up after {counted(max_restarts, 'restart')} (--max-restarts) of the job, on whatever node"
 
 
 class Blame:

@@ -56,7 +56,12 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     job.failures = 0 if anew else job.failures + broken
     if launched:
         job.ending = None
-    broken = rounds.add(job.rounds, event, now) or broken
+    exited = (
+        any(member.gone == rounds.EXITED for member in job.rounds.round.members.values()) if job.rounds.round else False
+    )
+    if rounds.add(job.rounds, event, now):
+        job.failures += exited and not launched and not broken  # whoever joins cannot go on without it
+        broken = True
     _after_membership(job, now, effects, broken=broken)
     return Joined(job=job.name, run=job.run)
 
@@ -123,7 +128,10 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
         rounds.remember(job.rounds, event.worker)
     if member is not None:
         member.exit_code = event.exit_code
-    return _part(job, event.worker, _POLITE.get(event.exit_code, rounds.LOST), now, effects)
+    how = _POLITE.get(event.exit_code, rounds.LOST)
+    if how == rounds.DONE and member is not None and member.attached:
+        how = rounds.EXITED
+    return _part(job, event.worker, how, now, effects)
 
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:

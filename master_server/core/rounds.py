@@ -15,6 +15,8 @@ LOST = "lost"
 REPLACED = "replaced"
 """Its agent has asked for its seat anew."""
 DONE = Departure.DONE.value
+EXITED = "exited"
+"""Its process ended with 0, and it had not said that it leaves: the others may wait for it in a collective."""
 
 
 class Waiting(msgspec.Struct):
@@ -289,7 +291,7 @@ def _end(current: Round, member: Member, how: str) -> None:
 def part(rounds: Rounds, incarnation: str, how: str) -> bool:
     """`incarnation`, an agent or a worker, is gone. Returns True if this broke the current round.
 
-    A worker that left DONE breaks nothing. An agent takes along what it waits for and its members that
+    A worker that left DONE, or EXITED, breaks nothing. An agent takes along what it waits for and its members that
     never attached.
     """
     drop(rounds, rounds.seats.get(incarnation, incarnation))
@@ -303,7 +305,7 @@ def part(rounds: Rounds, incarnation: str, how: str) -> bool:
         if member.live and (member.incarnation == incarnation or how != LOST or not member.attached):
             _end(current, member, how)
             ended = True
-    if not ended or how == DONE or current.phase is Phase.BROKEN:
+    if not ended or how in (DONE, EXITED) or current.phase is Phase.BROKEN:
         return False
     current.phase = Phase.BROKEN
     return True

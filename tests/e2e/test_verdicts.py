@@ -1,5 +1,6 @@
 """What the launcher makes of the end of a worker, of a signal, and of what an earlier launch left (DL-77, DL-81)."""
 
+import re
 import signal
 from collections.abc import Callable
 
@@ -27,6 +28,62 @@ def test_a_finished_job_in_a_journal_only_says_so(launch: Callable[..., Launched
     assert "was finished at step 5" in errors
     code, errors = launch("note()", "--journal", "job.db", "--fresh", job=run.job).end()
     assert (code, len(run.read())) == (0, 2), errors
+
+
+LEAVE = """
+    def quit():
+        client.call(p.Leave(conf.job, place.incarnation, p.Departure.FAILED, 1))
+
+    attach()
+    begun()
+    beat(1)
+    """
+
+
+@pytest.mark.parametrize("how", ["quit()", "quit() if place.rank else os._exit(0)"])
+def test_exit_code_0_is_the_end_of_the_script(launch: Callable[..., Launched], how: str) -> None:
+    """All leave training by `sys.exit(0)`, or by an exception that the script catches: nothing is started again."""
+    run = launch(f"{LEAVE}\n    {how}\n    note()\n    exit(0)", "-n", "2", member=True)
+    code, errors = run.end()
+    assert code == 0, errors
+    assert len(run.read()) == 1 + (how == "quit()")
+    assert "all 2 workers are done" in errors
+    assert "restarting" not in errors
+
+
+def test_workers_that_have_left_are_waited_for(launch: Callable[..., Launched]) -> None:
+    """All have left, so nobody waits for them: what they do behind training takes as long as it takes."""
+    script = f"""{LEAVE}
+    quit()
+    note()
+    while not os.path.exists("go"):
+        threading.Event().wait(0.05)
+    exit(0)
+    """
+    run = launch(script, "-n", "2", member=True)
+    run.wait_for(lambda lives: len(lives) == 2)
+    (run.lives.parent / "go").touch()
+    code, errors = run.end()
+    assert (code, len(run.read())) == (0, 2), errors
+
+
+def test_a_worker_that_ends_early_is_blamed_and_charged(launch: Callable[..., Launched]) -> None:
+    """Exit code 0 of one, and the others fail without it: that is no end of the script, and the budget bounds it."""
+    script = f"""{LEAVE}
+    note()
+    if place.rank == 0:
+        os._exit(0)
+    while client.call(p.ShowJob(conf.job)).members[0].alive:
+        pass
+    quit()
+    raise RuntimeError("Connection closed by peer")
+    """
+    run = launch(script, "-n", "2", "--max-restarts", "1", member=True)
+    code, errors = run.end()
+    assert (code, len(run.read())) == (77, 4), errors
+    early = "worker 0 ended with exit code 0 before the others were done"
+    assert re.search(f"{early} at step .; restarting 2 workers \\(1 of 1 restarts\\)", errors), errors
+    assert re.search(f"{early} at step .; gave up after 1 restart", errors)
 
 
 @pytest.mark.parametrize("attaches", ["", "attach()"])

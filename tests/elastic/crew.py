@@ -168,8 +168,9 @@ class Crew:
                 self._reaped.add(name)
                 begun = [row["incarnation"] for row in self.events("begin", who=name)]
                 own = self._newcomers.get(name) or begun[-1]
+                code = 0 if any(row["code"] == 0 for row in self.events("exit", who=name)) else -9
                 with contextlib.suppress(Stale, UnknownJob):  # it has left before it ended
-                    self.client.call(p.Exited(self.job, self._agent, own, -9), timeout_s=WAIT_S)
+                    self.client.call(p.Exited(self.job, self._agent, own, code), timeout_s=WAIT_S)
 
     def send(self, name: str, signum: int) -> float:
         self.workers[name].send(signum)

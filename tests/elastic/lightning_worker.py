@@ -162,6 +162,9 @@ def main(name: str, folder: str, env: dict[str, str], trouble: dict[str, Any], o
     worker = LightningWorker(name, folder, trouble, **settings)
     try:
         worker.train()
+    except SystemExit as end:
+        worker.note("exit", code=end.code)
+        raise
     except Exception as error:
         worker.note("failed", error=type(error).__name__, text=str(error))
         raise

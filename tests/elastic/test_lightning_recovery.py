@@ -222,3 +222,14 @@ def test_a_ckpt_path_is_where_the_first_life_begins(crew: Crews, tmp_path: Path)
     begun = [row["step"] for row in one.events("restored", who="w0")]
     assert begun == [4, 6], one.story()
     assert {row["step"] for row in one.events("trained")} == {STEPS}
+
+
+def test_exit_code_0_of_all_is_their_end(crew: Crews) -> None:
+    """`sys.exit(0)` in a hook of the module: nobody is lost, no round breaks, and nothing is started again."""
+    one = crew(2, 2)
+    for rank in range(2):
+        one.start(rank, at=("stepped", 3), what="exit")
+    one.ended()
+    view = one.view()
+    assert [(member.gone, member.exit_code) for member in view.members] == [("exited", 0)] * 2
+    assert (view.failures, view.finished) == (0, False)

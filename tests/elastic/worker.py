@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -84,7 +85,9 @@ class Worker:
             file.write(line + "\n")
 
     def reach(self, place: str, step: int) -> None:
-        """Trouble is one of kill, stop, raise, fail, hold, hear, at a place of a step, once (or in each life)."""
+        """Trouble is one of kill, stop, raise, fail, own, exit, hold, hear, at a place of a step, once (or in
+        each life).
+        """
         wanted = self.trouble.get("at")
         if wanted is None or (place, step) != tuple(wanted) or self.lives not in self.trouble.get("lives", [1]):
             return
@@ -97,6 +100,10 @@ class Worker:
             raise ValueError("a user's error")
         elif what == "fail":
             raise RuntimeError("Connection closed by peer")
+        elif what == "own":
+            raise RuntimeError("a user's error, of torch's class")
+        elif what == "exit":
+            sys.exit(0)
         elif what == "hear":
             membership = regroup.current()
             assert membership is not None

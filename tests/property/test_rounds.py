@@ -55,7 +55,7 @@ class Rounds(World):
         if current.phase in (Phase.RESTORING, Phase.TRAINING):
             assert current.attached == current.world_size
         if current.phase is not Phase.BROKEN:
-            assert all(member.gone in (None, "done") for member in current.members.values())
+            assert all(member.gone in (None, "done", "exited") for member in current.members.values())
 
     @invariant()
     def the_end_is_remembered(self) -> None:

@@ -225,7 +225,9 @@ class Counted:
         if {name: one.rank for name, one in current.members.items()} != dict(world):
             self._check(False, f"round {current.number} of {job.name} changed its members")
         phase, members = current.phase, current.members.items()
-        if phase is not Phase.BROKEN and (gone := [name for name, one in members if one.gone not in (None, "done")]):
+        if phase is not Phase.BROKEN and (
+            gone := [name for name, one in members if one.gone not in (None, "done", "exited")]
+        ):
             self._check(False, f"round {current.number} goes on without {gone}")
         if phase in _GOING and (absent := [name for name, one in members if not one.attached]):
             self._check(False, f"round {current.number} is {phase.value} without {absent}")

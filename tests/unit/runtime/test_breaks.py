@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView, MemberView, Parting, Phase
-from dlrover_hooks.runtime.breaks import elsewhere, live_on, missing, needed_again, silent
+from dlrover_hooks.runtime.breaks import all_ended, elsewhere, left_only, live_on, missing, needed_again, silent
 from dlrover_hooks.runtime.verdict import USAGE, Blame, End, Verdict, culprit
 from dlrover_hooks.runtime.verdict import judge as judged
 
@@ -54,6 +54,33 @@ def test_a_process_that_the_master_has_lost_is_silent() -> None:
     job = view(member("w0", gone="lost"), member("w1", gone="failed"), member("w2"), member("w3", gone="done"))
     assert silent(job, {"w0", "w1", "w2", "w3"}) == ["w0"]
     assert silent(job, {"w2"}) == []
+
+
+def test_who_left_by_an_exception_may_be_done() -> None:
+    """Until a process has failed: exit codes say it, and none has come, or only 0."""
+    left, exited = member("w0", gone="failed"), member("w1", gone="exited", code=0)
+    assert left_only(view(left, member("w1")))
+    assert left_only(view(left, exited, member("w2", gone="failed", code=0), member("w3", gone="done")))
+    assert not left_only(view(left, member("w1", gone="failed", code=1)))
+    assert not left_only(view(left, member("w1", gone="lost")))
+    assert not left_only(view(left, member("w1", gone="replaced")))
+    assert not left_only(view(member("w0"), exited))
+
+
+def test_a_job_has_ended_when_all_its_processes_have() -> None:
+    done, zero = member("w0", gone="done"), member("w1", gone="failed", code=0)
+    assert all_ended(view(done, zero, member("w2", gone="exited", code=0)))
+    assert not all_ended(view(done, zero, member("w2")))
+    assert not all_ended(view(done, member("w1", gone="failed")))
+
+
+def test_who_ended_with_0_in_the_middle_has_taken_the_others_along() -> None:
+    """Not so where it has caught what may have been the end of another one."""
+    early, echo = End("worker 0", 0), End("worker 1", 1)
+    assert culprit([echo, early]) is early
+    assert str(early) == "worker 0 ended with exit code 0 before the others were done"
+    assert culprit([End("worker 0", 0, left=True), echo]) is echo
+    assert culprit([early, End("worker 1", -9)]).name == "worker 1"
 
 
 def test_ends_on_other_nodes_are_those_that_nobody_asked_for() -> None:
