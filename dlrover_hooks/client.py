@@ -7,6 +7,8 @@ Threads may share a client; a forked child may go on using it (its connections a
 from __future__ import annotations
 
 import collections
+import logging
+import math
 import os
 import random
 import ssl
@@ -28,7 +30,10 @@ from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterEr
 from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
 from dlrover_hooks.watching import Watcher, Wire, context
 
+log = logging.getLogger("dlrover_hooks")
+
 _AGAIN = (502, 503, 504)
+_SILENT_S = 3.0
 _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
 
 
@@ -70,6 +75,8 @@ class MasterClient:
             self._headers["Authorization"] = f"Bearer {token}"
         self._met = False
         """A master has answered: another kind of answer is a fault on the way to it."""
+        self._silent_since: float | None = None
+        """No master has answered yet, since then (monotonic seconds)."""
         self._seqs: collections.Counter[str] = collections.Counter()
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._renew()
@@ -176,6 +183,7 @@ class MasterClient:
                     if response.status_code not in _AGAIN or isinstance(reply, JournalFailed):
                         raise reply
                     why = f"it answered {response.status_code}"
+            self._say_silence(why)
             if not again or self._closed.wait(
                 min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))
             ):
@@ -187,6 +195,14 @@ class MasterClient:
         )
         away.reached = reached
         raise away
+
+    def _say_silence(self, why: str) -> None:
+        """Once, where no master has ever answered: a wrong address is waited for as long as one that comes up."""
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        if not self._met and now > self._silent_since + _SILENT_S:
+            self._silent_since = math.inf
+            log.warning("no master has answered at %s yet (%s); trying on. %s", self.url, why, _HINT)
 
     def _exchange(self, row: Route, request: Message, left: float, headers: dict[str, str]) -> requests.Response:
         path, body = row.path, None

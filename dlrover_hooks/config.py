@@ -127,6 +127,8 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
         values["keep"] = retention(values["keep"], name=said.get("keep", "keep"))
     if home:
         _keep_apart(values, home)
+    if "://" not in (values.get("master") or "://"):
+        values["master"] = f"http://{values['master']}"
     job = values.get("job") or _job(env)
     if _launched(env) and job != _job(env):
         raise UsageError(
@@ -177,12 +179,14 @@ def tell_launcher() -> None:
     """Let the exit code of this worker say what only it knows: 78, a setting must be mended, so a restart is in vain;
     AGAIN, the master has declared it dead by mistake, or it cannot outlive its round, so a restart is right. Tracebacks
     are printed as ever."""
-    if isinstance(sys.excepthook, _LastWords):
-        return
-    sys.excepthook = _LastWords(sys.excepthook)
+    if not _LastWords.installed:  # torch puts its own over it in each `init_process_group`
+        sys.excepthook, _LastWords.installed = _LastWords(sys.excepthook), True
 
 
 class _LastWords:
+    installed = False
+    """In this process. Twice they would say everything twice."""
+
     def __init__(self, before: Any) -> None:
         self._before = before
 
@@ -235,8 +239,8 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
 
 
 def _job(env: Mapping[str, str]) -> str | None:
-    """The job's name as a launcher gave it: ours, torchrun's (not its default "none"), SLURM's, Kubernetes'."""
-    for name in ("DLROVER_HOOKS_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "JOB_NAME"):
+    """The job's name as a launcher gave it: ours, torchrun's (not its default "none"), SLURM's."""
+    for name in ("DLROVER_HOOKS_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         if (value := env.get(name)) and value != "none":
             return value
     return None

@@ -72,8 +72,9 @@ class Session:
         if place.world_size > 1 and config.master is None:
             raise UsageError(
                 f"{place.world_size} workers need a master to agree through, and none is known",
-                hint="start with `dlrover-hooks run --nproc-per-node N train.py`, or run `python -m "
-                "dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
+                hint="start with `dlrover-hooks run --nproc-per-node N train.py`, or with `torchrun "
+                "--rdzv-backend=dlrover --rdzv-endpoint=HOST:8780 --rdzv-id=NAME ...`, where HOST is the first node, "
+                "or run `python -m dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
             )
         self.config, self.place = config, place
         self.membership = regroup.entered(self, config)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 import time
 import traceback
 import uuid
@@ -134,6 +135,7 @@ class Lives:
             place = msgspec.structs.replace(place, incarnation=uuid.uuid4().hex)
         self._membership = Membership(config, place, lambda: self._groups.cut(), self._quiet)
         self._groups = Groups(self._check)
+        self._hook = sys.excepthook
         self._in_a_row = 0
         self._random: dict[str, Any] | None = None
         """As the function was called first; where nothing is restored, it makes the same again."""
@@ -176,7 +178,7 @@ class Lives:
 
     def _live(self, function: Callable[[], T]) -> tuple[bool, Any]:
         """(True, what it returned), or (False, None) once the life is over and a new one may begin."""
-        self._groups = Groups(self._check)
+        self._groups, self._hook = Groups(self._check), sys.excepthook
         if self._membership.broken:
             self._groups.cut()
         if self._random is None:
@@ -250,6 +252,7 @@ class Lives:
         self._groups.cut()
         self._membership.end_life()
         self._groups.destroy()
+        sys.excepthook = self._hook  # torch has laid its own over it, and would lay one more over that in each life
         for forget in _BETWEEN_LIVES:
             forget()
         _clear(error)

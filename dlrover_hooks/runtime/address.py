@@ -18,6 +18,10 @@ PORT = 8780
 """The master's own default."""
 
 
+_ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737): the way there begins at the address that others know."""
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """`external`: a master runs there already (it was given as a URL)."""
 
@@ -70,6 +74,8 @@ def serve(where: Endpoint, node_rank: int | None) -> socket.socket | None:
     address = _here(where.host)
     if address is None and node_rank is None:
         return None
+    if address is not None and not where.local and ipaddress.ip_address(address).is_loopback:
+        address = None  # Debian gives a machine's own name 127.0.1.1 there, and its other address everywhere else
     listener = socket.socket(socket.AF_INET6 if address and ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -91,8 +97,9 @@ def _here(host: str) -> str | None:
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     with contextlib.suppress(OSError):
         for *_, found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            if found[0] in own:
-                return str(found[0])
+            text = str(found[0])
+            if text in own or ipaddress.ip_address(text.partition("%")[0]).is_loopback:
+                return text
     return None
 
 
@@ -109,7 +116,11 @@ def own_host(master: Endpoint) -> str:
         UsageError: there is no way.
     """
     try:
-        return towards(master.host, master.port)
+        own = towards(master.host, master.port)
+        if not master.local and ipaddress.ip_address(own).is_loopback:  # its name is 127.0.1.1 on its own machine
+            with contextlib.suppress(OSError):
+                return towards(_ELSEWHERE, master.port)
+        return own
     except OSError as error:
         raise UsageError(
             f"the master's host {master.host!r} cannot be reached from here: {error.strerror or error}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -59,15 +60,21 @@ class Eviction:
             self.hear(Notice("SLURM's time limit", slurm.end))
         if self.notice is None:
             return False
-        if self.notice.at is None or self.notice.at - now <= self._grace_s:
-            return True
-        self._tell(client, self.notice, self.notice.at - now)
-        return False
+        if self.notice.at is not None:  # the workers know the whole grace alone
+            self._tell(client, self.notice, self.notice.at - now)
+        return self.notice.at is None or self.notice.at - now <= self._grace_s
+
+    @property
+    def left_s(self) -> float:
+        """For the workers, until the node goes; infinity if nobody says when."""
+        if self.notice is None or self.notice.at is None:
+            return math.inf
+        return max(0.0, self.notice.at - time.time() - _RESERVE_S)
 
     def _tell(self, client: MasterClient, notice: Notice, left_s: float) -> None:
         if self._told:
             return
-        within_s = max(0.0, left_s - _RESERVE_S)
+        within_s = self.left_s
         with contextlib.suppress(HooksError):  # it is away, or no round has formed: again at the next turn
             asked = Preempt(self._job, client.incarnation, self._node, within_s, notice.reason)
             self._told = client.call(asked, timeout_s=1.0).round > 0

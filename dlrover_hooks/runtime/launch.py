@@ -173,11 +173,14 @@ class Launcher:
 
     def _look(self) -> None:
         """Obey a signal (raises Over when the workers have ended); restart services that died."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 1024):  # else the selector is never idle again
+                pass
         if self._signal is None and self._eviction.due(self._client):
             self._signal = signal.SIGTERM
         if self._signal is not None:
             log.info("%s: ending %s", signal.Signals(self._signal).name, counted(len(self._workers.children), "worker"))
-            codes = self._workers.end(self.options.grace_s)
+            codes = self._workers.end(min(self.options.grace_s, self._eviction.left_s))
             with contextlib.suppress(HooksError):
                 self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)
             raise Over(after(self._signal, codes, self._seen))
@@ -189,7 +192,9 @@ class Launcher:
     def _take_signals(self, owned: contextlib.ExitStack) -> None:
         """The first signal ends the run politely; a second one is left to kill it at once."""
         wake, wake_end = os.pipe()
-        os.set_blocking(wake_end, False)
+        for end in (wake, wake_end):
+            os.set_blocking(end, False)
+        self._wake = wake
         owned.callback(lambda: (os.close(wake), os.close(wake_end)))
         owned.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake_end))
         self._selector.register(wake, selectors.EVENT_READ)

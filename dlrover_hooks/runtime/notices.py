@@ -177,6 +177,16 @@ class File:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._stale = self._written()
+        if self._stale is not None:
+            log.warning("--preemption file:%s: the file is there already. If it says no time to come, it is left over "
+                        "from an earlier run, and counts once it is written again; remove it", path)  # fmt: skip
+
+    def _written(self) -> tuple[int, int] | None:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(self._path)
+            return found.st_ino, found.st_mtime_ns
+        return None
 
     def ask(self, http: requests.Session) -> Notice | None:
         """Its content may say in how many seconds the node goes."""
@@ -185,6 +195,8 @@ class File:
             text = file.read(64).strip()
             within = float(text) if text.replace(".", "", 1).isdigit() else None
             at = os.stat(self._path).st_mtime + within if within is not None else None
+            if self._written() == self._stale and (at is None or at < time.time()):
+                return None
             return Notice(f"file: {self._path}", at)
         return None
 

@@ -81,7 +81,8 @@ class Record:
 def again(arguments: Sequence[str], job: str) -> str:
     """The command line that goes on with `job`, from the arguments of this one."""
     named = any(one in ("--job", "--rdzv-id") or one.startswith(("--job=", "--rdzv-id=")) for one in arguments)
-    rest = [one for one in arguments if one != "--fresh"]
+    rest = [one if not one.startswith("--token=") else "--token=..." for one in arguments if one != "--fresh"]
+    rest = ["..." if before == "--token" else one for before, one in zip(["", *rest], rest, strict=False)]
     return shlex.join(["dlrover-hooks", *rest[:1], *([] if named else ["--job", job]), *rest[1:]])
 
 

@@ -23,6 +23,8 @@ log = logging.getLogger("dlrover_hooks.run")
 
 _EARLY_S, _EARLY_ENDS = 5.0, 3
 """A master or keeper that ends with an error so soon after its start, so often in a row, will not come up."""
+_PAUSE_S = 30.0
+"""The longest pause before it is started again."""
 _END_S = {"keeper": 35.0, "master": 5.0}
 """The keeper may take 30 s to persist the newest generation before it goes."""
 
@@ -59,7 +61,9 @@ class Services:
     ) -> None:
         self._job, self._node, self._token, self._selector = job, node, token, selector
         self._temporary = temporary
-        self._early_ends = 0
+        self._early_ends, self._failures = 0, 0
+        self._due: dict[str, float] = {}
+        """When a dead one is started again."""
         self._life, self._life_end = os.pipe()
         self._starts: dict[str, Callable[[], Child]] = {"keeper": self._start_keeper}
         if served is not None:
@@ -69,8 +73,11 @@ class Services:
     def revive(self) -> None:
         """Restart a dead master or keeper. Raises LaunchError if it cannot even start; its own message says why."""
         for name, start in self._starts.items():
-            if (code := self._children[name].exit_code()) is not None:
-                self._gone(self._children[name], code)
+            child = self._children.get(name)
+            if child is not None and (code := child.exit_code()) is not None:
+                del self._children[name]
+                self._due[name] = time.monotonic() + self._gone(child, code)
+            if name not in self._children and time.monotonic() >= self._due[name]:
                 self._children[name] = start()
 
     def end(self) -> None:
@@ -101,15 +108,21 @@ class Services:
         self._selector.register(child, selectors.EVENT_READ)
         return child
 
-    def _gone(self, child: Child, code: int) -> None:
-        """Reap a dead service. One that fails again and again right after its start ends the run."""
+    def _gone(self, child: Child, code: int) -> float:
+        """Reap a dead service; in how many seconds to start it again. One that fails again and again right after its
+        start ends the run; one that is killed there (for its memory) comes again, each time later.
+        """
         self._selector.unregister(child)
         child.reap()
-        early = code > 0 and time.monotonic() - child.started_at < _EARLY_S
+        early = time.monotonic() - child.started_at < _EARLY_S
         self._early_ends = self._early_ends + 1 if early else 0
-        if self._early_ends >= _EARLY_ENDS:
+        self._failures = self._failures + 1 if early and code > 0 else 0
+        if self._failures >= _EARLY_ENDS:
             raise LaunchError(f"the {child.name} ended with {described(code)}", hint="its own message stands above")
-        log.warning("the %s died (%s); restarting it", child.name, described(code))
+        pause_s = min(_PAUSE_S, 2.0 ** (self._early_ends - _EARLY_ENDS)) if self._early_ends >= _EARLY_ENDS else 0.0
+        later = f" in {pause_s:g} s" if pause_s else ""
+        log.warning("the %s died (%s); restarting it%s", child.name, described(code), later)
+        return pause_s
 
 
 @contextlib.contextmanager

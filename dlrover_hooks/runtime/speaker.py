@@ -108,10 +108,11 @@ class Speaker:
             last_call_s=self._last_call_s(first),
             shrinks=self._options.fault_level is Level.SHRINK,
         )
+        runs_already = "://" in self._options.endpoint
+        up_s = min(within_s, self._options.master_away_s) if runs_already else within_s
         try:
-            self._ask(
-                p.ListJobs(), within_s, launch=first
-            )  # it may still be coming up: an event sent twice would form two rounds
+            # it may still be coming up: an event sent twice would form two rounds
+            self._ask(p.ListJobs(), up_s, launch=first)
             return self._ask(join, FORM_S)
         except (BadRequest, Unauthorized) as refusal:
             raise UsageError(f"{self._client.url}: {refusal.message}", hint=refusal.hint) from refusal

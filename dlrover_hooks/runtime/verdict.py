@@ -187,7 +187,9 @@ def farewell(job: str, view: JobView | None) -> str:
     if view.finished:
         return f"training was finished at step {view.finished_step or 0}"
     if view.save_to is None:
-        return "nothing was saved: no save_to is set (or no worker came that far)"
+        if not any(one.attached for one in view.members):
+            return f"nothing was saved: no worker had begun to train; {again}"
+        return "nothing was saved: no save_to is set"
     stored = _latest(view.save_to, job)
     if stored is not None:
         return f"saved step {stored} at {view.save_to}; {again}"

@@ -53,6 +53,11 @@ def arm(session: Session, variables: Mapping[str, str]) -> None:
         orders = msgspec.convert(dict(variables), Orders, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"DLROVER_HOOKS_LAST_STEP={variables.get('last_step')!r}: {error}") from None
+    if orders.last_step and not (orders.faults or orders.trace):
+        raise UsageError(
+            f"DLROVER_HOOKS_LAST_STEP={orders.last_step} would end this run there, as done: it is a drill's",
+            hint="unset it; a drill also sets DLROVER_HOOKS_FAULTS or DLROVER_HOOKS_TRACE",
+        )
     restored = session._restored
     begin = restored.generation.step if restored is not None and not restored.weights_only else 0
     _overhear(Drill(session, begin, orders))

@@ -202,3 +202,19 @@ def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched
     assert (code, len(run.read())) == (78, 2), errors
     assert "rank 1 of 2 in its process group has the seat of rank 0 of 2" in errors, errors
     assert "TorchElasticEnvironment" in errors
+
+
+def test_what_an_exception_says_is_heard_once(launch: Callable[..., Launched]) -> None:
+    """torch's excepthook lies over ours when the settings are read again, as each session does."""
+    script = """
+        from dlrover_hooks import config
+        config.load()
+        ours = sys.excepthook
+        sys.excepthook = lambda *error: ours(*error)
+        config.load()
+        note()
+        raise ValueError("wrong learning rate")
+        """
+    code, errors = launch(script).end()
+    assert code == 1, errors
+    assert "why    exit code 1: ValueError: wrong learning rate" in errors

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dlrover_hooks import client as client_module
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway, MasterError
@@ -112,3 +113,17 @@ def test_the_way_to_a_name_is_any_of_its_addresses(monkeypatch: pytest.MonkeyPat
     nowhere = (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 9))  # needs a permission to broadcast
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [nowhere, reachable])
     assert towards("node.test", 9) == "127.0.0.1"
+
+
+def test_a_master_that_was_never_there_is_named_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, long before the deadline."""
+    monkeypatch.setattr(client_module, "_SILENT_S", 0.0)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with client_of(nobody.getsockname()[1]) as client:
+            for _ in range(3):
+                with pytest.raises(MasterAway):
+                    client.call(p.ListJobs(), again=False)
+            assert caplog.text.count(f"no master has answered at {client.url} yet") == 1

@@ -168,9 +168,22 @@ def test_a_url_may_be_resumed() -> None:
     assert config.load({}, resume="file:///old").resume == "file:///old"
 
 
+def test_the_job_is_not_named_by_a_ci_server() -> None:
+    """Jenkins sets JOB_NAME: its second build would find the job of the first one trained to its end."""
+    assert not config.load({"TORCHELASTIC_RUN_ID": "none", "JOB_NAME": "nightly"}).named
+
+
+@pytest.mark.parametrize("given", ["host:8780", "http://host:8780", "https://host:8780"])
+def test_a_masters_address_may_leave_out_http(given: str) -> None:
+    """As the launcher's --rdzv-endpoint."""
+    url = given if "://" in given else f"http://{given}"
+    assert config.load({"DLROVER_HOOKS_MASTER": given}).master == url
+    assert config.load({}, master=given).master == url
+
+
 @pytest.mark.parametrize(
     ("env", "job"),
-    [({"SLURM_JOB_ID": "17", "JOB_NAME": "x"}, "17"), ({"TORCHELASTIC_RUN_ID": "none", "JOB_NAME": "x"}, "x"),
+    [({"SLURM_JOB_ID": "17", "JOB_NAME": "x"}, "17"), ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "17"}, "17"),
      ({"DLROVER_HOOKS_JOB": "a", "TORCHELASTIC_RUN_ID": "b"}, "a")],
 )  # fmt: skip
 def test_the_job_is_named_by_its_launcher(env: dict[str, str], job: str) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.runtime import notices
 from dlrover_hooks.runtime.notices import NoAnswer, Notice, Poller, aws, azure, gcp, source
 
 NOW = 1_700_000_000.0
@@ -151,6 +154,24 @@ def test_a_touched_file(tmp_path: Path, poll: Callable) -> None:
     path.write_text("90")
     assert told.wait(5)
     assert heard[0].at == pytest.approx(time.time() + 90, abs=5)
+
+
+@pytest.mark.parametrize("text", ["", "90"])
+def test_a_file_of_an_earlier_run_is_named_and_not_obeyed(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts once it is written again, or where it says a time that is still to come."""
+    path = tmp_path / "preempt"
+    path.write_text(text)
+    os.utime(path, (1e9, 1e9))
+    source, http = notices.File(str(path)), requests.Session()
+    assert source.ask(http) is None
+    assert str(path) in caplog.text
+    path.write_text(text)
+    assert source.ask(http) is not None
+    path.write_text("90")
+    assert notices.File(str(path)).ask(http) is not None
+    http.close()
 
 
 def test_a_service_that_is_not_there_is_asked_on(poll: Callable, caplog: pytest.LogCaptureFixture) -> None:

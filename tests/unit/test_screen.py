@@ -131,6 +131,9 @@ def test_a_later_attempt_says_what_was_lost() -> None:
          "dlrover-hooks run --job mine -n 2 train.py --fresh-eyes 'a b'"),
         (["run", "--job", "mine", "--fresh", "train.py"], "dlrover-hooks run --job mine train.py"),
         (["run", "--rdzv-id=mine", "train.py"], "dlrover-hooks run --rdzv-id=mine train.py"),
+        (["run", "--job", "mine", "--token", "secret", "train.py"],
+         "dlrover-hooks run --job mine --token ... train.py"),
+        (["run", "--job", "mine", "--token=secret", "train.py"], "dlrover-hooks run --job mine --token=... train.py"),
     ],
 )  # fmt: skip
 def test_the_command_goes_on(given: list[str], command: str) -> None:

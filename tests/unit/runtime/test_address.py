@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,24 @@ def test_this_host_is_the_address_on_the_way_to_the_master() -> None:
     assert own_host(endpoint("127.0.0.1:80")) == "127.0.0.1"
     with pytest.raises(UsageError, match="cannot be reached"):
         own_host(endpoint("no-such-host.invalid"))
+
+
+def test_a_name_that_is_127_0_1_1_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts: that machine serves the master all the same, and where the other nodes look for it."""
+    lookup, asked = socket.getaddrinfo, list[str]()
+
+    def debian(host: str, *rest: Any, **more: Any) -> Any:
+        asked.append(host)
+        known = {"node-a": "127.0.1.1", "192.0.2.1": "127.0.0.1"}  # no other way is there in a sandbox
+        return lookup(known.get(host, host), *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", debian)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = endpoint(f"node-a:{probe.getsockname()[1]}")
+    listener = serve(where, None)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    own_host(where)
+    assert asked[-1] == "192.0.2.1", "another node could not reach 127.0.0.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
@@ -14,6 +15,7 @@ from dlrover_hooks.runtime import regroup, seat, speaker
 from dlrover_hooks.runtime.options import Options
 from dlrover_hooks.runtime.regroup import Membership
 from dlrover_hooks.runtime.speaker import Speaker, Station
+from dlrover_hooks.runtime.verdict import farewell
 
 VIEW = p.JobView(job="job", run="run", attempt=1, round=1, phase=p.Phase.TRAINING, step=7, members=())
 
@@ -21,7 +23,7 @@ VIEW = p.JobView(job="job", run="run", attempt=1, round=1, phase=p.Phase.TRAININ
 class Stopped:
     """A client, and the clock: the master gives no answer until `back_at`; `answer` is what it says then."""
 
-    url = "http://master"
+    url, incarnation = "http://master", "agent"
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, back_at: float, answer: Any = VIEW) -> None:
         self.now, self._back_at, self._answer = 100.0, 100.0 + back_at, answer
@@ -105,3 +107,21 @@ def test_a_refusal_is_no_absence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Stale("another life")
 
     assert speaks(Stopped(monkeypatch, 0.0, refuse)).await_view() is None
+
+
+def test_a_master_that_should_run_already_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong URL: `--master-away` bounds the first contact, too."""
+    client: Any = Stopped(monkeypatch, back_at=1000.0)
+    options = Options(command=("true",), endpoint="http://wrong:8780", master_away_s=5.0)
+    speaks = Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
+    with pytest.raises(MasterAway):
+        speaks.join((p.Seat("w0", 0),), 600.0, first=True, fresh=False)
+    assert client.now <= 106.0
+
+
+@pytest.mark.parametrize(("attached", "said"), [(False, "no worker had begun to train"), (True, "no save_to is set")])
+def test_why_nothing_was_saved(attached: bool, said: str) -> None:
+    """Only a worker that has begun has told what its `save_to` is."""
+    one = p.MemberView(incarnation="w0", node="n", rank=0, local_rank=0, attached=attached, alive=True)
+    told = farewell("job", msgspec.structs.replace(VIEW, members=(one,)))
+    assert told.startswith(f"nothing was saved: {said}")

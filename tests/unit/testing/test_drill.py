@@ -18,6 +18,18 @@ from dlrover_hooks.testing.trace import Run
 from tests.e2e.session_life import Position
 
 
+def test_a_stray_last_step_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left in the environment it would end any run as done, with exit code 0."""
+    monkeypatch.setenv("DLROVER_HOOKS_LAST_STEP", "8")
+    session = Session(config.load({}, job="stray"), config.place({}), checkpoint=False)
+    session.join()
+    try:
+        with pytest.raises(UsageError, match="DLROVER_HOOKS_LAST_STEP=8 would end this run"):
+            session.restore_plan()
+    finally:
+        session.leave(Departure.STOPPED)
+
+
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The variables of a drill: faults in `faults`, a trace in `trace`, and no step behind the eighth."""
