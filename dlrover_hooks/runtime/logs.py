@@ -7,9 +7,9 @@ there, each line behind `[default0]:`, as torchrun does.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
@@ -18,10 +18,14 @@ import msgspec
 
 from dlrover_hooks.errors import UsageError
 
+log = logging.getLogger("dlrover_hooks.run")
+
 _LOOK_S = 0.1
 """Between two looks at files that others write."""
 _LONG = 1 << 16
 """A progress bar's line never ends."""
+_END_S = 5.0
+"""So long the last lines may take."""
 _NAMES = {1: "stdout", 2: "stderr"}
 """By descriptor, which is also its bit in torchrun's numbers: 1 stdout, 2 stderr, 3 both."""
 
@@ -48,7 +52,8 @@ def streams(text: str, flag: str) -> Streams:
 
 
 class Logs:
-    """Owns the thread `dlrover-hooks-logs`, if something is copied. Main thread only, but for that.
+    """Owns the thread `dlrover-hooks-logs`, if something is copied. Main thread only, but for that. Only the thread
+    writes on the screen: where nobody reads that, it waits, and the launcher does not.
 
     Args:
         folder: files are `ROUND/RANK/stdout.log` and `stderr.log` there.
@@ -59,6 +64,7 @@ class Logs:
     def __init__(self, folder: str, redirects: Streams, tee: Streams) -> None:
         self._folder, self._redirects, self._tee = folder, redirects, tee
         self._copies: dict[str, list[Copy]] = {}
+        self._ended: list[Copy] = []
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -80,18 +86,22 @@ class Logs:
             yield found[0], found[1]
 
     def ended(self, worker: str) -> None:
-        """Show what is left of it. Idempotent."""
+        """Have what is left of it shown. Idempotent."""
         with self._lock:
             for copy in self._copies.pop(worker, ()):
-                copy.end()
+                copy.bound()
+                self._ended.append(copy)
 
     def close(self) -> None:
-        """Show what is left of all, and end the thread."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Show what is left of all, and end the thread; where nobody reads it, leave it behind."""
         for worker in list(self._copies):
             self.ended(worker)
+        self._over.set()
+        if self._thread is None:
+            return
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            log.warning("nobody reads the output of the workers: what was not shown is in %s", self._folder)
 
     def _copy(self, worker: str, copy: Copy) -> None:
         with self._lock:
@@ -101,11 +111,16 @@ class Logs:
             self._thread.start()
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_S):
+        over = False
+        while not over:
+            over = self._over.wait(_LOOK_S)
             with self._lock:
-                for copies in self._copies.values():
-                    for copy in copies:
-                        copy.go_on()
+                ended, self._ended = self._ended, []
+                running = [copy for copies in self._copies.values() for copy in copies]
+            for copy in ended:
+                copy.end()
+            for copy in running:
+                copy.go_on()
 
 
 class Copy:
@@ -115,21 +130,29 @@ class Copy:
         self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - `end` closes it
         self._file.seek(at)
         self._prefix, self._rest = prefix.encode(), b""
-        self._screen = sys.stdout if descriptor == 1 else sys.stderr
+        self._until: int | None = None
+        self._screen = descriptor
+
+    def bound(self) -> None:
+        """The worker has written its last: what follows in the file is a later one's. Main thread."""
+        self._until = os.fstat(self._file.fileno()).st_size
 
     def go_on(self) -> None:
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        """Show the whole lines that are there."""
+        more = self._file.read() if self._until is None else self._file.read(max(0, self._until - self._file.tell()))
+        *lines, self._rest = (self._rest + more).split(b"\n")
         if len(self._rest) > _LONG:
             lines, self._rest = [*lines, self._rest], b""
         self._show(lines)
 
     def end(self) -> None:
+        """Show what is left, and close the file."""
         self.go_on()
         self._show([self._rest] if self._rest else [])
         self._file.close()
 
     def _show(self, lines: list[bytes]) -> None:
-        text = b"".join(self._prefix + line + b"\n" for line in lines)
+        text = memoryview(b"".join(self._prefix + line + b"\n" for line in lines))
         with contextlib.suppress(OSError):  # nobody looks any more
-            self._screen.write(text.decode(errors="replace"))
-            self._screen.flush()
+            while text:  # as it is: the screen may know fewer characters than the worker
+                text = text[os.write(self._screen, text) :]
