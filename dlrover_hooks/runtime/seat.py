@@ -78,9 +78,7 @@ def take_seat(
         try:
             return client.call(request, channel=channel, timeout_s=min(away_s, left_s))
         except MasterAway as away:
-            if left_s < away_s:
-                raise
-            raise deserted(client.url, join.job, away_s) from away
+            raise (away if left_s < away_s else deserted(client.url, join.job, away_s)) from None
 
     joined = ask(join)
     if joined.finished:
