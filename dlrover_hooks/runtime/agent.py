@@ -195,7 +195,8 @@ class Agent:
                 if view is None or not self._may_be_done(view):
                     self._leaving_until = None
                     far = elsewhere(view, self._station.node) if view is not None else []
-                    self.budget.charge(far, view, "starting again with the other nodes, which were not done")
+                    log.info("job %s: another node has failed before it was done: starting again with it", self.job)
+                    self.budget.charge(far, view, "starting again")
                     return
                 self._job_over = self._job_over or all_ended(view)
             if time.monotonic() > ask_at:  # the master may have gone with its launcher, which has heard of the end
