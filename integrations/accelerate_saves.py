@@ -21,7 +21,7 @@ from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils import broadcast_object_list
 
 from dlrover_hooks.errors import StorageFailed, UnsupportedState
-from dlrover_hooks.integrations.atomic import SUFFIX, blame, sync_all, whole_folder
+from dlrover_hooks.integrations.atomic import SUFFIX, blame, put_back, sync_all, whole_folder
 from dlrover_hooks.integrations.behind import Behind
 from dlrover_hooks.integrations.copies import Copies
 
@@ -98,6 +98,7 @@ class Saves:
             if self._accelerator.is_main_process:
                 for left in home.glob(f".{'checkpoint_*' if numbered else target.name}.*{SUFFIX}"):
                     shutil.rmtree(left, ignore_errors=True)
+                put_back(target)
             (self._life,) = broadcast_object_list([uuid.uuid4().hex[:8]])
         self._count += 1
         part = home / f".{target.name}.{self._life}-{self._count}{SUFFIX}"

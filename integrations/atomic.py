@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ SUFFIX = ".behind.tmp"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PROBE_BYTES = 1 << 16
 _AT_FDCWD, _EXCHANGE = -100, 2
+_OLD = ".old"
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -87,6 +90,15 @@ def whole_folder(part: str, path: str) -> None:
     sync(Path(path).absolute().parent)
 
 
+def put_back(path: Path) -> None:
+    """Undo what a process left that was killed between the two renames of `whole_folder`: `path` exists again."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{SUFFIX}{_OLD}"):
+        if path.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            os.rename(left, path)
+
+
 def whole_link(path: str, link: str) -> None:
     """`link` points to `path` from now on, whatever it was; it is never missing."""
     if os.path.isdir(link) and not os.path.islink(link):
@@ -99,7 +111,16 @@ def whole_link(path: str, link: str) -> None:
 def _exchange(one: str, other: str) -> None:
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), other)
+        if code not in _NO_EXCHANGE:
+            raise OSError(code, os.strerror(code), other)
+        aside = f"{one}{_OLD}"  # NFS and others cannot exchange: for a moment `other` is missing, see `put_back`
+        os.rename(other, aside)
+        try:
+            os.rename(one, other)
+        except OSError:
+            os.rename(aside, other)
+            raise
+        os.rename(aside, one)
 
 
 def sync_all(folder: Path) -> None:

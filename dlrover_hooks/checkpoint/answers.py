@@ -177,7 +177,9 @@ class Answers:
             self._hashes.submit(segment, message.slot, seq)
 
     def _complete(self, peer: Peer, message: wire.Complete) -> None:
+        assert peer.hello is not None
         self._holdings.completed(message.generation)
+        self._rooms.grow(peer.hello.seat)
 
     def _persist(self, peer: Peer, message: wire.Persist) -> None:
         hello = peer.hello

@@ -33,6 +33,8 @@ from dlrover_hooks.protocol import Generation, Message
 SLOTS = 3
 _MAGIC = int.from_bytes(b"DLRHOOK3", "little")
 _LINE = 8  # words
+_COUNT = 1
+"""The word that says how many slots there are."""
 NOTE_BYTES = 16 << 10
 """Random states take 10 KB. What else goes into a note has to be asked for."""
 _POPULATE_READ = 22
@@ -40,6 +42,8 @@ _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_PUNCH = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class Slot(Message, frozen=True):
@@ -79,8 +83,12 @@ class Arena:
         self.fd = fd  # from here on it is ours to close
 
     @classmethod
-    def create(cls, seat: int, slot_bytes: int, slots: int = SLOTS, note_bytes: int = 0) -> Arena:
+    def create(
+        cls, seat: int, slot_bytes: int, slots: int = SLOTS, note_bytes: int = 0, *, filled: int | None = None
+    ) -> Arena:
         """A new sealed segment of slots of at least `slot_bytes`, all its pages resident. Takes 137 ms per GB.
+
+        `filled`: only so many slots have pages, and are in the table, until `grow`.
 
         This process does not map them now: two that fill page tables at once take three times as long, and reading
         faults them in cheaply (20 ms per GB).
@@ -90,12 +98,13 @@ class Arena:
         """
         size, note = (-(-wanted // PAGE) * PAGE for wanted in (slot_bytes, max(note_bytes, NOTE_BYTES)))
         total, number = PAGE + NOTES * note + slots * size, int.from_bytes(os.urandom(6), "little") | 1
+        filled = slots if filled is None else filled
         folder = shared_folder()
         fd = _memfd(f"dlrover-hooks-seat-{seat}") if folder is None else _nameless(folder)
         try:
             os.ftruncate(fd, total)
-            os.posix_fallocate(fd, 0, total)
-            os.pwrite(fd, array("Q", (_MAGIC, slots, size, number, note)).tobytes(), 0)
+            os.posix_fallocate(fd, 0, total - (slots - filled) * size)
+            os.pwrite(fd, array("Q", (_MAGIC, filled, size, number, note)).tobytes(), 0)
             if folder is None:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd)
@@ -116,9 +125,36 @@ class Arena:
         return arena
 
     def populate(self) -> None:
-        """Map every page for writing, 123 ms per GB. Best effort: old kernels fault them in one by one later."""
+        """Map every page of the slots for writing, 123 ms per GB. Best effort: old kernels fault them in later."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _libc.madvise(address, self.nbytes, _POPULATE_WRITE)
+        _libc.madvise(address, self._slots_at + self.count * self.slot_bytes, _POPULATE_WRITE)
+
+    @property
+    def count(self) -> int:
+        """Slots in the table."""
+        return self._words[_COUNT]
+
+    def grow(self) -> None:
+        """Make the pages of one more slot, and put it into the table. Keeper only; the trainer finds it there.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        count = self.count
+        os.posix_fallocate(self.fd, self._slots_at + count * self.slot_bytes, self.slot_bytes)
+        self._store(_COUNT, count + 1)
+
+    def release(self, index: int) -> None:
+        """Free slot `index` and give its pages back. Keeper only, and nobody may write it from here on.
+
+        Raises:
+            OSError: the pages cannot be given back.
+        """
+        self.free(index)
+        begin = self._slots_at + index * self.slot_bytes
+        if _libc.fallocate(self.fd, _PUNCH, begin, self.slot_bytes):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
 
     def fault_in(self, index: int, nbytes: int) -> None:
         """Map the pages of an image for reading, at a fifth of what touching them one by one costs. Best effort.
@@ -149,7 +185,7 @@ class Arena:
 
     def slots(self) -> tuple[Slot, ...]:
         """The slot table now."""
-        return tuple(self.slot(index) for index in range(self._words[1]))
+        return tuple(self.slot(index) for index in range(self.count))
 
     def seq(self, index: int) -> int:
         """The sequence word of a slot: one load."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +25,10 @@ class Proof(NamedTuple):
 
 @dataclass(eq=False)
 class Segment:
-    """One arena and the proofs of its slots. `retired`: a trainer that is out of our sight may still write it."""
+    """One arena and the proofs of its slots. `retired`: a trainer that is out of our sight may still write it.
+
+    `given_up`: no trainer writes it any more; its slots are freed one by one where memory is short.
+    """
 
     seat: int
     arena: Arena
@@ -33,12 +36,18 @@ class Segment:
     void: dict[int, int] = field(default_factory=dict[int, int])
     """By slot, the sequence word of what was superseded; its hash may still be under way."""
     retired: bool = False
+    given_up: bool = False
     known: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
     """By slot, the hashes of the chunks that nobody has written since they were hashed."""
     unchanged: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
     """By slot, its sequence word and the chunks that were not copied again then."""
     home: str = ""
     """The node whose worker's images lie here as replicas; `seat` is that worker's there."""
+
+    @property
+    def writable(self) -> bool:
+        """By the trainer that has the seat."""
+        return not (self.retired or self.given_up)
 
     def valid(self) -> list[Proof]:
         """Proofs whose slot was not touched since."""
@@ -237,11 +246,11 @@ class Holdings:
     def current(self, seat: int) -> Segment | None:
         """The newest segment that the seat's trainer may write."""
         segments = self.seats.get(seat)
-        return segments[-1] if segments and not segments[-1].retired else None
+        return segments[-1] if segments and segments[-1].writable else None
 
     def numbered(self, seat: int, number: int) -> Segment | None:
         """The seat's segment of that number that its trainer may write; 0: the newest."""
-        mine = [one for one in self.seats.get(seat, []) if one.arena.number == number and not one.retired]
+        mine = [one for one in self.seats.get(seat, []) if one.arena.number == number and one.writable]
         return mine[0] if mine else self.current(seat) if not number else None
 
     def add(self, segment: Segment) -> None:
@@ -249,6 +258,41 @@ class Holdings:
         older = self.seats.get(segment.seat, [])
         best = max(older, key=self._worth, default=None)
         self.seats[segment.seat] = [best, segment] if best is not None else [segment]
+
+    def give_up(self, seat: int, busy: Collection[Generation]) -> Iterator[None]:
+        """Free the slots of the seat that no restore needs, one at each step, the oldest first.
+
+        Its newest image stays, the newest complete generation, what may become complete, and what is `busy`. The seat's
+        trainer writes none of its segments any more.
+        """
+        found: list[tuple[tuple[int, int], int, Segment]] = []
+        for segment in self.seats.get(seat, []):
+            if not segment.retired:
+                segment.given_up = True
+                found += [(age(one.generation), one.index, segment) for one in segment.arena.slots()]
+        found.sort(key=lambda row: row[0])
+        for row in found[:-1]:
+            _, index, segment = row
+            if not self._may_be_needed(segment, segment.arena.slot(index), busy):
+                segment.proofs.pop(index, None)
+                segment.arena.release(index)
+                yield
+
+    def given_up_bytes(self, seat: int) -> int:
+        """What comes free when the segments go that the seat's trainer has given up."""
+        return sum(
+            segment.arena.slot_bytes
+            for segment in self.seats.get(seat, [])
+            for slot in segment.arena.slots()
+            if segment.given_up and slot.generation is not None
+        )
+
+    def _may_be_needed(self, segment: Segment, slot: Slot, busy: Collection[Generation]) -> bool:
+        if slot.torn or slot.generation is None or segment.void.get(slot.index) == slot.seq:
+            return False
+        if self.complete is None or slot.generation in busy:
+            return True
+        return slot.generation.run == self.complete.run and slot.generation >= self.complete
 
     def _worth(self, segment: Segment) -> tuple[bool, tuple[int, int]]:
         ages = [age(proof.slot.generation) for proof in segment.valid()]
@@ -304,7 +348,7 @@ class Holdings:
             (segment, slot.index)
             for segment in self.seats.get(seat, [])
             for slot in segment.arena.slots()
-            if not slot.torn and slot.generation is not None and not segment.proved(slot)
+            if not (slot.torn or slot.generation is None or segment.given_up or segment.proved(slot))
         ]
 
     def forget(self, run: str, *, sparing: Collection[int] = ()) -> None:

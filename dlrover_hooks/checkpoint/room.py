@@ -80,14 +80,22 @@ class Room:
         """
         with self._changed:
             if not self._fits(nbytes):
-                self.prepare(nbytes)
-                self._changed.wait_for(lambda: self._helper is None or self._fits(nbytes), PREPARE_WAIT_S)
+                self._await(nbytes)
+                if self._arena is not None and self._helper is None and self._error is not None:
+                    self._stale.append(self._arena)  # not enough memory beside it: its slots may be given up
+                    self._arena = None
+                    self._switch()
+                    self._await(nbytes)
             self._switch()
             if self._arena is not None and self._fits(nbytes):
                 return self._arena
             if self._helper is None and self._error is not None:
                 raise self._error
             raise CheckpointError("the memory is being prepared", hint="a save after this one will find it ready")
+
+    def _await(self, nbytes: int) -> None:
+        self.prepare(nbytes)
+        self._changed.wait_for(lambda: self._helper is None or self._fits(nbytes), PREPARE_WAIT_S)
 
     def note(self, place: int, data: bytes) -> None:
         """Leave a note in the memory that there is, and in what comes later. Where there is none, it is asked for.
@@ -156,11 +164,13 @@ class Room:
         link = self._line.seat()
         with self._changed:
             lives, wanted, note_bytes = self._lives, self._wanted, self._note_bytes
+            gives = self._arena is None and self._next is None and not self._stale
             if self._serves():  # only the seat was to be taken
                 return False
         size = wanted + max(wanted // 64, SPARE_BYTES)
         reply, fd = link.call(
-            lambda ref: wire.Allocate(ref=ref, slot_bytes=size, note_bytes=note_bytes), timeout_s=_ALLOCATE_S
+            lambda ref: wire.Allocate(ref=ref, slot_bytes=size, note_bytes=note_bytes, gives=gives),
+            timeout_s=_ALLOCATE_S,
         )
         if isinstance(reply, wire.Refused):
             raise KeeperAway(reply.reason, hint=reply.hint)

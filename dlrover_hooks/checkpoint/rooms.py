@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from dlrover_hooks.checkpoint import space, wire
-from dlrover_hooks.checkpoint.arena import Arena, shared_folder
+from dlrover_hooks.checkpoint.arena import SLOTS, Arena, shared_folder
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.holdings import Holdings, Segment
 from dlrover_hooks.checkpoint.lifetime import Lifetime
@@ -48,14 +48,15 @@ class Rooms:
 
     def _make(self, peer: Peer, message: wire.Allocate, seat: int) -> None:
         try:
-            free = space.free_memory(shared_folder())
+            verdict, slots = self._verdict(message.slot_bytes), SLOTS
+            if not verdict.fits and self._making:
+                self._waiting.append((peer, message))
+                return
+            if not verdict.fits and message.gives:
+                verdict, slots = self._squeeze(seat, message.slot_bytes)
         except OSError as error:
             text = f"this system gives no shared memory: {reason(error)}"
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
-            return
-        verdict = space.memory(message.slot_bytes, self._without(message.slot_bytes), free)
-        if not verdict.fits and self._making:
-            self._waiting.append((peer, message))
             return
         if not verdict.fits:
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=verdict.line, hint=verdict.hint))
@@ -65,11 +66,53 @@ class Rooms:
             self._say(seat, verdict)
         self._making.add(seat)
         self._crew.submit(
-            lambda: Arena.create(seat, message.slot_bytes, note_bytes=message.note_bytes),
+            lambda: Arena.create(seat, message.slot_bytes, note_bytes=message.note_bytes, filled=slots),
             lambda made: self._made(peer, message, seat, made),
         )
         if for_images:
             self.look_at_disk(peer.hello, message.slot_bytes)
+
+    def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> space.Verdict:
+        """Whether all that have no slots of that size get them. Raises OSError."""
+        return space.memory(slot_bytes, self._without(slot_bytes), space.free_memory(shared_folder()), slots)
+
+    def _squeeze(self, seat: int, slot_bytes: int) -> tuple[space.Verdict, int]:
+        """The state has outgrown the slots: free the old ones one by one; where that is not enough, make fewer.
+
+        `grow` makes the others once the old segment is gone; there must be memory for two then, or saves would stop.
+        """
+        for _ in self._holdings.give_up(seat, self._shards.under_way(seat)):
+            if (verdict := self._verdict(slot_bytes)).fits:
+                return verdict, SLOTS
+        then = space.free_memory(shared_folder())
+        then = then._replace(nbytes=then.nbytes + self._holdings.given_up_bytes(seat))
+        if self._holdings.given_up_bytes(seat) and space.memory(slot_bytes, 1, then, 2).fits:
+            for slots in (2, 1):
+                if (verdict := self._verdict(slot_bytes, slots)).fits:
+                    return verdict, slots
+        return self._verdict(slot_bytes), 0
+
+    def grow(self, seat: int) -> None:
+        """Give the seat's segment the slots that did not fit when it was made, if one fits now."""
+        segment = self._holdings.current(seat)
+        if segment is None or segment.arena.count == SLOTS or seat in self._making:
+            return
+        if space.memory(segment.arena.slot_bytes, 1, space.free_memory(shared_folder()), 1).fits:
+            self._making.add(seat)
+            self._crew.submit(segment.arena.grow, lambda grown: self._grown(seat, grown))
+
+    def _grown(self, seat: int, grown: Exception | None) -> None:
+        if grown is not None:
+            _log.warning("seat %d gets no further slot: %s", seat, reason(grown))
+        self._made_one(seat)
+
+    def _made_one(self, seat: int) -> None:
+        """Nothing is being made for `seat` any more: look after those that waited for it."""
+        self._making.discard(seat)
+        waiting, self._waiting = self._waiting, []
+        for other, request in waiting:
+            if other in self._loop.peers:
+                self.allocate(other, request)
 
     def _without(self, slot_bytes: int) -> int:
         """How many workers of this node have no slots of that size, nor get them now."""
@@ -78,7 +121,6 @@ class Rooms:
         return sum(1 for segment in segments if segment is None or segment.arena.slot_bytes < slot_bytes)
 
     def _made(self, peer: Peer, message: wire.Allocate, seat: int, made: Arena | Exception) -> None:
-        self._making.discard(seat)
         if isinstance(made, Exception):
             text = f"no memory for seat {seat}: {reason(made)}"
             self._loop.send(peer, wire.Refused(ref=message.ref, reason=text))
@@ -86,10 +128,7 @@ class Rooms:
             segment = Segment(seat, made)
             self._holdings.add(segment)
             self._allocated(peer, message, segment)
-        waiting, self._waiting = self._waiting, []
-        for other, request in waiting:
-            if other in self._loop.peers:
-                self.allocate(other, request)
+        self._made_one(seat)
 
     def _allocated(self, peer: Peer, message: wire.Allocate, segment: Segment) -> None:
         self._shards.give_way(segment.seat)

@@ -27,15 +27,16 @@ class Verdict(NamedTuple):
     hint: str = ""
 
 
-def memory(slot_bytes: int, workers: int, free: Free) -> Verdict:
+def memory(slot_bytes: int, workers: int, free: Free, slots: int = SLOTS) -> Verdict:
     """Whether the slots of `workers` more workers fit into `free`."""
-    need = SLOTS * slot_bytes * workers
+    need = slots * slot_bytes * workers
     each = f" for each of {workers} workers" if workers > 1 else ""
     hint = (
         f"in-memory checkpoints need {SLOTS} times the state's size per worker: start fewer workers on this node, or "
         f"give it more memory ({free.where} sets the limit)"
     )
-    return _judge(f"{SLOTS} slots of {size(slot_bytes)}{each} need {size(need)}", need, free, hint)
+    what = f"{slots} slot{'s' * (slots > 1)} of {size(slot_bytes)}{each} need"
+    return _judge(f"{what} {size(need)}", need, free, hint)
 
 
 def disk(image_bytes: int, missing: int, free: Free) -> Verdict:

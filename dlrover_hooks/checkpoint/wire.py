@@ -96,10 +96,13 @@ class Inventory(Wire, frozen=True):
 class Allocate(Wire, frozen=True):
     """Slots of at least `slot_bytes` for this connection's seat, and notes of `note_bytes`. Answer: Allocated and a
     descriptor, or Refused.
+
+    `gives`: this trainer writes none of the seat's segments any more. Where memory is short their slots may be freed.
     """
 
     slot_bytes: int
     note_bytes: int = 0
+    gives: bool = False
 
 
 class Published(Wire, frozen=True):

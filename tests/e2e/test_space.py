@@ -11,7 +11,8 @@ import pytest
 
 from dlrover_hooks.checkpoint import space, wire
 from dlrover_hooks.errors import KeeperAway
-from tests.e2e.kept import Kept, state, until
+from dlrover_hooks.protocol import Generation
+from tests.e2e.kept import RUN, Kept, state, until
 
 LIMIT = 96 << 20
 
@@ -57,5 +58,31 @@ def test_a_limit_further_up_the_tree_counts(group: Path, kept: Kept) -> None:
     assert f"cgroup {group} sets the limit" in trainer.error.hint
     trainer.save(2, state(2, LIMIT // 8 // 4))
     assert kept.notice(wire.Hashed).generation.step == 2
+    assert keeper.poll() is None
+    kept.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a cgroup")
+@pytest.mark.parametrize("grown", [LIMIT * 7 // 24, LIMIT * 10 // 24])
+def test_a_state_that_grows_gives_old_slots_up_but_the_newest_complete_one(group: Path, kept: Kept, grown: int) -> None:
+    """Three new slots do not fit beside three old ones: saves go on, and a kill finds a complete generation always."""
+    keeper = kept.keeper()
+    (group / "inner/cgroup.procs").write_text(str(keeper.pid))
+    trainer = kept.trainer()
+
+    def save(step: int, nbytes: int) -> None:
+        until(lambda: trainer.save(step, state(step, nbytes // 4)), f"a save of step {step}")
+        assert kept.notice(wire.Hashed).generation.step == step
+
+    for step in (1, 2, 3):
+        save(step, LIMIT // 4)
+        trainer.complete(Generation(0, step, RUN))
+    save(4, grown)
+    assert sorted(held.generation.step for held in trainer.held()) == [3, 4]
+    trainer.complete(Generation(0, 4, RUN))
+    for step in (5, 6, 7):
+        save(step, grown)
+        trainer.complete(Generation(0, step, RUN))
+    assert {6, 7} <= {held.generation.step for held in trainer.held()}
     assert keeper.poll() is None
     kept.close()

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from dlrover_hooks.errors import CheckpointError, StorageFailed, UnsupportedState
-from dlrover_hooks.integrations.atomic import SUFFIX, whole_file, whole_folder
+from dlrover_hooks.integrations import atomic
+from dlrover_hooks.integrations.atomic import SUFFIX, put_back, whole_file, whole_folder
 from dlrover_hooks.integrations.behind import Behind
 from dlrover_hooks.integrations.copies import Copies
 from tests.ranks import ROOT
@@ -161,7 +162,13 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [one.name for one in path.parent.iterdir()] == ["file"]
 
 
-def test_a_folder_replaces_another_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_replaces_another_and_keeps_what_is_not_its_own(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS cannot exchange two folders: two renames do."""
+    if not exchanges:
+        monkeypatch.setattr(atomic, "_EXCHANGE", 1 << 30)  # flags that the kernel refuses: EINVAL, as NFS does
     part, path = tmp_path / "part", tmp_path / "saved"
     for folder, names in ((path, ("model", "notes")), (part, ("model", "new"))):
         folder.mkdir()
@@ -169,7 +176,35 @@ def test_a_folder_replaces_another_and_keeps_what_is_not_its_own(tmp_path: Path)
             (folder / name).write_text(folder.name)
     whole_folder(str(part), str(path))
     assert {one.name: one.read_text() for one in path.iterdir()} == {"model": "part", "new": "part", "notes": "saved"}
-    assert not part.exists()
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_folder_whose_replacement_was_killed_halfway_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames the folder is missing."""
+    part, path = tmp_path / f".saved.1-1{SUFFIX}", tmp_path / "saved"
+    for folder in (path, part):
+        folder.mkdir()
+        (folder / "model").write_text(folder.name)
+    rename, done = os.rename, list[str]()
+
+    class Killed(BaseException): ...
+
+    def killed(one: str, other: str) -> None:
+        if done:
+            raise Killed
+        done.append(one)
+        rename(one, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_EXCHANGE", 1 << 30)
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(Killed):
+            whole_folder(str(part), str(path))
+    assert not path.exists()
+    put_back(path)
+    assert (path / "model").read_text() == "saved"
 
 
 SCRIPT = """
