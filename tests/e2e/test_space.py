@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.checkpoint import space, wire
+from dlrover_hooks import memory
+from dlrover_hooks.checkpoint import wire
 from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.protocol import Generation
 from tests.e2e.kept import RUN, Kept, state, until
@@ -40,7 +41,7 @@ def group() -> Iterator[Path]:
 
 def mine() -> Iterator[Path]:
     rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    for kind, root, mounted in space._mounts("/proc"):
+    for kind, root, mounted in memory._mounts("/proc"):
         for _, names, path in rows:
             if (kind == "cgroup" and "memory" in names.split(",")) or (kind == "cgroup2" and not names):
                 yield Path(mounted + path.removeprefix(root.rstrip("/")))
