@@ -153,7 +153,7 @@ def _wrap_fit() -> None:
     @functools.wraps(fit)
     def elastic(self: Trainer, *args: Any, **kwargs: Any) -> None:
         fits = next((one.fits for one in private.callbacks(self) if isinstance(getattr(one, "fits", None), Fits)), None)
-        if fits is None:
+        if fits is None or private.tunes(self):
             return fit(self, *args, **kwargs)
         return fits.run(self, lambda: fit(self, *args, **kwargs))
 

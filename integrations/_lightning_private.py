@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -363,6 +364,11 @@ def batches(trainer: Trainer) -> int:
     return int(trainer.fit_loop.max_batches)
 
 
+def has_length(trainer: Trainer) -> bool:
+    """Is it known how many batches an epoch has?"""
+    return sized_len(trainer.fit_loop._combined_loader) is not None
+
+
 def set_batches(trainer: Trainer, count: int) -> None:
     """This epoch has `count` batches; a share of it that calls for validation moves along."""
     loop = trainer.fit_loop
@@ -380,6 +386,11 @@ def batches_done(trainer: Trainer) -> int:
 
 def fast_dev_run(trainer: Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
+
+
+def tunes(trainer: Trainer) -> bool:
+    """Is this fit a trial of `Tuner` (a learning rate, a batch size), which ends before anything is trained?"""
+    return any(getattr(callback, "_early_exit", False) for callback in callbacks(trainer))
 
 
 def overfit_batches(trainer: Trainer) -> float:

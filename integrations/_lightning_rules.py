@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -20,6 +21,8 @@ def stand_aside(trainer: Trainer, stage: str, *, disabled: bool) -> str | None:
         return f"stage {stage!r} trains nothing"
     if disabled:
         return "DLROVER_HOOKS_DISABLE is set"
+    if private.tunes(trainer):
+        return "a trial of Tuner trains nothing that is kept"
     if private.fast_dev_run(trainer):
         return "fast_dev_run checks the code, not the data"
     if private.overfit_batches(trainer) > 0:
@@ -44,6 +47,16 @@ def check_devices(trainer: Trainer) -> None:
         hint="on CPU use Trainer(devices=int(os.environ.get('WORLD_SIZE', 1))), where devices='auto' means one; with "
         "GPUs devices='auto' follows the launcher",
     )
+
+
+def check_length(trainer: Trainer, loaders: Mapping[str, object]) -> None:
+    """Raises UsageError where Lightning fetches a batch ahead: a cut would count it as trained."""
+    if loaders and not private.has_length(trainer):
+        raise UsageError(
+            "a training loader without a length stands beside an elastic one, and the longest of them ends the epoch: "
+            "Lightning fetches a batch ahead there, which every checkpoint would count as trained",
+            hint="give that loader a __len__, or use CombinedLoader(loaders, 'min_size')",
+        )
 
 
 def plain(parameters: dict[str, Any]) -> dict[str, Any]:

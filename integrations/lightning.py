@@ -31,7 +31,7 @@ from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_again import Fits
 from dlrover_hooks.integrations._lightning_cut import beside_steps, cut, validating
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
-from dlrover_hooks.integrations._lightning_rules import check_devices, other_strategy, stand_aside
+from dlrover_hooks.integrations._lightning_rules import check_devices, check_length, other_strategy, stand_aside
 from dlrover_hooks.integrations._lightning_signals import take_over
 from dlrover_hooks.integrations._lightning_together import combine, marked
 from dlrover_hooks.integrations._lightning_units import Units, begin_epoch_again, draw_before
@@ -272,6 +272,7 @@ class ElasticCallback(Callback):
             if self._restored.state["stopped"] == private.limits(trainer):
                 private.stop(trainer)
         private.load_pending_loader_states(trainer)
+        check_length(trainer, self._loaders)
         combine(trainer, self._loaders)
         if self._units is not None and not self._units.scheduled:
             private.count_batches_anew(trainer, trainer.accumulate_grad_batches)

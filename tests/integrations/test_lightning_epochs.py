@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.integrations.lightning import ElasticCallback
@@ -97,6 +97,37 @@ def test_the_learning_rate_finder_takes_no_data_from_the_run(job: str) -> None:
     finder = LearningRateFinder(num_training_steps=7, early_stop_threshold=None)
     fit(model, ElasticCallback(job=job, save_every=1), callbacks=(finder, Begin()))
     assert exactly_once(model.seen)
+
+
+def test_a_trial_of_the_tuner_is_no_training(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls `fit`: under a launcher the job was finished by that, and the fit behind it failed."""
+    from lightning.pytorch.tuner import Tuner
+
+    from dlrover_hooks.integrations import _lightning_again as again
+
+    class Tunable(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.1
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch[0]).square().mean()
+
+    ran: list[Trainer] = []
+    monkeypatch.setattr(Trainer, "fit", Trainer.fit)
+    again._wrap_fit()  # as under a launcher
+    monkeypatch.setattr(again.Fits, "run", lambda self, trainer, fit: (ran.append(trainer), fit()))
+    elastic, model = ElasticCallback(job=job, save_every=1), Tunable()
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[elastic],
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.randn(8, 3)), 2, shuffle=True)
+    Tuner(trainer).lr_find(model, loader, num_training=3, early_stop_threshold=None)
+    assert ran == []
+    trainer.fit(model, loader)
+    assert ran == [trainer]
+    assert trainer.global_step == 4
 
 
 def test_an_epoch_cut_short_is_not_gone_back_to(job: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -159,3 +160,31 @@ def test_the_short_step_of_the_second_loader_has_its_weights(job: str, live_mast
     two = spawn(2, [plan("two", job, given, [None])], live_master, ["lightning"])
     assert sorted(tuple(seen) for life in two for seen in life["seen"]) == sorted(map(tuple, one["seen"]))
     assert max(abs(a - b) for a, b in zip(two[0]["weights"], one["weights"], strict=True)) < 1e-12
+
+
+class Endless:
+    """Without a length, as streams are."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+@pytest.mark.parametrize(("mode", "fine"), [("min_size", True), ("max_size", False)])
+def test_a_loader_without_a_length_that_ends_the_epoch_is_refused(job: str, mode: Any, fine: bool) -> None:
+    """Lightning fetches a batch ahead there, and each cut counted it as trained: its samples were lost by a restart."""
+
+    class First(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[:1], batch_idx)
+
+    loaders = CombinedLoader([DataLoader(Numbers(8, False), 2, shuffle=True), Endless()], mode)
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[ElasticCallback(job=job)],
+    )  # fmt: skip
+    refused = (
+        contextlib.nullcontext() if fine else pytest.raises(UsageError, match="a training loader without a length")
+    )
+    with refused:
+        trainer.fit(First(), loaders)
+    assert trainer.global_step == (4 if fine else 0)
