@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -152,7 +152,8 @@ def _wrap_fit() -> None:
 
     @functools.wraps(fit)
     def elastic(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        fits = next((one.fits for one in private.callbacks(self) if isinstance(getattr(one, "fits", None), Fits)), None)
+        kept = (getattr(one, "fits", None) for one in private.callbacks(self))
+        fits = next((one for one in kept if isinstance(one, Fits)), None)
         if fits is None or private.tunes(self):
             return fit(self, *args, **kwargs)
         return fits.run(self, lambda: fit(self, *args, **kwargs))
