@@ -271,6 +271,17 @@ def count_pauses(patch: Patch) -> None:
     patch.setattr(clock.Uptime, "seconds", lambda uptime: uptime._monotonic())
 
 
+def count_from_nothing(patch: Patch) -> None:
+    """While step times are unknown, saves are due at powers of two of the job's steps, not the attempt's."""
+    real = checkpoints.begin
+
+    def begin(saves: Any, *args: Any, **more: Any) -> None:
+        real(saves, *args, **more)
+        saves.cadence = msgspec.structs.replace(saves.cadence, begun_step=0)
+
+    patch.setattr(checkpoints, "begin", begin)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     lease_twice,
     commit_early,
@@ -295,4 +306,5 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     ask_one_for_all,
     promise_in_vain,
     count_pauses,
+    count_from_nothing,
 )

@@ -62,6 +62,8 @@ class Worker:
         self.survivor = Survivor(self, launcher) if world.swarm.recovery is Recovery.WORKER else None
         self.restored: dict[str, Any] = {}
         """The data state that was restored."""
+        self.begun_at = self.longest = 0
+        """The step that the attempt began at, and the longest interval between saves that it heard of."""
         self.process.ends.append(self._died)
 
     def start(self) -> None:
@@ -190,6 +192,7 @@ class Worker:
             post.begin(plan.cadence)
         post.cadence = plan.cadence
         self.parting.begin(self.model.step)
+        self.begun_at, self.longest = self.model.step, 0
         self.fit.rank = chair.rank
         await self.fit.open()
         base = self.fit.base if chair.rank == 0 and isinstance(self.fit, Fit) else None
@@ -308,10 +311,22 @@ class Worker:
         saved = await self.parting.quiet_point()
         if stepped and not saved and save_due(post.cadence, self.model.step):
             await self.save()
+        if stepped:
+            self._check_cadence(post.cadence)
         if stepped and self.survivor is not None:
             self.survivor.quiet_point()
 
     saved_at = -1
+
+    def _check_cadence(self, cadence: p.Cadence) -> None:
+        """Saves are as far apart as the master says; before it knows, as long as the attempt has trained for.
+
+        Whatever step the attempt has begun at.
+        """
+        self.longest = max(self.longest, cadence.every)
+        done, waited = self.model.step - self.begun_at, self.model.step - max(self.saved_at, self.begun_at)
+        late = f"{self.incarnation} began at step {self.begun_at} and has not saved since {waited} steps"
+        self.world.promises.check(waited <= self.longest + done // 2, late)
 
     async def save(self, *, last: bool = False, durable: bool = False) -> bool:
         """See `Session.cut`, `HastySave.make` and `LastSave.make`."""
