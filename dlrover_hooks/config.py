@@ -313,6 +313,17 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdigit() and int(text) else None
 
 
+def gpu() -> str:
+    """The GPU of this process: its index or UUID for the driver; empty: none is visible. One for each local rank, or
+    one for the process alone.
+    """
+    local_rank, visible = int(os.environ.get("LOCAL_RANK") or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    found = [one.strip() for one in visible.split(",")]
+    return found[local_rank] if local_rank < len(found) else found[0]
+
+
 def replace_environment(values: Mapping[str, str]) -> None:
     """This process's environment becomes `values`, as if it had been started with them."""
     os.environ.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 
+from dlrover_hooks import config as settings
 from dlrover_hooks.protocol import Vitals
 
 
@@ -21,12 +22,13 @@ class Sampler:
 
 
 def _gpu_handle() -> object | None:
-    """NVML's handle of the first GPU this process may see; None where there is no driver."""
+    """NVML's handle of this process's GPU; None where there is none, or no driver."""
     import pynvml
 
+    own = settings.gpu()
     try:
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByIndex(0)
+        return pynvml.nvmlDeviceGetHandleByIndex(int(own)) if own.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(own)
     except pynvml.NVMLError:
         return None
 

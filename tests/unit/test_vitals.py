@@ -34,3 +34,23 @@ def test_a_gpu_that_falls_off_the_bus_ends_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lost)
     found = vitals.Sampler().sample()
     assert (found.gpu_percent, found.gpu_memory_bytes) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "own"),
+    [(None, 3, 3), ("4,5,6,7", 2, 6), ("5", 3, 5), ("GPU-a,GPU-b", 1, "GPU-b")],
+)
+def test_the_gpu_is_this_workers(
+    visible: str | None, local_rank: int, own: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first one of the node, whatever the worker's local rank is."""
+    asked: list[int | str] = []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID"):
+        monkeypatch.setattr(pynvml, name, asked.append)
+    vitals.Sampler()
+    assert asked == [own]
