@@ -112,18 +112,28 @@ def command(token_file: str | None, **flags: Any) -> None:
     GET /healthz /readyz /metrics /openapi.json tell how it is and what it answers.
     Exit codes: 0 ended by a signal or its owner, 70 failed within (start it again), 78 something here must be mended.
     """
-    if token_file is not None:
-        with open(token_file, encoding="utf-8") as file:
-            flags["token"] = file.read().strip()
     options = Options(**flags)
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
+        if token_file is not None:
+            options = msgspec.structs.replace(options, token=_token_in(token_file))
         serve(options)
     except HooksError as error:
         click.echo(f"dlrover-hooks master: {error}", err=True)
         sys.exit(USAGE)
+
+
+def _token_in(path: str) -> str:
+    with open(path, "rb") as file:
+        token = file.read().strip()
+    if not token or not token.isascii() or not token.decode().isprintable():
+        raise UsageError(
+            f"the token file {path} {'holds other than printable ASCII' if token else 'is empty'}",
+            hint="write one line of letters and digits into it, such as that of: openssl rand -hex 16",
+        )
+    return token.decode()
 
 
 def serve(options: Options) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -77,6 +79,8 @@ class App:
 
     async def _respond(self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
         self._authorize(request)
+        if self._token is None:
+            _check_browser(request)
         _check_protocol(request)
         message = _from_url(row, request) if row.method == "GET" else _decode(decoder, await self._body(request))
         if row.waits:
@@ -169,7 +173,7 @@ def _from_url(row: Route, request: Request) -> Message:
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Message:
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(error) from error
 
 
@@ -191,6 +195,31 @@ def _check_protocol(request: Request) -> None:
         hint="Install the same minor version of dlrover-hooks for the master and the workers.",
     )
     raise _with_status(error, 406)
+
+
+def _check_browser(request: Request) -> None:
+    """Without a token a page that a browser of this machine shows could speak for its user: by a form, or by a name of
+    its own that leads here.
+    """
+    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in request.headers or not _names_this_machine(host):
+        error = BadRequest(
+            f"A master without a token answers no web page (Origin {request.headers.get('origin', 'none')!r}, "
+            f"Host {host!r}).",
+            hint="Use its IP address or localhost, or give the master a token.",
+        )
+        raise _with_status(error, 403)
+    if request.method == "POST" and kind != "application/json":
+        error = BadRequest(f"The body's type is {kind or 'not given'!r}.", hint="Send Content-Type: application/json.")
+        raise _with_status(error, 415)
+
+
+def _names_this_machine(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return host == "localhost"
 
 
 def _key(request: Request, message: Message) -> Key | None:

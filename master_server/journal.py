@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import sqlite3
@@ -16,11 +17,14 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from dlrover_hooks.errors import JournalFailed, UsageError
+from dlrover_hooks.errors import HooksError, JournalFailed, UsageError
 from dlrover_hooks.master.core import events, jobs
 from dlrover_hooks.master.core.jobs import Master
 
+log = logging.getLogger("dlrover_hooks.master")
 SNAPSHOT_EVERY = 10_000
+FORMAT = 1
+"""Of the tables and records. A release reads its own and older ones."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, state BLOB NOT NULL);
@@ -44,8 +48,13 @@ class Journal:
             if path is not None:
                 self._lock = _locked(self.path)
             self._open(synchronous)
+        except UsageError:
+            self._unlock()
+            raise
         except (sqlite3.Error, OSError) as error:
             self._unlock()
+            if type(error) is sqlite3.DatabaseError:  # of those below it each has another reason
+                raise self._damaged(f"its database: {error}") from error
             raise JournalFailed(
                 f"The journal {self.path} cannot be opened: {error}.",
                 hint="Give --journal a writable file that belongs to this master alone.",
@@ -59,19 +68,51 @@ class Journal:
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if synchronous == 'normal' else 'FULL'}")
         self._db.executescript(_SCHEMA)
         self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (uuid.uuid4().hex,))
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (str(FORMAT),))
+        found = int(self._db.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()[0])
+        if found > FORMAT:
+            self._db.close()
+            raise UsageError(
+                f"The journal {self.path} has format {found}, this release reads formats up to {FORMAT}.",
+                hint="Serve it with the release that wrote it, or give another --journal.",
+            )
         self.owner = str(self._db.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()[0])
 
     def load(self) -> Master:
-        """The state: the snapshot and what happened since."""
-        row = self._db.execute("SELECT seq, state FROM snapshot").fetchone()
-        seq, state = (int(row[0]), jobs.decode(row[1])) if row else (0, Master())
-        count = 0
-        for (record,) in self._db.execute("SELECT record FROM events WHERE seq > ? ORDER BY seq", (seq,)):
-            envelope = events.decode(record)
-            jobs.apply(state, envelope.event, envelope.now, envelope.key)
-            count += 1
+        """The state: the snapshot and what happened since.
+
+        An event that this release refuses, and an older one did not, is passed over: it changes nothing.
+
+        Raises:
+            UsageError: a part is damaged or missing. The file stays as it is.
+        """
+        part, count = "its snapshot", 0
+        try:
+            row = self._db.execute("SELECT seq, state FROM snapshot").fetchone()
+            seq, state = (int(row[0]), jobs.decode(row[1])) if row else (0, Master())
+            for number, record in self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq", (seq,)):
+                seq, part, count = seq + 1, f"event {seq + 1}", count + 1
+                if number != seq:
+                    raise LookupError(f"it is missing, the next one is {number}")
+                self._replay(state, number, record)
+        except Exception as error:  # whatever a damaged part leads to
+            raise self._damaged(f"{part}: {type(error).__name__}: {error}") from error
         self.since_snapshot = count
         return state
+
+    def _replay(self, state: Master, number: int, record: bytes) -> None:
+        try:
+            envelope = events.decode(record)
+            jobs.apply(state, envelope.event, envelope.now, envelope.key)
+        except HooksError as error:
+            log.warning("journal %s: event %d is passed over, this release refuses it: %s", self.path, number, error)
+
+    def _damaged(self, what: str) -> UsageError:
+        return UsageError(
+            f"The journal {self.path} cannot be read: {what}.",
+            hint="The file is left as it is. Put a copy of it back, or give another --journal: jobs that are launched "
+            "again resume from their checkpoints.",
+        )
 
     def append(self, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
         """Make encoded envelopes durable, all or none.

@@ -63,7 +63,7 @@ _KEY: dict[str, Any] = {
     "in": "header",
     "required": False,
     "description": "INCARNATION/CHANNEL/SEQ; sent again, the event is answered as before and not applied twice.",
-    "schema": {"type": "string", "pattern": "^[^/]+/[^/]+/[0-9]+$"},
+    "schema": {"type": "string", "pattern": "^[^/]+/[^/]+/[0-9]{1,15}$"},
 }
 
 

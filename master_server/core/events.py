@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dlrover_hooks.errors import BadRequest
 from dlrover_hooks.protocol import ROUTES, Generation, Message
 
 
@@ -86,6 +87,15 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(data: bytes) -> Envelope:
-    """The envelope from `encode`. Raises msgspec.DecodeError or KeyError for bytes of a newer master."""
+    """The envelope from `encode`.
+
+    Raises:
+        msgspec.DecodeError, KeyError: these are no bytes of ours, or a kind of event that this release does not know.
+        BadRequest: this release wants more of such an event than the one that journaled it.
+    """
     record = msgspec.msgpack.decode(data, type=Record)
-    return Envelope(now=record.now, key=record.key, event=msgspec.msgpack.decode(record.event, type=KINDS[record.kind]))
+    try:
+        event = msgspec.msgpack.decode(record.event, type=KINDS[record.kind])
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{record.kind} is not valid: {error}.") from None
+    return Envelope(now=record.now, key=record.key, event=event)

@@ -74,6 +74,7 @@ def _apply(state: Master, event: Message, now: float, key: Key | None) -> Outcom
 def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
     if not event.job or not event.proposed_run:
         raise BadRequest("A join needs a job name and a proposed run.", hint="Set --job or DLROVER_HOOKS_JOB.")
+    _check_name(event.job)
     job = state.jobs.get(event.job) or Job(name=event.job, run=event.proposed_run, fresh=event.fresh)
     outcome = answers.apply(job, event, now, key)
     state.jobs[event.job] = job
@@ -84,10 +85,19 @@ def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outc
     """A holder without a seat may be the first that a job hears of; its run is then named by the first join."""
     if not event.job:
         raise BadRequest("A ledger needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+    _check_name(event.job)
     job = state.jobs.get(event.job) or Job(name=event.job, run="")
     outcome = answers.apply(job, event, now, key)
     state.jobs[event.job] = job
     return outcome
+
+
+def _check_name(job: str) -> None:
+    """A job is shown at `/v1/jobs/NAME`, its ledgers at `/v1/jobs/NAME/ledgers/...`. Raises BadRequest."""
+    if not job.isprintable() or "/ledgers/" in job:
+        raise BadRequest(
+            f"The job's name {job!r} has a control character or '/ledgers/' in it.", hint="Give --job another name."
+        )
 
 
 def check_attach(state: Master, event: Attach) -> None:

@@ -85,6 +85,8 @@ def _command(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_refusals_of_the_command_line(tmp_path: Path) -> None:
     """Exit 78 and words, no traceback: open address without token, port in use, journal in no folder, bad fd."""
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe" * 1000)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = {
@@ -92,6 +94,9 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
             ("--port", port): port,
             ("--port", "0", "--journal", str(tmp_path / "none" / "x.db")): "journal",
             ("--fd", "99"): "--fd 99",
+            ("--token-file", str(tmp_path / "empty")): "is empty",
+            ("--token-file", str(tmp_path / "binary")): "ASCII",
+            ("--port", "0", "--journal", str(tmp_path / "binary")): "not a database",
         }
         for flags, word in cases.items():
             ended = _command(*flags)

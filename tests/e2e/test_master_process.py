@@ -91,6 +91,8 @@ def _token(master: LiveMaster) -> dict[str, str]:
         ("POST", "/v1/join", b"{", {}, 400, "malformed"),
         ("POST", "/v1/join", b'{"job": 3}', {}, 400, "$.job"),
         ("POST", "/v1/join", b"\xff", {}, 400, "malformed"),
+        ("POST", "/v1/join", b'{"job":' + b"[" * 2000 + b"]" * 2000 + b"}", {}, 400, "malformed"),
+        ("POST", "/v1/join", b'{"x":' + b"[" * 2000 + b"]" * 2000 + b"}", {}, 400, "malformed"),
         ("GET", "/v1/nothing", None, {}, 404, "Not Found"),
         ("GET", "/v1/jobs/nobody", None, {}, 404, "nobody"),
         ("PUT", "/v1/join", b"{}", {}, 405, "Method Not Allowed"),
@@ -151,6 +153,24 @@ def test_headers_without_end_are_refused(live_master: LiveMaster) -> None:
     with socket.create_connection((host, int(port)), timeout=60) as peer:
         peer.sendall(b"GET /v1/jobs HTTP/1.1\r\na: " + b"x" * (65 * 2**10))
         assert peer.recv(12) == b"HTTP/1.1 431"
+
+
+def test_no_web_page_speaks_to_a_master_without_a_token(tmp_path: Path) -> None:
+    """Row 12: neither by a form's POST, nor by a name of its own that leads to this machine."""
+    master = LiveMaster(tmp_path, token=None)
+    try:
+        body = msgspec.json.encode(join())
+        for headers, status in (
+            ({"Content-Type": "text/plain"}, 415),
+            ({"Content-Type": "application/json", "Origin": "http://evil.example"}, 403),
+            ({"Content-Type": "application/json", "Host": "evil.example:8780"}, 403),
+            ({"Content-Type": "application/json", "Host": "localhost:8780"}, 200),
+        ):
+            answer = requests.post(master.url + "/v1/join", data=body, headers=headers, timeout=60)
+            assert answer.status_code == status, headers
+        assert requests.get(master.url + "/v1/jobs", timeout=60).json() == {"jobs": ["job"]}
+    finally:
+        master.close()
 
 
 def test_wrong_token_unknown_job_stale_incarnation(live_master: LiveMaster) -> None:
