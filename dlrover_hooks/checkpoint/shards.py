@@ -42,8 +42,8 @@ class Shards:
         """By seat."""
         self._wills: dict[_LastWill, Callable[[Manifest | Exception], None]] = {}
         """Those that wait or are under way, and who is to hear how they went."""
-        self._files: dict[Generation, dict[int, ShardFile]] = {}
-        """By rank; of the newest generations only."""
+        self._files: dict[tuple[Generation, int], dict[int, ShardFile]] = {}
+        """By generation and world size, then by rank; of the newest only. A lone image is of a world of one."""
 
     @property
     def pending(self) -> int:
@@ -63,7 +63,7 @@ class Shards:
         seat = hello.seat
         if (seat, order.generation) in self._under_way:
             return
-        if (file := self._files.get(order.generation, {}).get(order.rank)) is not None:
+        if (file := self._files.get((order.generation, order.world_size), {}).get(order.rank)) is not None:
             self._tell(seat, wire.Persisted(generation=order.generation, file=file))
             return
         self._under_way.add((seat, order.generation))
@@ -77,7 +77,7 @@ class Shards:
                 patience=self._patience,
                 report=lambda attempt: self._report(found, seat, attempt),
             ),
-            lambda file: self._persisted(seat, order.generation, file, time.monotonic() - began),
+            lambda file: self._persisted(seat, order, file, time.monotonic() - began),
         )
 
     def _report(self, found: Found, seat: int, attempt: Attempt) -> None:
@@ -87,20 +87,21 @@ class Shards:
         so_far = wire.Storing(generation=slot.generation, done_bytes=done, nbytes=slot.image_bytes, seconds=seconds)
         self._post(lambda: self._tell(seat, so_far))
 
-    def _persisted(self, seat: int, generation: Generation, file: ShardFile | Exception, seconds: float) -> None:
+    def _persisted(self, seat: int, order: wire.Persist, file: ShardFile | Exception, seconds: float) -> None:
+        generation = order.generation
         self._under_way.discard((seat, generation))
         if isinstance(file, Exception):
             said = (file.message, file.hint) if isinstance(file, HooksError) else (reason(file), "")
             self._tell(seat, wire.PersistFailed(generation=generation, reason=said[0], hint=said[1]))
             return
-        self._files.setdefault(generation, {})[file.rank] = file
+        self._files.setdefault((generation, order.world_size), {})[file.rank] = file
         while len(self._files) > SLOTS:
             self._files.pop(next(iter(self._files)))
         self._tell(seat, wire.Persisted(generation=generation, file=file, seconds=seconds))
 
     def forget(self, run: str) -> None:
         """`run` starts anew: the files of others are of no use to it."""
-        self._files = {generation: files for generation, files in self._files.items() if generation.run == run}
+        self._files = {key: files for key, files in self._files.items() if key[0].run == run}
 
     def last_will(
         self,
@@ -117,7 +118,7 @@ class Shards:
         """
         url, options, keep, job = saving.save_to, saving.storage_options, saving.keep, saving.job
         assert url is not None
-        known = self._files.get(generation, {})
+        known = self._files.get((generation, len(ranks)), {})
         will = _LastWill(generation, {found.proof.slot.rank: found.segment.seat for found in ranks})
         self._wills[will] = then
 

@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from dlrover_hooks.checkpoint.address import Plate, address, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
+from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.space import free_memory
 from dlrover_hooks.errors import KeeperAway, Stale, StorageFailed, UsageError
-from dlrover_hooks.protocol import Generation, Manifest
+from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import faulty_store
 from tests.images import read_back
 
@@ -385,3 +387,26 @@ def test_a_long_write_is_heard_of_in_rank_0s_log(
         rank.trainer.close(finished=True)
     assert re.search(r"step 1: \S+ KB of \S+ KB written in", caplog.text)
     assert re.search(r"step 1 is written: \S+ KB in", caplog.text)
+
+
+def test_a_file_of_a_larger_world_gets_into_no_lone_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same generation may be saved again as a lone image, which has another file."""
+    posts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    shards, generation, known = Shards(posts.put, lambda *_: None), Generation(0, 1, RUN), list[Any]()
+    file = ShardFile("shard", 0, 1, 1, ("0",))
+
+    def will(*_: Any, **given: Any) -> Manifest:
+        known.append(dict(given["known"]))
+        return Manifest("job", generation, 1, (file,), 0.0)
+
+    monkeypatch.setattr(durable, "persist", lambda *_, **__: file)
+    monkeypatch.setattr(durable, "last_will", will)
+    found: Any = SimpleNamespace(proof=SimpleNamespace(slot=SimpleNamespace(rank=0)), segment=SimpleNamespace(seat=0))
+    hello = wire.Hello(seat=0, job="job", save_to="somewhere")
+    order = wire.Persist(generation=generation, rank=0, world_size=2, url="somewhere")
+    shards.persist(found, hello, order)
+    posts.get(timeout=WAIT_S)()
+    for ranks in ([found], [found, found]):
+        shards.last_will(ranks, generation, hello, lambda _: None, wanted=lambda: True)
+        posts.get(timeout=WAIT_S)()
+    assert known == [{}, {0: file}]
