@@ -118,7 +118,7 @@ def _draw(rows: list[dict[str, Any]]) -> None:
             _age(time.time() - row["created_at"]) if known else "",
             f"{row['state']}, latest" if row["latest"] else row["state"],
         )
-    Console().print(table)
+    Console(markup=False).print(table)  # a job's name may look like markup
     for row in rows:
         if not row["whole"]:
             click.echo(f"{row['folder']}: {row['fault']}")

@@ -33,8 +33,9 @@ class Aside:
         """Run `job`, which stores its own errors, once the one before is over."""
         self.wait()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dlrover-hooks-copy", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="dlrover-hooks-copy", daemon=True)
+            thread.start()
+            self._thread = thread
         self._idle.clear()
         self._jobs.put(job)
 

@@ -234,7 +234,7 @@ class Checkpointer:
                 return Saved(shot.generation, time.perf_counter() - began)
             except Changed:
                 shot = self._shot(step, tree, on_unsupported)  # looks at everything, now that something has changed
-            except (HooksError, OSError) as error:
+            except (HooksError, OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
                 return self._skip(error)
 
     def save_lone(self, step: int, tree: Mapping[str, Any], within_s: float) -> bool:

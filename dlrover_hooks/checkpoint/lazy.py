@@ -205,8 +205,9 @@ class LazyWriter(Writer):
             if (index := rest.changed()) is not None:
                 self._refuse(shot, shot.recipe.name(rest.split.later[index]))
             self._publish(target, rest.left)
-        except (HooksError, OSError) as error:
-            self._dropped(error if isinstance(error, HooksError) else CheckpointError(f"not published: {error}"))
+        except Exception as error:  # a failed copy costs this save, never the run
+            reason = f"{shot.generation} was not saved: {type(error).__name__}: {error}"
+            self._dropped(error if isinstance(error, HooksError) else CheckpointError(reason))
 
     def _refuse(self, shot: Shot, name: str) -> None:
         reason = f"{name} was changed outside of an optimizer's step while it was copied"

@@ -215,3 +215,13 @@ def test_looking_loads_no_framework(tree: str) -> None:
         f"[CliRunner().invoke(ckpt, [verb, {tree!r}]) for verb in ('ls', 'verify')]; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_ls_shows_a_job_whose_name_looks_like_markup(tmp_path: Path) -> None:
+    url = str(tmp_path / "ck")
+    storage.write_shard(url, None, Generation(0, 1, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="exp[/2]")
+    file = storage.write_shard(url, None, Generation(0, 1, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="exp[/2]")
+    storage.commit(url, None, Manifest("exp[/2]", Generation(0, 1, RUN), 1, (file,), 1.0), 2)
+    done = called("ls", url)
+    assert done.exit_code == 0, done.output
+    assert "exp[/2]" in done.stdout

@@ -19,11 +19,13 @@ import pytest
 from dlrover_hooks.checkpoint import durable, progress, storage, wire
 from dlrover_hooks.checkpoint.address import Plate, address, lock
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.lazy import LazyWriter
+from dlrover_hooks.checkpoint.mode import EAGER, Mode
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
 from dlrover_hooks.checkpoint.shards import Shards
 from dlrover_hooks.checkpoint.space import free_memory
-from dlrover_hooks.errors import KeeperAway, Stale, StorageFailed, UsageError
+from dlrover_hooks.errors import HooksError, KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import faulty_store
 from tests.images import read_back
@@ -410,3 +412,25 @@ def test_a_file_of_a_larger_world_gets_into_no_lone_manifest(monkeypatch: pytest
         shards.last_will(ranks, generation, hello, lambda _: None, wanted=lambda: True)
         posts.get(timeout=WAIT_S)()
     assert known == [{}, {0: file}]
+
+
+def test_a_copy_that_fails_costs_a_save_not_the_run(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "can't start new thread" where the number of processes is limited; behind the step, whatever is raised there."""
+    rank = Rank(0, world=1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.trainer, "_write", fail)
+        assert rank.save(1) is None
+    assert "can't start new thread" in str(rank.trainer.error)
+    assert rank.save(2) is not None
+    rank.trainer.close(finished=True)
+    dropped = list[HooksError]()
+    writer, shot = LazyWriter(Mode(EAGER), dropped.append, tuple), SimpleNamespace(generation=Generation(0, 3, RUN))
+    monkeypatch.setattr(writer, "_thawed", fail)
+    nothing: Any = SimpleNamespace(left=None)
+    writer._finish(shot, nothing, nothing)  # pyright: ignore[reportArgumentType]
+    assert "was not saved: RuntimeError: can't start new thread" in str(dropped[0])
+    writer.close()
