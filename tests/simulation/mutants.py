@@ -267,8 +267,9 @@ def promise_in_vain(patch: Patch) -> None:
 
 
 def count_pauses(patch: Patch) -> None:
-    """Leases go on while the master is stopped, or waits for its journal."""
+    """Leases, short ones, go on while the master is stopped, or waits for its journal."""
     patch.setattr(clock.Uptime, "seconds", lambda uptime: uptime._monotonic())
+    patch.setattr(nodes, "lease_of", lambda known, pulse: known.lease_s)
 
 
 def count_from_nothing(patch: Patch) -> None:
