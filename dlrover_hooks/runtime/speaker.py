@@ -183,9 +183,8 @@ class Speaker:
         Raises MasterAway.
         """
         began, away_s = time.monotonic(), self._options.master_away_s
-        deadline = began + patience_s
-        if not launch:
-            deadline = min(deadline, (self._away_since() or began) + away_s)
+        given_up = (self._away_since() or began) + away_s
+        deadline = began + patience_s if launch else min(began + patience_s, given_up)
         while True:
             self._look()
             try:
@@ -193,6 +192,6 @@ class Speaker:
             except MasterAway as away:
                 if time.monotonic() <= deadline:
                     continue
-                if launch or time.monotonic() < (self._away_since() or began) + away_s:
+                if launch or deadline < given_up:
                     raise
                 raise deserted(self._client.url, self._station.job, away_s) from away

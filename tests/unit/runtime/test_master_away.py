@@ -54,6 +54,15 @@ def test_a_master_that_stays_away_is_given_up_by_its_option(monkeypatch: pytest.
     assert 130.0 <= client.now < 131.0
 
 
+def test_a_watch_that_misses_the_master_later_changes_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries to connect again and again: its word on when the absence began is that of the moment."""
+    client: Any = Stopped(monkeypatch, back_at=1000.0)
+    options, away = Options(command=("true",), master_away_s=30.0), iter([None])
+    speaks = Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: next(away, client.now))
+    with pytest.raises(MasterAway, match=r"has not answered for 30 s \(--master-away\)"):
+        speaks.await_view()
+
+
 def test_another_deadline_is_not_called_master_away(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     assert speaks(Stopped(monkeypatch, back_at=1000.0)).view() is None
     assert "--master-away" not in caplog.text
