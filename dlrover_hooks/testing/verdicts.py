@@ -87,6 +87,8 @@ def data(evidence: Evidence) -> Verdict:
             if row.data != theirs:
                 found = f"step {step}, rank {rank}: {_other_place(row.data, theirs)}"
                 hint = "iterate the elastic loader itself, and step the optimizer only where loader.step_ends"
+                if _fetches_ahead(calm):
+                    hint = "the loop requests the next batch before optimizer.step(): request it behind (docs/loops.md)"
                 return Verdict(DATA, False, found, hint, step, rank)
     return _ends(evidence, max(calm, default=0), max(hit, default=0))
 
@@ -98,6 +100,12 @@ def _leased(evidence: Evidence) -> bool:
 def _unseen(calm: Mapping[int, object]) -> int | None:
     """The first step that had no quiet point."""
     return next((step for step in range(1, max(calm, default=0)) if step not in calm), None)
+
+
+def _fetches_ahead(calm: Mapping[int, Mapping[int, Row]]) -> bool:
+    """Did a dataset stand two global batches on when the first step was over?"""
+    states = [state for row in calm.get(1, {}).values() for state in row.data.values()]
+    return any(isinstance(one, dict) and "G" in one and one.get("cursor") == 2 * one["G"] for one in states)
 
 
 def _ends(evidence: Evidence, calm: int, hit: int) -> Verdict:

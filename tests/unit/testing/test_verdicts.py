@@ -63,6 +63,22 @@ def test_a_good_script_keeps_all() -> None:
     assert texts[SAME] == "parameters bit-equal after each of 20 steps, on every rank"
 
 
+def test_a_loop_that_fetches_ahead_of_the_optimizer_is_named() -> None:
+    """Each step marks one batch too many; a restart adds another one."""
+    calm, hit = evidence().calm, evidence().hit
+    for one in (*calm.lives, *hit.lives):
+        ahead = one.head.attempt
+        one.rows = [
+            msgspec.structs.replace(
+                row, data={"train": {"cursor": 10 * (row.step + ahead) if row.step else 0, "G": 10}}
+            )
+            for row in one.rows
+        ]
+    verdict = broken(judge(evidence(calm=calm, hit=hit)))[DATA]
+    assert "cursor 130 instead of 120" in verdict.found
+    assert "before optimizer.step()" in verdict.hint
+
+
 def test_the_next_step_is_that_of_the_rank_that_was_struck() -> None:
     """Another rank may end the step under way, before it hears of the fault."""
     hit = run(life(1, 0, 13), life(1, 0, 12, rank=1), *both_ranks(2, 11, 20, at=100.0))
