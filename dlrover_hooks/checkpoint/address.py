@@ -33,6 +33,11 @@ class Address(NamedTuple):
     socket: str
     lock: str
 
+    @property
+    def log(self) -> str:
+        """Of a keeper that a worker started itself."""
+        return self.lock.removesuffix(".lock") + ".log"
+
 
 def address(job: str, node: str) -> Address:
     """The name is a hash of (job, node): any text will do as either."""

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until the end; 0 also if another keeper of (job, node) is there already."""
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s keeper {options.node} job={options.job} %(message)s")
+    failures = _Failures()
+    logging.getLogger().addHandler(failures)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.life_fd is not None:
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keeper.run()
     finally:
         plate.remove()
-        for path in options.remove:
+        spent = [options.log] if options.log is not None and not failures.seen and sys.exc_info()[0] is None else []
+        for path in (*options.remove, *spent):
             with contextlib.suppress(OSError):
                 os.unlink(path)
     logging.shutdown()
@@ -62,7 +65,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grace-s", type=float, default=GRACE_S, help="time for the last generation to become durable")
     parser.add_argument("--detach", action="store_true", help="return as soon as trainers may connect")
     parser.add_argument("--remove", action="append", default=[], help="at the end, a temporary file of the launcher's")
+    parser.add_argument("--log", help="where standard error goes; removed at the end if no error is in it")
     return parser.parse_args(arguments)
+
+
+class _Failures(logging.Handler):
+    """Notices whether an error was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen = True
 
 
 def _take(place: Address, life_fd: int | None, grace_s: float) -> int | None:

@@ -231,15 +231,17 @@ def _start(job: str, node: str, linger_s: float, until: float) -> None:
 def _spawned(job: str, node: str, linger_s: float) -> subprocess.Popen[bytes]:
     """A process that ends as soon as its keeper, detached from it, listens."""
     command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--detach"]
-    command += ["--job", job, "--node", node, "--linger-s", str(linger_s)]
+    log = address(job, node).log
+    command += ["--job", job, "--node", node, "--linger-s", str(linger_s), "--log", log]
     environment = worker_environment()
     if not _ROOT.endswith("-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env=environment,
-    )
+    with open(log, "ab") as file:  # it outlives the worker, and with it the worker's own standard error
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            start_new_session=True,
+            env=environment,
+        )

@@ -13,16 +13,18 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 
 from dlrover_hooks import config
-from dlrover_hooks.checkpoint import stock, storage, wire
+from dlrover_hooks.checkpoint import link, stock, storage, wire
 from dlrover_hooks.checkpoint.address import address, welcome
 from dlrover_hooks.checkpoint.arena import PAGE, Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Restore, Secret, Source
+from tests import keepers
 from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, segment, state, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -405,11 +407,32 @@ def test_what_storage_holds_is_read_while_the_keeper_starts(kept: Kept) -> None:
 
 def test_a_descriptor_that_comes_too_late_is_closed(kept: Kept) -> None:
     kept.keeper()
-    link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
+    line = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
     late: queue.SimpleQueue[Any] = queue.SimpleQueue()
     read, write = os.pipe()
     late.put((wire.Done(ref=7), write))  # between the end of the wait and its being given up
-    link._give_up(7, late)
+    line._give_up(7, late)
     assert os.read(read, 1) == b""
     os.close(read)
-    link.close()
+    line.close()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_keeper_that_a_worker_started_leaves_its_log_if_it_failed(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A last save that failed while no worker lived would leave no trace else."""
+    monkeypatch.setattr(link, "_spawned", keepers._start)
+    save_to = tmp_path / "saved"
+    trainer = kept.trainer(start_keeper=True, linger_s=0.0, save_to=str(save_to))
+    trainer.take_seat()
+    if fails:
+        save_to.write_text("a file, where a folder should be")
+    keeper, at = psutil.Process(kept.keeper_pid()), address("job", "node")
+    assert trainer.save(1, state(1)) is not None
+    kept.notice(wire.Hashed)
+    trainer.complete(Generation(0, 1, RUN))
+    trainer.close()
+    keeper.wait(WAIT_S)
+    log = Path(at.log)
+    assert ("was not made durable" in log.read_text()) if fails else not log.exists()
