@@ -72,10 +72,10 @@ def digests(checkpoints: AsyncCheckpointer) -> dict[str, str]:
     """Of each tensor of the state, gathered. A collective where the model is sharded."""
     state = checkpoints._whole.save()
     tensors = {f"model.{name}": value for name, value in state["model"].items()}
-    optimizers = [state["optimizer"], *(one.state_dict() for one in checkpoints._extra[:1])]
+    optimizers = [state["optimizer"], *(one.state_dict() for one in checkpoints._extra.parts[:1])]
     for name, moments in (item for one in optimizers for item in one["state"].items()):
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
-    for one in checkpoints._extra[1:]:
+    for one in checkpoints._extra.parts[1:]:
         tensors |= {f"average.{name}": value for name, value in one.state_dict().items()}
     return {name: digest(whole(tensor)) for name, tensor in tensors.items()}
 
