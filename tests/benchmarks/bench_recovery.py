@@ -37,6 +37,7 @@ BARS = {
     "default_lightning_next_step_s": 1.5,
     "survivor_next_step_s": 0.8,
     "survivor_next_step_max_s": 2.0,
+    "survivor_next_step_w8_s": 2.0,
     "survivor_next_step_w16_s": 2.0,
     "standby_full_world_s": 2.5,
     "hang_next_step_s": 4.0,
