@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dlrover_hooks.errors import Corrupt
+
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
     """What `capture` returned, as bytes: 10 KB. None: it was not loaded."""
@@ -67,6 +69,22 @@ def restore(state: dict[str, Any]) -> None:
             torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
+
+
+def check(state: Any) -> None:
+    """Try `state` on generators of no use, so that `restore` does not fail with it.
+
+    Raises:
+        Corrupt: it is not what `capture` returned.
+    """
+    try:
+        random.Random().setstate(state["python"])
+        if "numpy" in state and isinstance(state["numpy"], tuple) and (numpy := sys.modules.get("numpy")):
+            numpy.random.RandomState().set_state(state["numpy"])
+        if "torch" in state and (torch := sys.modules.get("torch")):
+            torch.Generator().set_state(state["torch"])
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise Corrupt(f"the saved random state cannot be used: {type(error).__name__}: {error}") from error
 
 
 def pack(state: dict[str, Any]) -> Packed:

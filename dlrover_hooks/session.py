@@ -124,7 +124,8 @@ class Session:
         """Wait for all workers, load what the master chose, and begin. None: a fresh start.
 
         `fitting` gives the adapter's own tensors; they are written once all ranks have verified what they need.
-        `check` raises UsageError for a state that is not the adapter's, before anybody says that it resumes.
+        `check` raises UsageError for a state that is not the adapter's, Corrupt for one that no adapter saves, before
+        anybody says that it resumes.
 
         Raises:
             NoCheckpoint: `resume="require"` and nothing whole was found.
@@ -334,11 +335,12 @@ class Session:
             found = self._engine.load(choice, fitting)
             check(found.tree["state"])
             cuts = {} if choice.weights else united(found.leases)
+            restored = stock.restored(choice, found)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, error.message, {}, None
         else:
-            self._restored = stock.restored(choice, found)
+            self._restored = restored
             # before anybody trains, and writes over what the dead have noted
             self.found = standing.noted(self._restored, self.place, self._engine, self.membership)
             ok, reason = True, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from lightning.pytorch import Trainer
 
 from dlrover_hooks.integrations import _lightning_names as names
@@ -11,6 +12,8 @@ from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import plain
 from dlrover_hooks.integrations.ddp import BucketOrder
+from dlrover_hooks.integrations.whole import OptimizerForm
+from dlrover_hooks.shape import require
 
 _OF_STEPS = ("state_dict", "optimizer_states")
 """What only an optimizer's step changes; buffers aside, which `SmallSet` keeps."""
@@ -33,6 +36,31 @@ def cut(
         "saved_at": names.saved_at(trainer),
         "stopped": private.limits(trainer) if trainer.should_stop else None,
     }
+
+
+class _TrainerForm(msgspec.Struct):
+    """Of the `Trainer`'s own checkpoint what is used here, or by Lightning without a question."""
+
+    state_dict: dict[str, Any]
+    optimizer_states: list[OptimizerForm]
+    loops: dict[str, Any]
+    global_step: int
+
+
+class _CutForm(msgspec.Struct):
+    """What `cut` gives; an older version left some of it out."""
+
+    lightning: _TrainerForm
+    bucket_order: list[str]
+    stopped: list[int | None] | None
+    optimizer_classes: list[str] | None = None
+    saved_at: dict[str, int] = {}
+
+
+def check_state(state: Any) -> None:
+    """Raises UsageError for what another adapter has saved, Corrupt for what none would."""
+    private.own(state)
+    require(state, _CutForm, "the state")
 
 
 def beside_steps(trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None) -> dict[str, Any]:

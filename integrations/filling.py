@@ -18,6 +18,7 @@ from dlrover_hooks.checkpoint import snapshot
 from dlrover_hooks.checkpoint.images import Images, Piece, Stored, need_all
 from dlrover_hooks.checkpoint.restoring import Opening
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.shape import require
 
 log = logging.getLogger("dlrover_hooks")
 SHOWN = 5
@@ -182,7 +183,13 @@ def left_alone(strategy: str, framework: str, on_error: str) -> str:
 
 
 def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:
-    """`state[key]`, which `adapter` keeps there. Raises UsageError if another adapter has saved this state."""
+    """`state[key]`, which `adapter` keeps there.
+
+    Raises:
+        UsageError: another adapter has saved this state.
+        Corrupt: it is the state of none.
+    """
+    require(state, dict[str, Any], "the state")
     if key not in state:
         raise UsageError(
             f"the checkpoint was not saved by {adapter}: it holds {listed(sorted(state))}",

@@ -29,7 +29,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_again import Fits
-from dlrover_hooks.integrations._lightning_cut import beside_steps, cut, validating
+from dlrover_hooks.integrations._lightning_cut import beside_steps, check_state, cut, validating
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, check_length, other_strategy, stand_aside
 from dlrover_hooks.integrations._lightning_signals import take_over
@@ -155,7 +155,7 @@ class ElasticCallback(Callback):
         self.fits.begin(trainer, pl_module, self.session)
         try:
             self.session.join()
-            self._restored = self.session.restore_plan(check=private.own)
+            self._restored = self.session.restore_plan(check=check_state)
             self.fits.check(trainer, self.session, self._restored)
         except BaseException:
             if self.session.membership is None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,8 +32,9 @@ from dlrover_hooks.integrations.loaders import is_training as is_training
 from dlrover_hooks.integrations.loaders import keeps_own_state as keeps_own_state
 from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.integrations.torch import keep_buckets
-from dlrover_hooks.integrations.whole import exact_optimizer_states, refuse_other_class
+from dlrover_hooks.integrations.whole import OptimizerForm, exact_optimizer_states, refuse_other_class
 from dlrover_hooks.session import Preempted, Restored, Session
+from dlrover_hooks.shape import require
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -145,7 +147,7 @@ class Loop:
         self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
         try:
             self.session.join()
-            self.restored: Restored | None = self.session.restore_plan(check=_own)
+            self.restored: Restored | None = self.session.restore_plan(check=_check_state)
         except BaseException:
             if self.session.membership is None:
                 self.close(p.Departure.FAILED)
@@ -416,5 +418,19 @@ def _refuse_evaluation(loader: ElasticLoader) -> None:
         )
 
 
-def _own(state: dict[str, Any]) -> Any:
-    return own_state(state, "parts", "Accelerate or Fabric")
+class _LoopForm(msgspec.Struct):
+    """What `Loop.state` gives; an older version left some of it out."""
+
+    step: p.Step
+    parts: dict[str, list[Any]]
+    first_world: p.World = 1
+    optimizer_classes: list[str] = []
+    bucket_orders: list[list[str]] = []
+    epoch: p.Step = 0
+    epoch_over: bool = False
+
+
+def _check_state(state: Any) -> None:
+    own_state(state, "parts", "Accelerate or Fabric")
+    require(state, _LoopForm, "the state")
+    require(state["parts"].get("optimizer", []), list[OptimizerForm], "the state of the optimizers")

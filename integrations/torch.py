@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,16 +31,29 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, leader
 from dlrover_hooks.integrations.extras import Extras, Stateful
-from dlrover_hooks.integrations.filling import Filling, is_sharded, refuse
+from dlrover_hooks.integrations.filling import Filling, is_sharded, own_state, refuse
 from dlrover_hooks.integrations.loaders import keeps_own_state
 from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.integrations.whole import NamedOptimizer, WholeState, bare
 from dlrover_hooks.session import Preempted, Restored, Session
+from dlrover_hooks.shape import require
 
 log = logging.getLogger("dlrover_hooks")
 
 
 Loader = ElasticLoader | EvenLoader | LeasedLoader
+
+
+class _CheckpointForm(msgspec.Struct):
+    """What `AsyncCheckpointer._state` gives; an older version left some of it out."""
+
+    step: p.Step
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    extra: list[Any]
+    bucket_order: list[str]
+    extra_names: list[str] | None = None
+    own: list[Any] = []
 
 
 class AsyncCheckpointer:
@@ -246,6 +260,8 @@ class AsyncCheckpointer:
     def _fit(self, opening: Opening) -> Filling:
         if opening.weights_only:
             return Filling(opening, self._whole.targets(opening.state, weights_only=True))
+        own_state(opening.state, "model", "AsyncCheckpointer")
+        require(opening.state, _CheckpointForm, "the state")
         targets = self._whole.targets(opening.state)
         places = self._extra.places(opening.state)
         if (there := len(opening.state.get("own", []))) != len(self._own):

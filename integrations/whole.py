@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from dlrover_hooks.checkpoint.images import Stored
 from dlrover_hooks.checkpoint.snapshot import dtype_of
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.filling import is_sharded, listed, own_state, refuse
+from dlrover_hooks.shape import require
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _OTHER_MODEL = "give the model and the optimizer the same parameters as before, or start anew (resume='never')"
@@ -38,6 +40,24 @@ def bare(model: nn.Module) -> nn.Module:
             hint="shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     return model
+
+
+class OptimizerForm(msgspec.Struct):
+    """Of the state of a `torch.optim.Optimizer` what is relied on here."""
+
+    state: dict[Any, Any]
+    param_groups: list[dict[str, Any]]
+
+
+class _GroupForm(msgspec.Struct):
+    params: list[str]
+
+
+class _NamedForm(msgspec.Struct):
+    """What `NamedOptimizer.state_dict` gives."""
+
+    state: dict[Any, Any]
+    param_groups: list[_GroupForm]
 
 
 class WholeState:
@@ -64,7 +84,9 @@ class WholeState:
         Raises:
             UsageError: keys, or parameters of the optimizer, are not those that were saved.
         """
-        found = self._model_targets(own_state(saved, "model", "AsyncCheckpointer"))
+        model = own_state(saved, "model", "AsyncCheckpointer")
+        require(model, dict[str, Any], "the state of the model")
+        found = self._model_targets(model)
         return found if weights_only else found | self._optimizer.targets(saved["optimizer"])
 
     def _named(self) -> dict[str, Any]:
@@ -132,6 +154,7 @@ class NamedOptimizer:
         """See `WholeState.targets`."""
         if not isinstance(saved, Mapping) or "param_groups" not in saved:
             refuse(["here is an optimizer where the checkpoint has something else"], "give the parts in the same order")
+        require(saved, _NamedForm, "the state of an optimizer")
         refuse_other_class(self._optimizer, saved, saved.get("class"))
         live, groups = self._names(), saved["param_groups"]
         _same_keys([name for group in groups for name in group["params"]], live, "optimizer.")
@@ -140,7 +163,8 @@ class NamedOptimizer:
         found: dict[str, torch.Tensor] = {}
         wrong: list[str] = []
         for name, parameter in zip(live, self._parameters(), strict=True):
-            for stored in _tensors(saved["state"].get(name, {})):
+            require(of_one := saved["state"].get(name, {}), dict[Any, Any], f"the optimizer's state of {name}")
+            for stored in _tensors(of_one):
                 if stored.shape == tuple(parameter.shape) and (is_sharded(parameter) or stored.sharded):
                     found[stored.name] = _like(parameter, stored)
                 elif stored.sharded:

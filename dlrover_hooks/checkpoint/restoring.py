@@ -132,6 +132,8 @@ class Restorer:
         index = images.index()
         if fitting is None and any(stored.sharded for stored in index.values()):
             index = images.everything()
+        if "state" not in skeletons:
+            raise Corrupt(f"{restore.generation}: the image of rank {first} has no state, only {sorted(skeletons)}")
         opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier, restore.weights)
         fit = fitting(opening) if fitting is not None else None
         given = dict(fit.tensors) if fit is not None else {}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dlrover_hooks import rng
 from dlrover_hooks.checkpoint import catalog, storage
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.neighbours import Locate, host_towards
@@ -38,6 +39,7 @@ from dlrover_hooks.protocol import (
     Secret,
     Source,
 )
+from dlrover_hooks.shape import require
 
 _T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
@@ -58,12 +60,33 @@ class Restored(msgspec.Struct, frozen=True):
     """Of `state` only the model's weights are to be taken: everything else begins anew."""
 
 
+class _RankForm(msgspec.Struct):
+    """The `rank` part of a tree that `Session.cut` gave."""
+
+    rng: dict[str, Any]
+
+
+class _TreeForm(msgspec.Struct):
+    """Of such a tree the parts that every rank has."""
+
+    data: dict[str, dict[str, Any]]
+
+
 def restored(choice: Restore, found: Opened) -> Restored:
-    """What `found`, once it is filled, brings of `choice`."""
+    """What `found`, once it is filled, brings of `choice`.
+
+    Raises:
+        Corrupt: it is no tree of a session.
+    """
     if choice.weights:
         return Restored(choice.generation, choice.source, found.tree["state"], {}, {}, None, weights_only=True)
     tree, leases = found.tree, {name: state for part in found.leases for name, state in part.items()}
-    own_rng = tree["rank"]["rng"] if found.same_world else None
+    require(tree, _TreeForm, f"{choice.generation}")
+    own_rng = None
+    if found.same_world:
+        require(tree.get("rank"), _RankForm, f"{choice.generation}, the part of this rank")
+        own_rng = tree["rank"]["rng"]
+        rng.check(own_rng)
     return Restored(choice.generation, choice.source, tree["state"], tree["data"], leases, own_rng)
 
 

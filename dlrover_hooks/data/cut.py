@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from dlrover_hooks.errors import Corrupt
+from dlrover_hooks.protocol import Step
 from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.shape import require
 
 
 class Source(Protocol):
@@ -26,6 +30,14 @@ class Leased(Source, Protocol):
     """A dataset that the master lends out; see `dlrover_hooks.data.leased`."""
 
     def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
+
+
+class _LeaseForm(msgspec.Struct):
+    """What a leased dataset's `state_dict` has for `united`: encoded ranges by partition."""
+
+    own: dict[str, str]
+    base: dict[str, str] = {}
+    epoch: Step = 0
 
 
 class Cut:
@@ -62,6 +74,8 @@ def united(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     Raises:
         Corrupt: a part is no encoding of ranges, or two say that they trained the same positions.
     """
+    parts = list(parts)
+    require(parts, list[dict[str, _LeaseForm]], "the leases of leased datasets")
     found: dict[str, dict[str, Ranges]] = {}
     for name, state in ((name, state) for part in parts for name, state in part.items()):
         rows = found.setdefault(name, {})
