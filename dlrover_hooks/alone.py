@@ -186,7 +186,8 @@ class Alone:
         now = self.clock.now()
         for job in [job for job, at in self._deadlines.items() if at <= now]:
             del self._deadlines[job]
-            self._apply(Tick(job=job))
+            if job in self.state.jobs:
+                self._apply(Tick(job=job))
         for lost in nodes.verdicts(self.nodes, now):
             if lost.job in self.state.jobs:
                 self._apply(lost)

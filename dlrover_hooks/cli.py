@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command: `run` or `rehearse` a script, serve a `master`, look after checkpoints (`ckpt`)."""
+"""The `dlrover-hooks` command: `run` or `rehearse` a script, serve a `master`, `forget` a job; checkpoints (`ckpt`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from dlrover_hooks import __version__
 from dlrover_hooks.ckpt import ckpt
+from dlrover_hooks.forget import forget
 from dlrover_hooks.rehearse import command as rehearse
 from dlrover_hooks.runtime.command import run
 
@@ -62,6 +63,7 @@ def main() -> None:
 
 
 main.add_command(ckpt)
+main.add_command(forget)
 main.add_command(run)
 main.add_command(rehearse)
 

@@ -205,15 +205,17 @@ class MasterClient:
             log.warning("no master has answered at %s yet (%s); trying on. %s", self.url, why, _HINT)
 
     def _exchange(self, row: Route, request: Message, left: float, headers: dict[str, str]) -> requests.Response:
-        path, body = row.path, None
-        if row.method == "GET":
-            fields = msgspec.to_builtins(request)
-            path = path.format_map({name: quote(str(value), safe="") for name, value in fields.items()})
+        path, query, body = row.path, None, None
+        if row.in_url:
+            fields = {name: str(value) for name, value in msgspec.to_builtins(request).items()}
+            query = {name: value for name, value in fields.items() if f"{{{name}}}" not in path}
+            path = path.format_map({name: quote(value, safe="") for name, value in fields.items()})
         else:
             body = msgspec.json.encode(_within(request, left) if row.waits else request)
         return self._session().request(
             row.method,
             self.url + path,
+            params=query,
             data=body,
             headers=headers,
             timeout=(max(0.05, min(left, 5.0)), left),

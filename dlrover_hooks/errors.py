@@ -11,6 +11,7 @@
     │   ├── UnknownDataset   404   that job has no ledger of this name; never to be read as "finished"
     │   ├── Stale            409   an older incarnation, round or attempt: it must stop
     │   ├── SaveToBusy       409   another live job owns that checkpoint URL
+    │   ├── JobAlive         409   a job that still has workers is not deleted unless that is forced
     │   ├── GivenUp          410   a launcher has ended the job for all nodes
     │   ├── BadRequest       422   the message breaks a rule (min > max, negative rank ...)
     │   ├── TooLarge         413   the body is over the limit
@@ -85,6 +86,10 @@ class Stale(MasterError):
 
 
 class SaveToBusy(MasterError):
+    status = 409
+
+
+class JobAlive(MasterError):
     status = 409
 
 

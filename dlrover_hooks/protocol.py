@@ -750,6 +750,13 @@ class ShowJob(Message, frozen=True):
     job: str
 
 
+class DeleteJob(Message, frozen=True):
+    """Forget a job; its checkpoints stay. Refused (JobAlive) while it has workers, unless `force`."""
+
+    job: str
+    force: bool = False
+
+
 class MemberView(Message, frozen=True):
     incarnation: str
     node: str
@@ -814,7 +821,7 @@ class Problem(Message, frozen=True):
 
 
 class Route(Message, frozen=True):
-    """One row: how `request` travels. GET fills path and query from the fields; POST sends the struct as JSON.
+    """One row: how `request` travels. GET and DELETE have the fields in path and query; POST sends the struct as JSON.
 
     `event`: changes state, so it is journaled and carries an idempotency key. `waits`: a long-poll.
     """
@@ -827,10 +834,16 @@ class Route(Message, frozen=True):
     waits: bool = False
     summary: str = ""
 
+    @property
+    def in_url(self) -> bool:
+        """The whole request is in path and query: it has no body."""
+        return self.method in ("GET", "DELETE")
+
 
 ROUTES: tuple[Route, ...] = (
     Route(method="GET", path="/v1/jobs", request=ListJobs, reply=Jobs, summary="Names of the jobs this master keeps."),
     Route(method="GET", path="/v1/jobs/{job}", request=ShowJob, reply=JobView, summary="One job, as it stands."),
+    Route(method="DELETE", path="/v1/jobs/{job}", request=DeleteJob, reply=Done, event=True, summary="Forget a job."),
     Route(method="POST", path="/v1/join", request=Join, reply=Joined, event=True, summary="Ask for seats in a round."),
     Route(method="POST", path="/v1/round", request=AwaitRound, reply=Seated, waits=True, summary="Wait for ranks."),
     Route(method="POST", path="/v1/attach", request=Attach, reply=Attached, event=True, summary="Take a seat."),

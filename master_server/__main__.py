@@ -8,6 +8,7 @@ import functools
 import gc
 import ipaddress
 import logging
+import math
 import os
 import resource
 import signal
@@ -28,6 +29,7 @@ from dlrover_hooks.master.connections import Connection, Limits, Strangers
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
+from dlrover_hooks.periods import interval
 
 USAGE = 78
 """Exit code (EX_CONFIG) for what the caller can mend."""
@@ -52,6 +54,7 @@ class Options(msgspec.Struct, frozen=True):
     token: str | None = None
     lease_s: float = 10.0
     open_lease_s: float = 60.0
+    forget_after_s: float = 7 * 86400.0
     synchronous: str = "full"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -60,6 +63,18 @@ class Options(msgspec.Struct, frozen=True):
     life_fd: int | None = None
     ephemeral: bool = False
     log_level: str = "warning"
+
+
+def _forget_after(_: Any, __: Any, text: str) -> float:
+    if text == "never":
+        return math.inf
+    try:
+        every = interval(text, name="--forget-after")
+    except UsageError:
+        every = None
+    if not isinstance(every, str) or every == "auto":
+        raise click.BadParameter(f"{text!r} is no duration such as 12h or 7d, and not 'never'")
+    return float(every.removesuffix("s"))
 
 
 class Command(click.Command):
@@ -84,6 +99,8 @@ class Command(click.Command):
 @click.option("--lease-s", default=10.0, type=click.FloatRange(min=0.1), help="A worker silent for so long is dead.")
 @click.option("--open-lease-s", default=60.0, type=click.FloatRange(min=0.1),
               help="The same while its connection is open: only a hang is silent then.")  # fmt: skip
+@click.option("--forget-after", "forget_after_s", default="7d", callback=_forget_after,
+              help="So long after their last request finished jobs are deleted: 12h, or never.")  # fmt: skip
 @click.option("--synchronous", default="full", type=click.Choice(["full", "normal"]),
               help="full: answers survive a power cut; normal: a killed process only.")  # fmt: skip
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="Serve HTTPS with this certificate.")
@@ -157,7 +174,11 @@ async def _serve(options: Options, listener: socket.socket, journal: Journal) ->
     """False if the runtime failed: only a new life, which replays the journal, knows what is true."""
     metrics = Metrics()
     runtime = Runtime(
-        journal, lease_s=options.lease_s, open_lease_s=options.open_lease_s, observe_commit=metrics.committed
+        journal,
+        lease_s=options.lease_s,
+        open_lease_s=options.open_lease_s,
+        forget_after_s=options.forget_after_s,
+        observe_commit=metrics.committed,
     )
     runtime.start()
     app = App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)

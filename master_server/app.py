@@ -82,7 +82,7 @@ class App:
         if self._token is None:
             _check_browser(request)
         _check_protocol(request)
-        message = _from_url(row, request) if row.method == "GET" else _decode(decoder, await self._body(request))
+        message = _from_url(row, request) if row.in_url else _decode(decoder, await self._body(request))
         if row.waits:
             return _json(await _unless_gone(request, self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
         if row.event:

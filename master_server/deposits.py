@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import defaultdict
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,7 +39,8 @@ class Deposits:
     ) -> None:
         self._storage, self._journal, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
         self._claims: dict[tuple[str, str], Hold] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        """By job, while somebody holds it or waits for it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="dlrover-hooks-storage")
 
@@ -63,7 +64,7 @@ class Deposits:
         """Take the URL before the job says that it saves there. Once per job and URL. Raises SaveToBusy."""
         if (job, url) in self._claims:
             return
-        async with self._locks[job]:
+        async with self._lock(job):
             if (job, url) not in self._claims:
                 self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner())
 
@@ -81,6 +82,9 @@ class Deposits:
         self._claims.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _lock(self, job: str) -> asyncio.Lock:
+        return self._locks.setdefault(job, asyncio.Lock())
+
     def _run(self, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
@@ -92,7 +96,7 @@ class Deposits:
     async def _commit(self, effect: CommitGeneration) -> None:
         generation = effect.manifest.generation
         manifest = msgspec.structs.replace(effect.manifest, created_at=self._wall())
-        async with self._locks[effect.job]:
+        async with self._lock(effect.job):
             try:
                 await self._run(self._storage.commit, effect.url, effect.options, manifest, effect.keep)
             except Exception as error:  # whatever storage raised, the job must hear of it
@@ -102,7 +106,7 @@ class Deposits:
                 self._inform(Committed(job=effect.job, generation=generation))
 
     async def _finish(self, effect: WriteFinished) -> None:
-        async with self._locks[effect.job]:
+        async with self._lock(effect.job):
             try:
                 await self._run(self._storage.finish, effect.url, effect.options, effect.job, effect.run, effect.step)
             except Exception as error:  # the job is over all the same; a next life tries again
@@ -111,13 +115,13 @@ class Deposits:
                 self._inform(FinishWritten(job=effect.job))
 
     async def _release(self, job: str) -> None:
-        async with self._locks[job]:
+        async with self._lock(job):
             for key in [key for key in self._claims if key[0] == job]:
                 if not self._writes(job):
                     await self._run(release, self._claims.pop(key))
 
     async def _claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
-        async with self._locks[job]:
+        async with self._lock(job):
             try:
                 self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner())
             except HooksError as error:

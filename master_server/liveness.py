@@ -131,7 +131,8 @@ class Liveness:
 
     def round_formed(self, job: str) -> None:
         """Whoever got a seat must attach in time; an agent need not speak until it waits again."""
-        current = self._state().jobs[job].rounds.round
+        found = self._state().jobs.get(job)  # it may be deleted by now
+        current = found.rounds.round if found is not None else None
         now = self._now()
         for member in current.members.values() if current else ():
             nodes.heard(self._nodes, (job, member.incarnation), now, GRACE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -39,6 +40,10 @@ class Metrics:
         return generate_latest(self.registry) + generate_latest(registry)
 
 
+SERIES = 500
+"""Unfinished jobs with series of their own: those with the newest events. All are counted."""
+
+
 class _Jobs(Collector):
     def __init__(self, state: Master) -> None:
         self._state = state
@@ -50,7 +55,13 @@ class _Jobs(Collector):
         votes = CounterMetricFamily("dlrover_hooks_votes", "Votes counted for generations.", labels=["job"])
         commits = CounterMetricFamily("dlrover_hooks_commits", "Generations committed to storage.", labels=["job"])
         failures = CounterMetricFamily("dlrover_hooks_persist_failures", "Generations given up.", labels=["job"])
-        for name, job in self._state.jobs.items():
+        everybody = self._state.jobs.items()
+        kept = GaugeMetricFamily("dlrover_hooks_jobs", "Jobs this master keeps, by state.", labels=["state"])
+        finished = sum(job.finished for _, job in everybody)
+        kept.add_metric(["finished"], finished)
+        kept.add_metric(["unfinished"], len(everybody) - finished)
+        unfinished = ((name, job) for name, job in everybody if not job.finished)
+        for name, job in heapq.nlargest(SERIES, unfinished, key=lambda item: item[1].changed_at):
             current = job.rounds.round
             live = sum(member.live for member in current.members.values()) if current else 0
             rounds.add_metric([name], job.rounds.number)
@@ -59,4 +70,4 @@ class _Jobs(Collector):
             votes.add_metric([name], job.saves.votes)
             commits.add_metric([name], job.saves.commits)
             failures.add_metric([name], job.saves.failures)
-        yield from (rounds, alive, attempt, votes, commits, failures)
+        yield from (kept, rounds, alive, attempt, votes, commits, failures)

@@ -48,12 +48,12 @@ def _operation(route: Route, refs: dict[Any, Any], components: dict[str, Any]) -
     }
     if description := components[name].get("description"):
         operation["description"] = description
-    parameters = _parameters(route, components[name]) if route.method == "GET" else []
+    parameters = _parameters(route, components[name]) if route.in_url else []
     if route.event:
         parameters.append(_KEY)
     if parameters:
         operation["parameters"] = parameters
-    if route.method != "GET":
+    if not route.in_url:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[route.request]}}}
     return operation
 

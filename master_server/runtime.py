@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections import deque
@@ -31,7 +32,7 @@ from dlrover_hooks.master.core.effects import (
     Wake,
     WriteFinished,
 )
-from dlrover_hooks.master.core.events import Envelope, Key, Tick
+from dlrover_hooks.master.core.events import Envelope, ForgetFinished, Key, Tick
 from dlrover_hooks.master.core.nodes import Nodes
 from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.deposits import Deposits
@@ -42,6 +43,8 @@ from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
+_FORGET_EVERY_S = 60.0
+"""Jobs that may be forgotten are looked for no more often."""
 
 
 class Entry(msgspec.Struct):
@@ -64,6 +67,7 @@ class Runtime:
         lease_s: float = 10.0,
         suspicion_s: float = 0.5,
         open_lease_s: float = 60.0,
+        forget_after_s: float = math.inf,
         snapshot_every: int = SNAPSHOT_EVERY,
         observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
         clock: Clock = REAL,
@@ -75,7 +79,7 @@ class Runtime:
         self._deposits = Deposits(
             storage or Folders(), owner=journal.owner, inform=self._inform, writes=self._writes, wall=clock.wall
         )
-        self._snapshot_every = snapshot_every
+        self._snapshot_every, self._forget_after_s = snapshot_every, forget_after_s
         self._observe_commit = observe_commit
         self._began = self.state.now or clock.wall()
         self._uptime = Uptime(clock.monotonic, max(suspicion_s, lease_s / 10))
@@ -88,6 +92,8 @@ class Runtime:
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
         """By topic, in order. Each has a future of its own: to leave one that thousands share takes as many steps."""
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._forgot_at = -math.inf
         self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, self._uptime)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
@@ -106,6 +112,8 @@ class Runtime:
         for effect in jobs.unfinished_effects(self.state):
             self._do(effect)
         self._liveness.start()
+        if self._forget_after_s < math.inf:
+            self._forget_finished()
 
     def release_waiters(self) -> None:
         """Send every long-poll home: the master is about to end. Call from the loop."""
@@ -117,7 +125,7 @@ class Runtime:
         """Finish what is under way (storage within `patience_s`), then let go of everything."""
         self.release_waiters()
         self._liveness.close()
-        for timer in self._deadlines.values():
+        for timer in (*self._deadlines.values(), *([self._forgetting] if self._forgetting else ())):
             timer.cancel()
         await self._deposits.drain(patience_s)
         if self._committing is not None:
@@ -377,6 +385,18 @@ class Runtime:
     def _insist(self, event: Message, settled: asyncio.Future[Message]) -> None:
         if not settled.cancelled() and settled.exception() is not None and not self.closing:
             self._loop.call_later(1.0, self._inform, event)
+
+    def _forget_finished(self) -> None:
+        """Looks at all jobs now and then. It comes at each tick of the uptime, which would stand still without jobs."""
+        if self.closing:
+            return
+        now = self._now()
+        if now >= self._forgot_at + min(_FORGET_EVERY_S, self._forget_after_s / 10) and self._reloading is None:
+            self._forgot_at, before = now, now - self._forget_after_s
+            if jobs.finished_before(self.state, before):
+                with contextlib.suppress(HooksError):  # the next look finds them again
+                    self._enqueue(ForgetFinished(before=before), None)
+        self._forgetting = self._loop.call_later(self._uptime.tick_s, self._forget_finished)
 
     # ---- effects ----------------------------------------------------------------------------------------------------
 

@@ -54,14 +54,12 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Outco
         return Outcome(reply=reply, repeated=True)
     effects: Effects = []
     reply = _TABLE[type(event)](job, event, now, effects)
-    if key is not None and (knows(job, key.incarnation) or type(event) in _FAREWELLS):
+    job.changed_at = now
+    if key is not None and (knows(job, key.incarnation) or isinstance(event, Leave)):
+        # who leaves is unknown afterwards, and may ask again; a join that gets no seat is simply applied again
         channels = job.replies.setdefault(key.incarnation, {})
         channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
     return Outcome(reply=reply, effects=tuple(effects))
-
-
-_FAREWELLS = (Leave, Join)
-"""The sender may be unknown afterwards, and may still ask again."""
 
 
 def _repeated(job: Job, event: Message, key: Key) -> Message | None:

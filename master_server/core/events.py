@@ -48,7 +48,13 @@ class FinishWritten(Message, frozen=True):
     job: str
 
 
-INTERNAL: tuple[type[Message], ...] = (Lost, Tick, Committed, CommitFailed, FinishWritten)
+class ForgetFinished(Message, frozen=True):
+    """Jobs that are over, and of which nothing was heard since `before`, are forgotten."""
+
+    before: float
+
+
+INTERNAL: tuple[type[Message], ...] = (Lost, Tick, Committed, CommitFailed, FinishWritten, ForgetFinished)
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind for kind in (*(route.request for route in ROUTES if route.event), *INTERNAL)
 }

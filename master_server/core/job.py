@@ -99,6 +99,8 @@ class Job(msgspec.Struct):
     """By incarnation and channel."""
     alarm: float = math.inf
     """When the last `Deadline` that was asked for comes."""
+    changed_at: float = math.inf
+    """Time of its last event."""
 
     @property
     def live(self) -> bool:
@@ -112,6 +114,11 @@ class Job(msgspec.Struct):
     def writes(self) -> bool:
         """It may write to its checkpoint URL: it is live, and not finished."""
         return self.live and not self.finished
+
+    @property
+    def over(self) -> bool:
+        """It is finished, and nobody holds anything of it any more."""
+        return self.finished and not self.live and not self.ledgers.free
 
     @property
     def standing(self) -> int:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from dlrover_hooks.errors import BadRequest, SaveToBusy, UnknownJob
+from dlrover_hooks.errors import BadRequest, JobAlive, SaveToBusy, UnknownJob
 from dlrover_hooks.master.core import answers
 from dlrover_hooks.master.core import job as one
 from dlrover_hooks.master.core.answers import Outcome
-from dlrover_hooks.master.core.effects import Effect
-from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.core.effects import (
+    Effect,
+    ReleaseClaims,
+    Wake,
+    parting_topic,
+    plan_topic,
+    round_topic,
+    shards_topic,
+    watch_topic,
+)
+from dlrover_hooks.master.core.events import ForgetFinished, Key
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.protocol import Attach, Join, Message, OpenLedger
+from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenLedger
 
 
 class Master(msgspec.Struct):
@@ -61,6 +70,10 @@ def _apply(state: Master, event: Message, now: float, key: Key | None) -> Outcom
         return _join(state, event, now, key)
     if isinstance(event, OpenLedger) and event.free:
         return _open(state, event, now, key)
+    if isinstance(event, DeleteJob):
+        return _delete(state, event)
+    if isinstance(event, ForgetFinished):
+        return _forget(state, finished_before(state, event.before))
     job = job_named(state, event.job)  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(event, Attach):
         return answers.apply(job, event, now, key)
@@ -90,6 +103,35 @@ def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outc
     outcome = answers.apply(job, event, now, key)
     state.jobs[event.job] = job
     return outcome
+
+
+def _delete(state: Master, event: DeleteJob) -> Outcome:
+    job = job_named(state, event.job)
+    if not event.force and (job.live or job.ledgers.free):
+        living = job.standing + len(job.ledgers.free)
+        raise JobAlive(
+            f"Job {job.name!r} has {living} workers or agents that live: it is not deleted.",
+            hint="End it first, or force it (--force): its workers are then refused and end.",
+        )
+    return _forget(state, [event.job])
+
+
+def finished_before(state: Master, before: float) -> list[str]:
+    """The jobs that are over, and whose last event was not after `before`."""
+    return [name for name, job in state.jobs.items() if job.changed_at <= before and job.over]
+
+
+def _forget(state: Master, names: list[str]) -> Outcome:
+    """These jobs are unknown from now on. Requests that wait for one of them hear it."""
+    effects: list[Effect] = []
+    for name in names:
+        job = state.jobs.pop(name)
+        topics = [topic(name) for topic in (round_topic, plan_topic, parting_topic, watch_topic)]
+        topics += [shards_topic(name, ledger) for ledger in job.ledgers.named]
+        effects += [*(Wake(topic=topic) for topic in topics), ReleaseClaims(job=name)]
+    if names:
+        state.owners = {url: owner for url, owner in state.owners.items() if owner in state.jobs}
+    return Outcome(reply=Done(), effects=tuple(effects))
 
 
 def _check_name(job: str) -> None:

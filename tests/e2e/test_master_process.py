@@ -63,6 +63,8 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     call("agent", p.Exited("job", "agent", "w1", -9))
     assert call("w0", p.Watch("job", "w0")).broken
     call("w0", p.Leave("job", "w0", p.Departure.STOPPED))
+    call("other", p.Join("short", "other", "node", (p.Seat("s0", 0),), "localhost", 1, 1, 1, "run1"))
+    call("x", p.DeleteJob("short", force=True))
     assert exercised == {row.request for row in p.ROUTES}
     metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=60).text
     assert 'dlrover_hooks_rounds_total{job="job"} 1.0' in metrics

@@ -363,7 +363,7 @@ def test_a_job_that_starts_anew_keeps_only_its_counters() -> None:
         jobs.apply(state, p.Leave("job", worker, p.Departure.DONE, 5), 4.0)
     jobs.apply(state, join("late", 1, lives="n", low=2, high=2, fresh=True, proposed_run="run1"), 5.0)
     job, new = state.jobs["job"], Job(name="job", run="run1")
-    kept = {"rounds", "plan", "fresh", "proposed", "replies"}
+    kept = {"rounds", "plan", "fresh", "proposed", "replies", "changed_at"}
     changed = [name for name in Job.__struct_fields__ if getattr(job, name) != getattr(new, name)]
     assert set(changed) <= kept
     assert job.rounds.number == 1

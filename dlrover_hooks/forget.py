@@ -1,0 +1,40 @@
+"""`dlrover-hooks forget`: have a master delete what it keeps of a job."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+
+import click
+
+from dlrover_hooks.errors import HooksError, UsageError
+
+_USAGE, _FAILED = 78, 1
+_PATIENCE_S = 30.0
+
+
+@click.command(short_help="Delete a job from a master.")
+@click.argument("job")
+@click.option("--master", "url", envvar="DLROVER_HOOKS_MASTER", required=True, help="The master's address.")
+@click.option("--token", envvar="DLROVER_HOOKS_TOKEN", help="The master's bearer token.")
+@click.option("--force", is_flag=True, help="Also if it has workers: the master then refuses them, and they end.")
+def forget(job: str, url: str, token: str | None, force: bool) -> None:
+    """Delete what a master keeps of JOB: its rounds, ledgers and votes. Its checkpoints stay.
+
+    Exit codes: 0 done, 1 the master refused it or gave no answer, 78 address or options must be mended.
+    """
+    from dlrover_hooks.client import MasterClient
+    from dlrover_hooks.protocol import DeleteJob
+
+    try:
+        if "://" not in url:
+            raise UsageError(f"--master {url!r} is no URL", hint="give one such as http://127.0.0.1:8780")
+        client = MasterClient(url, token, incarnation=f"forget-{uuid.uuid4().hex}")
+        try:
+            client.call(DeleteJob(job, force=force), timeout_s=_PATIENCE_S)
+        finally:
+            client.close()
+    except HooksError as error:
+        click.echo(f"dlrover-hooks forget: {error}", err=True)
+        sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
+    click.echo(f"job {job} is deleted at {url}; its checkpoints stay where they are")
