@@ -18,7 +18,7 @@ from dlrover_hooks.checkpoint.cadence import Durable, Passing
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.reuse import Others
 from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
-from dlrover_hooks.errors import HooksError, MasterAway, Stale, StorageFailed
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.runtime import preload
 from dlrover_hooks.runtime.preemption import Preemption
 from dlrover_hooks.runtime.vitals import Sampler
@@ -282,15 +282,18 @@ class Courier:
                 self._failed(generation, "its slot was used again before it was hashed", gone=True)
 
     def _call(self, request: p.Message, channel: str) -> p.Message | None:
-        """The reply; None if the master is away: try again later, and meanwhile save without hearing of other ranks.
-
-        A refused vote is dropped and remembered.
+        """The reply; None if the master is away, or cannot write its journal and so has changed nothing: try again
+        later, and meanwhile save without hearing of other ranks. A refused vote is dropped and remembered.
         """
         try:
             reply = self._caller.call(request, channel=channel, timeout_s=5.0, again=False)
         except MasterAway as away:
             self._reached = away.reached
             self._hear(away)
+            return None
+        except JournalFailed as failed:
+            self._reached = False
+            self._hear(failed)
             return None
         except Stale as stale:
             self.error = self.error or stale
@@ -301,7 +304,7 @@ class Courier:
         self._hear(None)
         return reply
 
-    def _hear(self, away: MasterAway | None) -> None:
+    def _hear(self, away: MasterAway | JournalFailed | None) -> None:
         began, ended = self._outage.heard(away is None, time.monotonic())
         if began and away is not None:
             log.warning("rank %d of job %s trains on without its master: %s", self._rank, self._job, away.message)

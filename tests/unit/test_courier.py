@@ -14,7 +14,7 @@ from dlrover_hooks import courier as courier_module
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
 from dlrover_hooks.courier import Courier, Outage
-from dlrover_hooks.errors import MasterAway, Stale, StorageFailed
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.testing import MasterFake
 
 RUN = uuid.uuid4().hex
@@ -24,14 +24,15 @@ class Line:
     """What a courier calls: the fake master, which may be away, and wakes whoever waits for a vote or a beat."""
 
     def __init__(self, master: MasterFake) -> None:
-        self.master, self.away, self.votes = master, False, list[p.Vote]()
+        self.master, self.votes = master, list[p.Vote]()
+        self.away: HooksError | None = None
         self._heard = threading.Condition()
         self._calls = 0
 
     def call(self, request: p.Message, *, channel: str = "main", **options: Any) -> Any:
         try:
-            if self.away:
-                raise MasterAway("nobody answers")
+            if self.away is not None:
+                raise self.away
             reply = self.master.call(request, channel=channel, **options)
             if isinstance(request, p.Vote):
                 self.votes.append(request)
@@ -82,17 +83,25 @@ def test_a_hashed_slot_becomes_a_vote_and_the_answer_is_heard(courier: Courier, 
     assert courier.cadence == p.Cadence(every=1, persist_from=4)
 
 
+@pytest.mark.parametrize("away", [MasterAway("nobody answers"), JournalFailed("the disk is full")])
 def test_votes_wait_for_an_absent_master_in_order(
-    courier: Courier, line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    courier: Courier,
+    line: Line,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    away: HooksError,
 ) -> None:
-    """Said once, and again when it is back; training is told nothing."""
+    """Said once, and again when it is back; training is told nothing.
+
+    A master that cannot write its journal has changed nothing: a dropped vote would keep all that follows from storage.
+    """
     monkeypatch.setattr(courier_module, "STEADY_S", 0.0)
     with caplog.at_level(logging.WARNING, "dlrover_hooks"):
-        line.away = True
+        line.away = away
         for step in range(1, 6):
             courier.notice(hashed(step))
         line.wait(lambda: line._calls > 3)
-        line.away = False
+        line.away = None
         line.wait(lambda: len(line.votes) == 5)
         courier.stop()
     assert [vote.generation.step for vote in line.votes] == [1, 2, 3, 4, 5]
