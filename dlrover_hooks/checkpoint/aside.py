@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from dlrover_hooks.forks import Here
 
 WAIT_S = 600.0
 """Deadline for a copy: memory that is this slow is swapped out or broken."""
+_log = logging.getLogger("dlrover_hooks")
 
 
 class Aside:
@@ -24,14 +26,21 @@ class Aside:
         self.here = Here()
         self.waited_s = 0.0
         """How long `wait` held up its callers, since this was set to 0."""
+        self.given_up = False
+        """The deadline of the copy that is under way has passed: nothing waits for it, and it must not count."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Run `job`, which stores its own errors, once the one before is over."""
+        """Run `job`, which stores its own errors, once the one before is over.
+
+        Raises:
+            CheckpointError: see `check`.
+        """
         self.wait()
+        self.check()
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="dlrover-hooks-copy", daemon=True)
             thread.start()
@@ -40,27 +49,39 @@ class Aside:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Return when nothing is being copied. Any thread but the job's own.
-
-        Raises:
-            CheckpointError: the copy does not end; weights must not change under it.
-        """
-        if self._idle.is_set() or not self.here:
+        """Return when nothing is being copied, or what is was given up. Any thread but the job's own."""
+        if self._idle.is_set() or self.given_up or not self.here:
             return
         began = time.perf_counter()
         done = self._idle.wait(WAIT_S)
         self.waited_s += time.perf_counter() - began
         if not done:
+            self.given_up = True
+            _log.warning(
+                "a copy into memory has not ended within %g s: that save is given up, and no other is made until it "
+                "ends. HINT: is this machine swapping? Give it memory", WAIT_S,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """After `wait`: may memory be written, or unmapped? A copy that was given up still has a slot.
+
+        Raises:
+            CheckpointError: it has not ended yet.
+        """
+        if self.here and not self._idle.is_set():
             raise CheckpointError(
-                f"a copy into memory has not ended within {WAIT_S:g} s", hint="is this machine swapping? Give it memory"
+                "a copy into memory that was given up has not ended yet",
+                hint="is this machine swapping? Saves go on once it ends",
             )
+        self.given_up = False
 
     def close(self) -> None:
-        """Wait, and end the thread. Idempotent."""
+        """Wait, and end the thread; one that hangs ends behind its copy. Idempotent."""
         self.wait()
         if self.here and self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(WAIT_S)
+            if not self.given_up:
+                self._thread.join(WAIT_S)
             self._thread = None
 
     def _run(self) -> None:

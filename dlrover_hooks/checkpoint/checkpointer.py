@@ -252,6 +252,7 @@ class Checkpointer:
         return saved is not None and self._lone.wait(within_s)
 
     def _write(self, shot: Shot, *, lazy: bool, last: bool) -> None:
+        self._writer.check()
         arena = self._room.take(shot.recipe.layout.total_bytes)
         hopeless = self.others.hopeless if self._world_size > 1 else None
         if self._whose != (self._rank, self._world_size):  # lone: what others have no more is of no use

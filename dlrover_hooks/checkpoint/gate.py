@@ -7,11 +7,12 @@ What changes weights in another way is looked for by `Unchanged`, and the save d
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -82,6 +83,66 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for value in (*parameters, *states):
         if isinstance(value, torch.Tensor):
             yield snapshot.part(value)
+
+
+class Hold:
+    """From here to `end`, what would give `memory` back waits first: it is being copied, and would be unmapped.
+
+    `untyped_storage().resize_(0)` is how FSDP frees parameters. What frees memory in C++ alone is not seen.
+    """
+
+    _holds: ClassVar[list[Hold]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _plain: ClassVar[list[tuple[type, str, Any]]] = []
+
+    def __init__(self, wait: Callable[[], None], memory: Sequence[torch.UntypedStorage]) -> None:
+        self._wait, self._memory = wait, memory
+        with self._lock:
+            if not self._holds:
+                self._install()
+            self._holds.append(self)
+
+    def end(self) -> None:
+        """Any thread. Idempotent."""
+        with self._lock:
+            if self in self._holds:
+                self._holds.remove(self)
+            while self._plain and not self._holds:
+                kind, name, own = self._plain.pop()
+                delattr(kind, name) if own is None else setattr(kind, name, own)
+
+    @classmethod
+    def _install(cls) -> None:
+        for kind, name in _GIVE_BACK:
+            cls._plain.append((kind, name, vars(kind).get(name)))
+            setattr(kind, name, _waiting(getattr(kind, name)))
+
+    @classmethod
+    def wait_for(cls, value: Any) -> None:
+        """Return once nothing copies the memory of `value`, a tensor or a storage."""
+        try:
+            address = (value.untyped_storage() if isinstance(value, torch.Tensor) else value).data_ptr()
+        except RuntimeError:  # sparse, or meta: nothing of it is copied behind a step
+            return
+        for hold in tuple(cls._holds):
+            if any(one.data_ptr() == address for one in hold._memory):
+                hold._wait()
+
+
+_GIVE_BACK: tuple[tuple[type, str], ...] = (
+    *((torch.UntypedStorage, name) for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")),
+    *((torch.Tensor, name) for name in ("resize_", "resize_as_")),
+)
+"""What exchanges the bytes under a storage."""
+
+
+def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def held(value: Any, *args: Any, **kwargs: Any) -> Any:
+        Hold.wait_for(value)
+        return plain(value, *args, **kwargs)
+
+    return held
 
 
 class Samples:

@@ -187,9 +187,12 @@ class Replicas:
         self._seats.setdefault((segment.home, segment.seat), []).append(segment)
 
     def begin(self, home: str, seat: int) -> Berth | None:
-        """The slot for the next image, torn from here on until `end`; None: another one is under way."""
+        """The slot for the next image, torn from here on until `end`.
+
+        None: another one is under way, or `forget` or `outlive` came between `add` and this.
+        """
         key = home, seat
-        if key in self._filling:
+        if key in self._filling or key not in self._seats:
             return None
         segment = self._seats[key][-1]
         whole = {proof.slot.index: proof for proof in segment.valid()}

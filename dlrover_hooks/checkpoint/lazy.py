@@ -17,7 +17,7 @@ from dlrover_hooks.checkpoint import device, snapshot
 from dlrover_hooks.checkpoint.aside import Aside
 from dlrover_hooks.checkpoint.copying import place_of
 from dlrover_hooks.checkpoint.frozen import Frozen, Left
-from dlrover_hooks.checkpoint.gate import Gate, Samples, Traces, Unchanged
+from dlrover_hooks.checkpoint.gate import Gate, Hold, Samples, Traces, Unchanged
 from dlrover_hooks.checkpoint.mode import LAZY, Mode
 from dlrover_hooks.checkpoint.recipe import pick
 from dlrover_hooks.checkpoint.saving import Shot, Target, Writer
@@ -103,7 +103,12 @@ class LazyWriter(Writer):
             events = self._copy(early, target, split.now) if split.now else []
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, split, events, left)
-            self.aside.begin(lambda: self._finish(shot, target, rest))
+            hold = Hold(self.aside.wait, (*split.memory, *rest.memory))
+            try:
+                self.aside.begin(lambda: self._finish(shot, target, rest, hold))
+            except BaseException:
+                hold.end()
+                raise
         else:
             if self._thawed(left, target) is not None:
                 left = self._leave(shot, target)
@@ -118,6 +123,10 @@ class LazyWriter(Writer):
         """See `Writer`."""
         self.aside.wait()
         self._events, self._traces = [], None
+
+    def check(self) -> None:
+        """See `Writer`."""
+        self.aside.check()
 
     def unmapped(self) -> None:
         """See `Writer`."""
@@ -195,7 +204,7 @@ class LazyWriter(Writer):
 
         return Rest((), split.later, changed, split, left, snapshot.memory(kept))
 
-    def _finish(self, shot: Shot, target: Target, rest: Rest) -> None:
+    def _finish(self, shot: Shot, target: Target, rest: Rest, hold: Hold) -> None:
         """On the copying thread: the rest of the copy, the proof that nothing changed meanwhile, the publication."""
         try:
             if (reason := self._thawed(rest.left, target)) is not None:
@@ -204,10 +213,14 @@ class LazyWriter(Writer):
             self.fill(shot, target, rest.places, alone=True)
             if (index := rest.changed()) is not None:
                 self._refuse(shot, shot.recipe.name(rest.split.later[index]))
+            if self.aside.given_up:
+                raise CheckpointError(f"{shot.generation} was not saved: its copy was given up, and has ended now")
             self._publish(target, rest.left)
         except Exception as error:  # a failed copy costs this save, never the run
             reason = f"{shot.generation} was not saved: {type(error).__name__}: {error}"
             self._dropped(error if isinstance(error, HooksError) else CheckpointError(reason))
+        finally:
+            hold.end()
 
     def _refuse(self, shot: Shot, name: str) -> None:
         reason = f"{name} was changed outside of an optimizer's step while it was copied"

@@ -5,6 +5,7 @@ New memory costs 130 ms per GB in the keeper and as much here; a save that finds
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ PREPARE_WAIT_S = 1.0
 SPARE_BYTES = 64 << 10
 """So that a header may grow without a new segment. Who asks for nothing gets so much: it is there for notes."""
 _ALLOCATE_S = 300.0
+_log = logging.getLogger(__name__)
 
 
 class Room:
@@ -67,8 +69,13 @@ class Room:
         if self._closed or self._helper is not None or self._serves():
             return
         self._error = None
-        self._helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
-        self._helper.start()
+        helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError as error:
+            self._error = KeeperAway(f"no thread can be started that asks for memory: {error}")
+        else:
+            self._helper = helper  # which waits for this lock before it says that it has ended
 
     def take(self, nbytes: int) -> Arena:
         """The arena, its slots of at least `nbytes`. If it is another one than before, that one is closed.
@@ -155,6 +162,9 @@ class Room:
             error = raised
         except OSError as raised:
             error = KeeperAway(f"the memory cannot be mapped: {raised}")
+        except Exception as raised:  # told by the next save; this thread must not end without a word
+            _log.exception("the memory for saves could not be prepared")
+            error = CheckpointError(f"the memory could not be prepared: {type(raised).__name__}: {raised}")
         with self._changed:
             self._helper, self._error = None, error
             self._changed.notify_all()

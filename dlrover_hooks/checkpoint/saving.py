@@ -107,6 +107,9 @@ class Writer:
     def wait(self) -> None:
         """Return when nothing is being copied."""
 
+    def check(self) -> None:
+        """Before a slot is chosen. Raises CheckpointError while a copy that was given up still writes."""
+
     def unmapped(self) -> None:
         """Memory of slots is about to be unmapped."""
 

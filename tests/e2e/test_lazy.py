@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dlrover_hooks.checkpoint import snapshot, wire
+from dlrover_hooks.checkpoint import aside, snapshot, wire
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.lazy import LazyWriter
 from dlrover_hooks.protocol import Restore, Source
@@ -207,6 +209,66 @@ def test_weights_that_are_swapped_are_saved_as_they_were(kept: Kept, held_back: 
     saved = run.save(1)
     run.first.weight.data = run.first.weight.data + 1.0
     held_back.set()
+    assert same(run.loaded(kept), saved)
+
+
+GIVES_BACK = """
+import sys, threading, torch, uuid
+from dlrover_hooks.checkpoint.aside import Aside
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.lazy import LazyWriter
+
+go, fill, wait = threading.Event(), LazyWriter.fill, Aside.wait
+
+def held_back(self, shot, target, places, *, alone=False):
+    if alone:
+        go.wait()
+    fill(self, shot, target, places, alone=alone)
+
+def waits(self):
+    if saved:
+        go.set()
+    wait(self)
+
+model = torch.nn.Linear(4096, 4096)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+LazyWriter.fill, Aside.wait, saved = held_back, waits, []
+engine = Checkpointer(sys.argv[1], "node", 0, mode="lazy", start_keeper=False)
+optimizer.step()
+engine.begin(uuid.uuid4().hex, 1, 0, 1)
+saved.append(engine.save(1, {"state": {"model": model.state_dict()}}, behind=True))
+model.weight.untyped_storage().resize_(0)
+go.set()
+engine.wait_copied()
+print("alive", engine.skipped, torch.UntypedStorage.resize_ is torch._C.StorageBase.resize_)
+engine.close()
+"""
+
+
+def test_a_storage_that_is_resized_under_the_copy_waits_for_it(kept: Kept) -> None:
+    """What FSDP does to free parameters: the copy would read memory that is unmapped, and the process would die."""
+    command = [sys.executable, "-W", "error", "-c", GIVES_BACK, "job"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("alive ")
+    assert done.stdout.endswith("True\n"), "torch's own method is back"
+
+
+def test_a_copy_that_hangs_costs_saves_but_not_the_run(
+    kept: Kept, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(kept.trainer(mode="lazy"))
+    assert run.save(1) is not None
+    monkeypatch.setattr(aside, "WAIT_S", 0.0)
+    run.step()
+    assert "that save is given up" in caplog.text
+    assert run.save(2) is None
+    assert "has not ended yet" in str(run.engine.error)
+    run.step()
+    monkeypatch.setattr(aside, "WAIT_S", WAIT_S)
+    held_back.set()
+    until(lambda: run.engine.skipped == 2, "the end of the copy")
+    saved = until(lambda: run.save(3), "a save")
     assert same(run.loaded(kept), saved)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, inside
-from dlrover_hooks.checkpoint.holdings import Proof, Segment, prove
+from dlrover_hooks.checkpoint.holdings import Proof, Replicas, Segment, prove
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 
@@ -106,3 +106,13 @@ def test_a_late_hash_takes_no_newer_ones_place(segment: Segment) -> None:
     assert segment.accept(new)
     assert not segment.accept(old)
     assert [proof.slot.generation.step for proof in segment.valid() if proof.slot.generation] == [2]
+
+
+def test_room_for_a_replica_that_was_let_go_before_it_was_filled(segment: Segment) -> None:
+    """`Forget` may come between `add` and `begin`: whoever brings the image makes room again."""
+    replicas = Replicas()
+    replicas.add(segment)
+    replicas.forget("b" * 32)
+    assert replicas.begin(segment.home, segment.seat) is None
+    replicas.add(segment)
+    assert replicas.begin(segment.home, segment.seat) is not None

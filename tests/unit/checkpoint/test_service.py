@@ -18,7 +18,9 @@ import pytest
 
 from dlrover_hooks.checkpoint import durable, progress, storage, wire
 from dlrover_hooks.checkpoint.address import Plate, address, lock
+from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.gate import Hold
 from dlrover_hooks.checkpoint.lazy import LazyWriter
 from dlrover_hooks.checkpoint.mode import EAGER, Mode
 from dlrover_hooks.checkpoint.patience import Patience
@@ -431,6 +433,22 @@ def test_a_copy_that_fails_costs_a_save_not_the_run(keeper: Keeper, monkeypatch:
     writer, shot = LazyWriter(Mode(EAGER), dropped.append, tuple), SimpleNamespace(generation=Generation(0, 3, RUN))
     monkeypatch.setattr(writer, "_thawed", fail)
     nothing: Any = SimpleNamespace(left=None)
-    writer._finish(shot, nothing, nothing)  # pyright: ignore[reportArgumentType]
+    writer._finish(shot, nothing, nothing, Hold(lambda: None, ()))  # pyright: ignore[reportArgumentType]
     assert "was not saved: RuntimeError: can't start new thread" in str(dropped[0])
     writer.close()
+
+
+def test_memory_is_asked_for_again_after_any_failure(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread could be started, or its work failed in an unexpected way: the next save begins another one."""
+    rank = Rank(0, world=1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no luck")
+
+    for owner, name in ((threading.Thread, "start"), (Arena, "attach")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            assert rank.save(1) is None
+        assert "no luck" in str(rank.trainer.error)
+    assert rank.save(2) is not None
+    rank.trainer.close(finished=True)
