@@ -122,8 +122,8 @@ class App:
 
     async def _ready(self, request: Request) -> Response:
         del request
-        closing = self.runtime.closing
-        return _plain({"status": "closing" if closing else "ready", "life": self.runtime.life}, 503 if closing else 200)
+        reason = await self.runtime.ready()
+        return _plain({"status": reason or "ready", "life": self.runtime.life}, 503 if reason else 200)
 
     async def _describe(self, request: Request) -> Response:
         del request

@@ -14,7 +14,7 @@ import os
 import socket
 import sqlite3
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dlrover_hooks.errors import HooksError, JournalFailed, UsageError
@@ -123,11 +123,23 @@ class Journal:
             JournalFailed: nothing was written.
         """
         rows = [(record,) for record in records]
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             self._db.executemany("INSERT INTO events (record) VALUES (?)", rows)
             if snapshot is not None:
                 self._replace(snapshot)
+        self.since_snapshot = 0 if snapshot is not None else self.since_snapshot + len(rows)
+
+    def probe(self) -> None:
+        """Write a little, as durably as events. Raises JournalFailed."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', ?)", (uuid.uuid4().hex,))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or none. Raises JournalFailed."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             self._undo()
@@ -135,7 +147,6 @@ class Journal:
                 f"The journal {self.path} cannot be written: {error}. Nothing was changed.",
                 hint="Make room on its disk and send the request again.",
             ) from error
-        self.since_snapshot = 0 if snapshot is not None else self.since_snapshot + len(rows)
 
     def _replace(self, snapshot: bytes) -> None:
         """The last event stays, so that sequence numbers go on counting."""

@@ -43,6 +43,8 @@ from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
+_PROBE_EVERY_S = 5.0
+"""Who asks whether the master is ready has the journal written no more often."""
 _FORGET_EVERY_S = 60.0
 """Jobs that may be forgotten are looked for no more often."""
 
@@ -89,6 +91,11 @@ class Runtime:
         self._barrier: asyncio.Future[Message] | None = None
         self._reloading: asyncio.Future[None] | None = None
         """Until it is done `state` may be anything: it is being read from the journal."""
+        self._refuses = False
+        """The last write of the journal failed: events are refused, at no cost, until a probe succeeds."""
+        self._written_at = -math.inf
+        """When the journal was written last, or failed to be, on the loop's clock."""
+        self._probing: asyncio.Task[None] | None = None
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
         """By topic, in order. Each has a future of its own: to leave one that thousands share takes as many steps."""
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
@@ -138,7 +145,7 @@ class Runtime:
 
     async def event(self, event: Message, key: Key | None = None) -> Message:
         """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
-        await self._intact()
+        await self._writable()
         if isinstance(event, Attach) and event.save_to is not None:
             return await self._attach(event, event.save_to.rstrip("/"), key)
         return await asyncio.shield(self._enqueue(event, key))
@@ -148,7 +155,7 @@ class Runtime:
         jobs.check_attach(self.state, event)
         await self._deposits.claim(event.job, url, event.storage_options)
         try:
-            await self._intact()
+            await self._writable()
             done = self._enqueue(event, key)
         except HooksError:
             self._deposits.release(event.job)
@@ -224,6 +231,7 @@ class Runtime:
                 continue
             finally:
                 self._uptime.commit_ended()
+            self._wrote()
             self._observe_commit(time.perf_counter() - began, len(batch))
             for entry in batch:
                 _settle(entry.done, entry.reply)
@@ -239,6 +247,11 @@ class Runtime:
         except Exception:
             log.critical("the state cannot be encoded, so the journal keeps growing: please report this", exc_info=True)
             return None
+
+    @property
+    def _halted(self) -> bool:
+        """No event is applied now."""
+        return self._reloading is not None or self._refuses
 
     def _committed(self, task: asyncio.Task[None]) -> None:
         """A commit that raised leaves state and journal apart: end this life, the next one replays the journal."""
@@ -264,6 +277,7 @@ class Runtime:
     def _roll_back(self, batch: list[Entry], error: JournalFailed) -> None:
         """Nothing of this batch, nor of what was applied on top of it, has happened."""
         log.error("%s", error)
+        self._wrote(failed=True)
         failed = batch + list(self._queue)
         self._queue.clear()
         self._reloading = self._reloading or self._loop.create_future()
@@ -300,6 +314,43 @@ class Runtime:
         while self._reloading is not None:
             await asyncio.wait([self._reloading])
             self._check_failed()
+
+    # ---- a journal that cannot be written ----------------------------------------------------------------------------
+
+    async def ready(self) -> str:
+        """Why events are refused; empty if they are not. A journal that was not written lately is written for it."""
+        if self.closing:
+            return "closing"
+        if self._loop.time() >= self._written_at + _PROBE_EVERY_S:
+            done, _ = await asyncio.wait([self._probe()], timeout=_PROBE_EVERY_S)
+            if not done:
+                return "the journal does not answer"
+        return "the journal cannot be written" if self._refuses else ""
+
+    async def _writable(self) -> None:
+        """Wait until an event may be applied. Raises JournalFailed, MasterAway."""
+        await self._intact()
+        while self._refuses:
+            await asyncio.shield(self._probe())
+            await self._intact()
+
+    def _probe(self) -> asyncio.Task[None]:
+        """One at a time, for all that ask meanwhile."""
+        if self._probing is None:
+            self._probing = self._loop.create_task(self._write_probe())
+            self._probing.add_done_callback(self._probed)
+        return self._probing
+
+    async def _write_probe(self) -> None:
+        await self._loop.run_in_executor(self._writer, self.journal.probe)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probing = None
+        if not task.cancelled():
+            self._wrote(failed=task.exception() is not None)
+
+    def _wrote(self, *, failed: bool = False) -> None:
+        self._refuses, self._written_at = failed, self._loop.time()
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
@@ -375,6 +426,9 @@ class Runtime:
         if self._reloading is not None:
             self._reloading.add_done_callback(lambda _: self._inform(event))
             return
+        if self._refuses:
+            self._probe().add_done_callback(lambda probed: self._informed(event, probed))
+            return
         try:
             done = self._enqueue(event, None)
         except HooksError as error:
@@ -382,7 +436,13 @@ class Runtime:
             return
         done.add_done_callback(lambda settled: self._insist(event, settled))
 
-    def _insist(self, event: Message, settled: asyncio.Future[Message]) -> None:
+    def _informed(self, event: Message, probed: asyncio.Task[None]) -> None:
+        if not probed.cancelled() and probed.exception() is None:
+            self._inform(event)
+        else:
+            self._insist(event, probed)
+
+    def _insist(self, event: Message, settled: asyncio.Future[Any]) -> None:
         if not settled.cancelled() and settled.exception() is not None and not self.closing:
             self._loop.call_later(1.0, self._inform, event)
 
@@ -391,7 +451,7 @@ class Runtime:
         if self.closing:
             return
         now = self._now()
-        if now >= self._forgot_at + min(_FORGET_EVERY_S, self._forget_after_s / 10) and self._reloading is None:
+        if now >= self._forgot_at + min(_FORGET_EVERY_S, self._forget_after_s / 10) and not self._halted:
             self._forgot_at, before = now, now - self._forget_after_s
             if jobs.finished_before(self.state, before):
                 with contextlib.suppress(HooksError):  # the next look finds them again

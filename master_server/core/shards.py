@@ -163,10 +163,11 @@ def settle(job: Job, effects: Effects) -> None:
 def _check(job: Job, event: OpenLedger) -> None:
     where = f"Dataset {event.name!r} of job {job.name!r}"
     names = [part.name for part in event.partitions]
-    if not 0 < len(event.name) <= LONGEST_NAME or "/ledgers/" in event.name or not event.incarnation:
+    fits = 0 < len(event.name) <= LONGEST_NAME and event.name.isprintable() and "/ledgers/" not in event.name
+    if not fits or not event.incarnation:
         raise BadRequest(
-            f"{where}: a ledger's name has 1 to {LONGEST_NAME} characters and no '/ledgers/' in it, and its holder "
-            f"has a name too; received holder {event.incarnation!r}."
+            f"{where}: a ledger's name has 1 to {LONGEST_NAME} characters, all printable, and no '/ledgers/' in it, "
+            f"and its holder has a name too; received holder {event.incarnation!r}."
         )
     if not 1 <= len(names) <= MOST_PARTITIONS or len(set(names)) < len(names):
         raise BadRequest(f"{where}: expected 1 to {MOST_PARTITIONS} partitions, each once, received {len(names)}.")

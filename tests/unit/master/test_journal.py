@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, UsageError
 from dlrover_hooks.master.core import events, jobs
 from dlrover_hooks.master.core.events import Envelope
@@ -90,3 +91,6 @@ def test_names_that_no_address_can_show(name: str) -> None:
     """Row 12."""
     with pytest.raises(BadRequest, match="--job"):
         jobs.apply(Master(), join(job=name), 1.0)
+    ledger = p.OpenLedger("job", "holder", name, "f", (p.Partition(end=9),), free=True)
+    with pytest.raises(BadRequest, match="printable"):
+        jobs.apply(Master(), ledger, 1.0)

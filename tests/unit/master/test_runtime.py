@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.claim import LOCK
 from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
 from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core.events import Lost
+from dlrover_hooks.master.core.jobs import Master
 from dlrover_hooks.master.folders import Folders, Hold
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.runtime import Runtime
@@ -27,11 +30,22 @@ class FailingJournal(Journal):
     """Fails on demand, as a full disk would."""
 
     full = False
+    loads = probes = 0
 
     def append(self, records: object, snapshot: bytes | None = None) -> None:
         if self.full:
             raise JournalFailed("full")
         super().append(records, snapshot)  # type: ignore[arg-type]
+
+    def probe(self) -> None:
+        self.probes += 1
+        if self.full:
+            raise JournalFailed("full")
+        super().probe()
+
+    def load(self) -> Master:
+        self.loads += 1
+        return super().load()
 
 
 def test_snapshots_and_a_full_disk(tmp_path: Path) -> None:
@@ -59,10 +73,69 @@ def test_snapshots_and_a_full_disk(tmp_path: Path) -> None:
         journal.full = True
         answers = await asyncio.gather(*(runtime.event(vote(1, step)) for step in range(5)), return_exceptions=True)
         assert all(isinstance(answer, JournalFailed) for answer in answers)
+        await runtime.query(p.ListJobs())  # waits until the state is read again
         assert jobs.encode(runtime.state) == before
         journal.full = False
         assert isinstance(await runtime.event(vote(1, 49)), p.Voted)
         await runtime.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_costs_one_reload(tmp_path: Path) -> None:
+    """Master row 13: until a probe can be written events are refused, and the state is not read again. The master's
+    own events wait.
+    """
+
+    async def scenario() -> None:
+        journal = FailingJournal(tmp_path / "master.db", synchronous="normal")
+        runtime = Runtime(journal, storage=StorageFake())
+        runtime.start()
+        await runtime.event(join())
+        before, loads = jobs.encode(runtime.state), journal.loads
+        journal.full = True
+        for worker in ("w0", "w1") * 3:
+            with pytest.raises(JournalFailed):
+                await runtime.event(attach(worker, save_to="/tree"))
+        assert (journal.loads, jobs.encode(runtime.state)) == (loads + 1, before)
+        runtime._inform(Lost(job="job", incarnation="w0"))
+        assert (await runtime.ready()) != ""
+        journal.full = False
+        await runtime.event(msgspec.structs.replace(join(), job="other"))
+        assert journal.loads == loads + 1
+
+        async def told() -> None:
+            while runtime.state.jobs["job"].rounds.round is not None and any(
+                member.live and member.incarnation == "w0"
+                for member in runtime.state.jobs["job"].rounds.round.members.values()
+            ):
+                await asyncio.sleep(0)
+
+        await asyncio.wait_for(told(), 60)
+        assert (await runtime.ready()) == ""
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
+def test_ready_finds_a_full_disk_without_traffic(tmp_path: Path) -> None:
+    """Master row 12: and finds it empty again; asked often, it does not write each time."""
+
+    async def scenario() -> None:
+        journal = FailingJournal(tmp_path / "master.db", synchronous="normal")
+        runtime = Runtime(journal, storage=StorageFake())
+        runtime.start()
+        assert [await runtime.ready() for _ in range(9)] == [""] * 9
+        assert journal.probes == 1
+        journal.full = True
+        assert await long_after(runtime) == "the journal cannot be written"
+        journal.full = False
+        assert await long_after(runtime) == ""
+        await runtime.close()
+
+    async def long_after(runtime: Runtime) -> str:
+        runtime._written_at = -math.inf  # long ago
+        return await runtime.ready()
 
     asyncio.run(scenario())
 
