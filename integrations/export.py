@@ -27,6 +27,7 @@ from dlrover_hooks.checkpoint.retention import reading
 from dlrover_hooks.checkpoint.stored import StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import HooksError, MissingExtra, StorageFailed, UsageError
+from dlrover_hooks.integrations.filling import listed
 from dlrover_hooks.protocol import Manifest
 
 FILE_BYTES = 5_000_000_000
@@ -122,6 +123,7 @@ def _to_hf(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
     except ImportError as error:
         raise MissingExtra("--to hf needs safetensors", hint="pip install dlrover-hooks[torch]") from error
     weights = _apart(_model(tree["state"], manifest))
+    _refuse_unknown(weights)
     shares = _shares(weights)
     os.makedirs(dest)
     names = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
@@ -168,6 +170,16 @@ def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(tensor.data_ptr())
         apart[name] = tensor.clone() if tied else tensor.contiguous()
     return apart
+
+
+def _refuse_unknown(weights: dict[str, torch.Tensor]) -> None:
+    """Raises UsageError for dtypes that safetensors has not."""
+    unknown = [f"{name} ({one.dtype})" for name, one in weights.items() if one.dtype not in snapshot.DTYPES.values()]
+    if unknown:
+        raise UsageError(
+            f"the safetensors format has no such dtype: {listed(unknown)}",
+            hint="--to torch and --to dcp write them as they are",
+        )
 
 
 def _shares(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

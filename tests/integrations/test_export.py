@@ -85,6 +85,24 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_dtype_that_hugging_face_has_not_is_named(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hint was to make room."""
+    plain = Tied.__init__
+
+    def with_phase(self: Tied) -> None:
+        plain(self)
+        self.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+
+    monkeypatch.setattr(Tied, "__init__", with_phase)
+    trained(job, tmp_path / "ck")
+    refused = exported("hf", tmp_path / "ck", tmp_path / "hf")
+    assert refused.exit_code != 0
+    assert "phase (torch.complex128)" in refused.output
+    assert "--to torch" in refused.output
+    assert "room" not in refused.output
+    assert exported("torch", tmp_path / "ck", tmp_path / "x.pt").exit_code == 0
+
+
 def test_torch_dcp_and_hugging_face_read_a_plain_loop(job: str, tmp_path: Path) -> None:
     """Model and optimizer as they were, through torch.load(weights_only=True), DCP's reader, and safetensors."""
     url = tmp_path / "ck"
