@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway
+from dlrover_hooks.runtime.breaks import all_ended
 from tests.simulation.client import Client
 from tests.simulation.loop import Process
 from tests.simulation.survivor import Chair
@@ -39,6 +40,8 @@ class Agent:
         self._round, self._broken, self._finished = 0, 0, False
         self._first = True
         self._unheard: list[p.Exited] = []
+        self._early: set[str] = set()
+        """Workers that ended with 0 in training, which the master is told of."""
 
     def start(self) -> None:
         for worker in list(self.node.workers):  # their launcher's end ended them, too
@@ -84,6 +87,7 @@ class Agent:
             await self._rung(30.0)
 
     async def _rung(self, seconds: float) -> None:
+        await self._tell_early()
         await self._tell_again()
         await self.bell.wait(min(seconds, 1.0) if self._unheard else seconds)
         if self.bell._items:
@@ -194,6 +198,20 @@ class Agent:
         exited = p.Exited(self.job, self.incarnation, worker.incarnation, code, newcomer=worker.newcomer)
         if not await self._heard(exited):
             self._unheard.append(exited)
+
+    async def _tell_early(self) -> None:
+        """See `Agent._supervise` and `Agent._await_others`: exit code 0 is the end of a script."""
+        for worker in self.node.workers:
+            if worker.early and worker.exit_code == 0 and worker.incarnation not in self._early:
+                self._early.add(worker.incarnation)
+                await self._tell(worker)
+        if self._early and all(worker.exit_code == 0 for worker in self.node.workers):
+            try:
+                view: p.JobView = await self.client.call(p.ShowJob(self.job), timeout_s=10.0)
+            except HooksError:
+                return
+            if all_ended(view) and view.phase is not p.Phase.BROKEN:
+                self._finished = self.world.promises.exited = True
 
     async def _tell_again(self) -> None:
         """See `Speaker.tell_again`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
@@ -12,16 +13,17 @@ from tests.simulation.loop import Process
 from tests.simulation.memory import Keeper
 from tests.simulation.network import Connection
 from tests.simulation.node import Node
+from tests.simulation.swarm import INSTEAD, Level, Recovery
 from tests.simulation.worker import Worker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
-FORGETS = {"kill keeper", "stop keeper", "crash node", "replace node", "damage image"}
+FORGETS = {"kill keeper", "stop keeper", "crash node", "replace node", "damage image", "relaunch job"}
 """Behind these a node need not hold in memory what it held: a stopped keeper hashes nothing that is saved anew."""
-
-
+HARMLESS = {"kill agent", "kill worker", "relaunch job", "set clock", "slander", "worker exits", "worker fails"}
+"""Attempts end by these, and an attempt that goes on makes its generations durable as before."""
 OVERSIZED = (1 << 53, 1 << 63, (1 << 64) - 1, 1 << 64, 10**18)
 
 
@@ -31,6 +33,9 @@ class Chaos:
     def __init__(self, world: World) -> None:
         self.world = world
         self.over = False
+        self.quiet_from = 0.0
+        """From here on (true time) nothing keeps a generation from becoming durable, unless another fault follows."""
+        self._dice = random.Random(f"instead {world.swarm.seed}")
         self._frozen: list[Process] = []
         self._kinds = {
             "kill worker": self._kill_worker,
@@ -54,6 +59,8 @@ class Chaos:
             "damage image": self._damage,
             "preempt": self._preempt,
             "slander": self._slander,
+            "relaunch job": self._relaunch,
+            "worker exits": self._exit_worker,
         }
 
     def begin(self) -> None:
@@ -68,9 +75,14 @@ class Chaos:
         if self.over:
             return
         kind = self.world.chance.choice(self.world.swarm.faults)
-        whom = self._kinds[kind]()
+        other, share = INSTEAD.get(kind, ("", 0.0))
+        whom = self._kinds[other]() if share and self._dice.random() < share else ""
+        kind = other if whom else kind
+        whom = whom or self._kinds[kind]()
         if whom:
             self.world.promises.memory_lost |= kind in FORGETS
+            if kind not in HARMLESS:
+                self.quiet_from = max(self.quiet_from, self.world.loop.now)
             self.world.story.fault(self.world.loop.now, kind, whom)
         self.world.loop.deliver(self._pause_s(), self._strike)
 
@@ -88,7 +100,11 @@ class Chaos:
     def _later(self, low: float, high: float, call: object) -> float:
         seconds = self.world.chance.uniform(low, high)
         self.world.loop.deliver(seconds, call)  # pyright: ignore[reportArgumentType]
+        self._lasts(seconds)
         return seconds
+
+    def _lasts(self, seconds: float) -> None:
+        self.quiet_from = max(self.quiet_from, self.world.loop.now + seconds)
 
     # ---- whom --------------------------------------------------------------------------------------------------------
 
@@ -165,6 +181,54 @@ class Chaos:
         self.world.restart_agent(agent.node)
         return agent.process.name
 
+    def _relaunch(self) -> str:
+        """All processes of the job are killed, often with the master, and the job is launched again, at any size."""
+        world, dice = self.world, self._dice
+        if world.swarm.free:
+            return ""
+        world.durability.relaunched()
+        for node in [world.nodes[name] for name in sorted(world.nodes)]:
+            if node.name in world.network.gone:
+                continue
+            if node.agent is not None:
+                node.agent.process.kill()
+                world.restart_agent(node)
+            for worker in list(node.workers):
+                worker.process.kill()
+            node.lose_keeper()
+        how = ""
+        if world.host.process is not None and dice.random() < 0.5:
+            how = f", the master {world.host.kill()}"
+            world.loop.deliver(seconds := dice.uniform(0.1, 8.0), world.host.start)
+            self._lasts(seconds)
+        if dice.random() < 0.5:
+            self._resize()
+        return f"{world.job} with {world.swarm.workers} workers on each node{how}"
+
+    def _resize(self) -> None:
+        """Another number of workers on each node."""
+        swarm, dice = self.world.swarm, self._dice
+        workers = dice.choice([size for size in (1, 2, 3) if size != swarm.workers])
+        most = swarm.nodes * workers
+        fewest = 1 if swarm.recovery is Recovery.WORKER else workers
+        least = {Level.HOT: most, Level.SHRINK: 1}.get(swarm.level) or dice.choice((most, dice.randint(fewest, most)))
+        self.world.resize(workers, least)
+
+    def _exit_worker(self) -> str:
+        """The script ends its process with 0 in the middle of training, and others train on."""
+        alive = [
+            worker
+            for name in sorted(self.world.nodes)
+            for worker in self.world.nodes[name].workers
+            if not worker.process.dead and worker.trains
+        ]
+        if len(alive) < 2:
+            return ""
+        worker = self._dice.choice(alive)
+        worker.early = True
+        worker.exit(0)
+        return worker.process.name
+
     def _crash_node(self) -> str:
         node = self._node()
         if node.name in self.world.network.gone:
@@ -208,6 +272,7 @@ class Chaos:
         world, node = self.world, self._node().name
         seconds = world.chance.uniform(0.5, 40.0)
         world.network.cut[node] = world.loop.now + seconds
+        self._lasts(seconds)
         world.loop.deliver(seconds, lambda: world.network.cut.pop(node, None))
         return f"{node} for {seconds:.1f} s"
 
@@ -230,6 +295,7 @@ class Chaos:
         self.world.host.disk.stall_s = seconds = self.world.chance.uniform(
             0.0, self.world.chance.choice((1.0, 20.0, 200.0))
         )
+        self._lasts(seconds)
         return f"the next one takes {seconds:.1f} s more"
 
     def _oversize(self) -> str:

@@ -57,6 +57,8 @@ class Counted:
         """By job, the round before the current one."""
         self._failures: dict[str, tuple[int, bool]] = {}
         """By job, how many were counted, and whether the round is broken."""
+        self._early: dict[str, set[str]] = {}
+        """By job, members whose process ended with 0, and that had not said that they leave."""
         self._rises = 0, 0
         """The least and the most by which the newest event may add to them."""
         self._touched = True
@@ -74,6 +76,8 @@ class Counted:
                 self._joined(event, dead)
         elif isinstance(event, p.Exited):
             self._exited(event)
+            if event.exit_code == 0 and event.worker in self._attached.get(job, ()) and event.worker not in dead:
+                self._early.setdefault(job, set()).add(event.worker)
             if event.newcomer:
                 self._ended.add(event.worker)
             dead.add(event.worker)
@@ -123,6 +127,10 @@ class Counted:
                 return failed and first, failed and first
             counts = failed and event.newcomer and event.worker not in self._ended
             return counts, counts
+        if isinstance(event, p.Join) and not event.sole:
+            members, broken = dict(self._before.get(event.job, ())), self._failures.get(event.job, (0, False))[1]
+            needs = event.incarnation in members and members.keys() & self._early.get(event.job, set())
+            return (1, 1) if needs and not broken else (0, 0)
         died = isinstance(event, Lost) or (isinstance(event, p.Leave) and event.reason is p.Departure.FAILED)
         return 0, died or (isinstance(event, p.Join) and event.sole)
 
@@ -178,6 +186,7 @@ class Counted:
                 self._sizes[job.name, current.attempt] = current.world_size
                 self._places[job.name, current.attempt] = _places(job)
             self._attached[job.name] = {name for name, one in current.members.items() if one.attached}
+            self._early[job.name] = {name for name, one in current.members.items() if one.gone == "exited"}
             # events alone do not tell when a round was seated, so an agent's end took its waiting seats along
             self._dead.get(job.name, set()).difference_update(name for name, one in current.members.items() if one.live)
         self._held[job.name] = dict(job.offers.held)

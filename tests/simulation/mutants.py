@@ -283,6 +283,33 @@ def count_from_nothing(patch: Patch) -> None:
     patch.setattr(checkpoints, "begin", begin)
 
 
+def charge_no_exit(patch: Patch) -> None:
+    """Survivors that go on without a process that ended with 0 in training cost no restart."""
+    real: Any = answers._TABLE[p.Join]
+
+    def join(job: Any, event: p.Join, now: float, effects: Any) -> Any:
+        before, members = job.failures, job.rounds.round.members.values() if job.rounds.round else ()
+        exited = any(member.gone == rounds.EXITED for member in members)
+        reply = real(job, event, now, effects)
+        job.failures = before if exited and not event.sole else job.failures
+        return reply
+
+    patch.setitem(answers._TABLE, p.Join, join)
+
+
+def count_launches_twice(patch: Patch) -> None:
+    """Behind a launch that goes on from storage, the next generation is made durable at twice its step."""
+    real = checkpoints.begin
+
+    def begin(saves: Any, settings: Any, step: int, *args: Any, **more: Any) -> None:
+        real(saves, settings, step, *args, **more)
+        if step:
+            saves.persisted_step = 2 * step
+            saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=2 * step + 100)
+
+    patch.setattr(checkpoints, "begin", begin)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     lease_twice,
     commit_early,
@@ -308,4 +335,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     promise_in_vain,
     count_pauses,
     count_from_nothing,
+    charge_no_exit,
+    count_launches_twice,
 )

@@ -80,6 +80,8 @@ class Promises:
 
     def __init__(self, swarm: Swarm, loop: Loop, story: Story, data: Data) -> None:
         self.data, self._loop, self._story, self._swarm = data, loop, story, swarm
+        self.most = swarm.bounds[1]
+        """Workers of a round."""
         self.state = Master()
         self._applied: list[Told] = []
         self._index: dict[str, int] = {}
@@ -101,6 +103,8 @@ class Promises:
         self._last: Model | None = None
         self.silent = False
         """Some worker left without the master's word."""
+        self.exited = False
+        """All have ended with exit code 0, and some of them in training: the job is over for its launchers alone."""
         self._seen = 0
         self.manifests: set[p.Generation] = set()
         self.committed: p.Generation | None = None
@@ -116,11 +120,6 @@ class Promises:
     def now(self) -> float:
         """The true time."""
         return self._loop.now
-
-    @property
-    def most(self) -> int:
-        """Workers of a round."""
-        return self._swarm.bounds[1]
 
     # ---- breaking ----------------------------------------------------------------------------------------------------
 
@@ -343,7 +342,7 @@ class Promises:
             done = self.data.mask({name: one.done for name, one in books.items()})
             self.check(done | self._bad(job) == self.data.whole, "the books are not closed")
             return
-        if self.silent and not found.finished:
+        if (self.silent or self.exited) and not found.finished:
             return
         self.check(found.finished, f"all workers of {job} left, and it is not finished")
         self.check(self._last is not None and found.finished_step == self._last.step, "it finished at another step")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.simulation.worker import Worker
 
 FORM_S = 900.0
+LOOK_S = 1.0
+"""Between two looks at the members of a round that may lack one."""
 FAULT_S = 5.0
 """How long the master's word is waited for once something failed that a lost peer may have caused."""
 
@@ -87,9 +89,20 @@ class Survivor:
         worker, clock = self._worker, self._worker.process.clock
         deadline = clock() + FAULT_S
         while worker.notices < max(worker.round, 1) and clock() < deadline:
-            if await worker.heard.wait(deadline - clock()):
+            if await worker.heard.wait(min(LOOK_S, deadline - clock())):
                 worker.heard.pop()
+            elif await self._sees_exit():
+                return True
         return worker.notices >= max(worker.round, 1)
+
+    async def _sees_exit(self) -> bool:
+        """A member's process has ended with 0, which breaks no round: those that wait for it have to say so."""
+        worker = self._worker
+        try:
+            view: p.JobView = await worker.call(p.ShowJob(worker.job), timeout_s=1.0)
+        except HooksError:
+            return False
+        return view.round == worker.round and any(one.gone == "exited" for one in view.members)
 
     async def _salvage(self) -> None:
         """A lone image: the state of the last quiet point, as that of a world of one."""

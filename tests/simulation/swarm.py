@@ -31,7 +31,12 @@ FAULTS: dict[str, float] = {
     "preempt": 0.3,
     "slander": 0.3,
 }
-"""Every fault, and how likely it is among those that a seed has switched on."""
+"""Every fault that a seed may switch on, and how likely it is among those that it has."""
+INSTEAD: dict[str, tuple[str, float]] = {
+    "kill agent": ("relaunch job", 0.4),
+    "kill worker": ("worker exits", 0.5),
+}
+"""Faults that take the place of another one, with this chance."""
 
 
 class Recovery(enum.Enum):

@@ -64,6 +64,8 @@ class Worker:
         """The data state that was restored."""
         self.begun_at = self.longest = 0
         """The step that the attempt began at, and the longest interval between saves that it heard of."""
+        self._training = self.early = False
+        """`early`: its script has ended with 0 in training."""
         self.process.ends.append(self._died)
 
     def start(self) -> None:
@@ -83,7 +85,7 @@ class Worker:
     async def sigterm(self) -> None:
         """Somebody wants it to go."""
         if self.parting is None:
-            return self._exit(143)
+            return self.exit(143)
         self.parting.flag("SIGTERM")
         if self.post is not None:
             self.post.wake()
@@ -100,7 +102,13 @@ class Worker:
             self.exit_code = -9
         self.world.exited(self)
 
-    def _exit(self, code: int) -> None:
+    @property
+    def trains(self) -> bool:
+        """It has a seat in a round, and is not done."""
+        return self._training
+
+    def exit(self, code: int) -> None:
+        """Its process ends."""
         self.exit_code = code
         self.process.kill()
 
@@ -112,18 +120,18 @@ class Worker:
             while True:
                 try:
                     await self._attempt()
-                    return self._exit(0)
+                    return self.exit(0)
                 except (Aborted, HooksError) as error:
                     await self._next_round(error)
         except Gone as gone:
-            self._exit(gone.args[0])
+            self.exit(gone.args[0])
         except Aborted:
             self.world.tell(self.process.name, "its collective failed")
             await self._farewell()
-            self._exit(1)
+            self.exit(1)
         except HooksError as error:
             self.world.tell(self.process.name, f"ends with {type(error).__name__}: {error.message[:120]}")
-            self._exit(p.AGAIN if isinstance(error, Stale) else 1)
+            self.exit(p.AGAIN if isinstance(error, Stale) else 1)
         except Exception as error:
             self.world.promises.bug(error)
 
@@ -197,7 +205,12 @@ class Worker:
         await self.fit.open()
         base = self.fit.base if chair.rank == 0 and isinstance(self.fit, Fit) else None
         self.world.promises.begun(self.job, plan, self.model, base)
-        await self.fit.train(group, self.restored)
+        self.world.durability.begun(self)
+        self._training = True
+        try:
+            await self.fit.train(group, self.restored)
+        finally:
+            self._training = False
         await self._finish()
 
     def _enter(self, plan: p.Plan) -> Group:
@@ -313,6 +326,7 @@ class Worker:
             await self.save()
         if stepped:
             self._check_cadence(post.cadence)
+            self.world.durability.stepped(self)
         if stepped and self.survivor is not None:
             self.survivor.quiet_point()
 

@@ -17,6 +17,7 @@ from dlrover_hooks.data import leases
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.runtime import preemption
 from tests.simulation.chaos import Chaos
+from tests.simulation.durability import Durability
 from tests.simulation.group import Group
 from tests.simulation.host import Host
 from tests.simulation.loop import Loop, monotonic
@@ -65,6 +66,7 @@ class World:
         self.data = Data(swarm, self.dice)
         self.promises = Promises(swarm, self.loop, self.story, self.data)
         self.progress = self.promises.progress = Progress(self)
+        self.durability = Durability(self)
         self.network = Network(swarm, self.loop, random.Random(f"network {swarm.seed}"), self.story)
         self.host = self.network.host = Host(
             swarm, self.loop, random.Random(f"master {swarm.seed}"), self.story, self.network, self.promises
@@ -129,6 +131,11 @@ class World:
         if node.agent is dead and self.nodes.get(node.name) is node:
             node.start_agent()
 
+    def resize(self, workers: int, least: int) -> None:
+        """Agents that start from now on have so many workers each, and rounds `least` at least."""
+        self.swarm = msgspec.structs.replace(self.swarm, workers=workers, min_workers=least)
+        self.promises.most = self.swarm.bounds[1]
+
     def replace(self, node: Node) -> Node:
         del self.nodes[node.name]
         new = Node(self, self.named("n"))
@@ -140,7 +147,7 @@ class World:
     def done(self, node: Node) -> None:
         """Nothing is left to do there."""
         self._done.add(node.name)
-        if self._done >= self.nodes.keys() or self.promises.over(self.job):
+        if self._done >= self.nodes.keys() or self.promises.over(self.job) or self.promises.exited:
             self.loop.stopped = True
 
     # ---- the run -----------------------------------------------------------------------------------------------------
@@ -164,6 +171,7 @@ class World:
         self.store.manifests.clear()
         self.promises.new_job(self.job)
         self.progress.new_job()
+        self.durability.new_job()
         for node in list(self.nodes.values()):
             if node.name not in self.network.gone:
                 if node.keeper is not None:
