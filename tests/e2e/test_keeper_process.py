@@ -331,7 +331,10 @@ def test_an_order_that_cannot_be_done_costs_no_memory(
     answer, _ = link.call(lambda ref: wire.Replicate(ref=ref, **order | wrong))
     assert isinstance(answer, wire.Refused)
     assert "cannot listen on" in answer.reason
-    there = KeeperAddress("m", **{"host": "127.0.0.1", "port": 1} | wrong)
+    away: dict[str, Any] = (
+        {"host": "127.0.0.1"} | wrong | {"port": 1}
+    )  # a message with a port that cannot be is refused
+    there = KeeperAddress("m", **away)
     answer, _ = link.call(lambda ref: wire.Replicate(ref=ref, secret=Secret("a" * 64), to=there, **order))
     assert isinstance(answer, wire.Replicating)
     until(lambda: "cannot be reached" in caplog.text, "the trainer hears that its image has no replica")
