@@ -84,6 +84,12 @@ class Worker:
         with self.path.open("a") as file:
             file.write(line + "\n")
 
+    def hear(self) -> None:
+        """Wait until the master has said that the round is broken."""
+        membership = regroup.current()
+        assert membership is not None
+        assert membership.hears_break(20.0)
+
     def reach(self, place: str, step: int) -> None:
         """Trouble is one of kill, stop, raise, fail, own, exit, hold, hear, at a place of a step, once (or in
         each life).
@@ -98,16 +104,15 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
         elif what == "raise":
             raise ValueError("a user's error")
-        elif what == "fail":
+        elif what == "fail":  # as a collective does once a peer is gone, whose connections may still be open here
+            self.hear()
             raise RuntimeError("Connection closed by peer")
         elif what == "own":
             raise RuntimeError("a user's error, of torch's class")
         elif what == "exit":
             sys.exit(0)
         elif what == "hear":
-            membership = regroup.current()
-            assert membership is not None
-            assert membership.hears_break(20.0)
+            self.hear()
         while what == "hold" and not (self.path.parent / "go").exists():
             select.select([], [], [], 0.005)
 
