@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,8 +15,6 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Tls
 from dlrover_hooks.errors import MasterAway, UsageError
 from tests.e2e.job_script import attach, join
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
