@@ -99,6 +99,9 @@ class Saves(msgspec.Struct):
     newest_step: int = 0
     passed: int = 0
     """The greatest `Vote.passed` of any rank."""
+    answered: set[int] | None = None
+    """Ranks that have stored, or failed to store, a generation at or past `Cadence.persist_from`: they write no longer.
+    None: not counted yet, or in an older release's snapshot."""
     persisted_step: int = 0
     persisted_at: float = 0.0
     failures: int = 0
@@ -119,6 +122,7 @@ def begin(
     that knows of none has it made at once. Times of an earlier attempt are forgotten: its world may have been another.
     """
     saves.open = []
+    saves.answered = None
     saves.newest_complete = complete
     saves.newest_step = step
     saves.passed = 0
@@ -144,6 +148,7 @@ def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) ->
     if event.kind is VoteKind.REFUSED:
         saves.unstored = Unstored(generation=event.generation, rank=event.rank, reason=event.reason)
     commit = _count(saves, settings, job, event, now) if event.kind is not VoteKind.SKIPPED else None
+    _answer(saves, settings, event)
     _pass_by(saves, event)
     if event.step_s > 0:
         saves.cadence = msgspec.structs.replace(saves.cadence, every=_every(saves, settings))
@@ -215,7 +220,7 @@ def _take(saves: Saves, generation: Generation) -> Commit | None:
     return None
 
 
-def _entry(saves: Saves, settings: Settings, generation: Generation, world_size: int) -> Open | None:
+def _entry(saves: Saves, generation: Generation, world_size: int) -> Open | None:
     """The open generation of that step, None if it is older than all that may be open."""
     step = generation.step
     for entry in saves.open:
@@ -229,9 +234,7 @@ def _entry(saves: Saves, settings: Settings, generation: Generation, world_size:
     saves.open.append(entry)
     saves.open.sort(key=lambda one: one.generation.step)
     if len(saves.open) > OPEN:
-        least = saves.open.pop(_least_needed(saves))
-        if least.in_storage and not least.closed:
-            _give_up(saves, settings)
+        saves.open.pop(_least_needed(saves))
     return entry
 
 
@@ -262,7 +265,7 @@ def _close(entry: Open) -> None:
 
 
 def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
-    del job, now
+    del settings, job, now
     entry.in_memory += not entry.memory[event.rank]
     entry.memory[event.rank] = True
     if entry.complete or entry.hopeless or entry.in_memory < entry.world_size:
@@ -270,13 +273,6 @@ def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event
     entry.complete = True
     if saves.newest_complete is None or saves.newest_complete < entry.generation:
         saves.newest_complete = entry.generation
-    start = saves.cadence.persist_from
-    for older in saves.open:
-        skipped = not older.complete and not older.closed and older.generation.step < entry.generation.step
-        if skipped and start is not None and older.generation.step >= start and older.in_storage:
-            _close(older)  # some rank left it out and waits with a newer one
-            _give_up(saves, settings)
-            break
     return None
 
 
@@ -296,10 +292,9 @@ def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event
 
 def _count_failed(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> None:
     """Files of other ranks still count: at the end of the training this rank tries again."""
-    del job, now
+    del saves, settings, job, now
     entry.in_storage -= entry.stored[event.rank] is not None
     entry.stored[event.rank] = None
-    _give_up(saves, settings)
 
 
 _COUNT = {
@@ -311,12 +306,39 @@ _COUNT = {
 
 
 def _count(saves: Saves, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
-    entry = _entry(saves, settings, event.generation, event.world_size)
+    entry = _entry(saves, event.generation, event.world_size)
     if entry is not None and not entry.closed:
         return _COUNT[event.kind](saves, settings, job, entry, event, now)
-    if entry is None and event.kind in (VoteKind.FAILED, VoteKind.REFUSED):
-        _give_up(saves, settings)
     return None
+
+
+def _answer(saves: Saves, settings: Settings, event: Vote) -> None:
+    """Its rank is done with the persist that is due, well or not. Once all are, and it is not committed, it failed.
+
+    Not sooner: a rank that still writes refuses the next one. Where persists are due more often than one takes, ranks
+    would refuse in turns, and nothing would get durable.
+    """
+    if event.kind in (VoteKind.MEMORY, VoteKind.SKIPPED):
+        return
+    start = saves.cadence.persist_from
+    if start is None:  # a last save, which is made whatever is due
+        if event.kind is not VoteKind.STORED:
+            _give_up(saves, settings)
+        return
+    if event.generation.step < start:
+        return
+    if saves.answered is None:
+        saves.answered = _stored_since(saves, start)
+    saves.answered.add(event.rank)
+    commits = any(commit.manifest.generation.step >= start for commit in saves.committing)
+    if len(saves.answered) == event.world_size and not commits:
+        _give_up(saves, settings)
+
+
+def _stored_since(saves: Saves, start: int) -> set[int]:
+    """Ranks whose file of an open generation at or past `start` is counted."""
+    since = (entry.stored for entry in saves.open if entry.generation.step >= start)
+    return {rank for files in since for rank, file in enumerate(files) if file is not None}
 
 
 def _pass_by(saves: Saves, event: Vote) -> None:
@@ -331,8 +353,14 @@ def _give_up(saves: Saves, settings: Settings) -> None:
     """A persist failed: count it; another one is due. If that fails, too, the next one is announced earlier."""
     saves.failures += 1
     if settings.save_to is not None:
-        saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=_ahead(saves))
+        _announce(saves, _ahead(saves))
     saves.margin = min(2 * saves.margin, MARGIN)
+
+
+def _announce(saves: Saves, start: int | None) -> None:
+    """The next persist is that of the first generation saved at or past `start`; None: none is due."""
+    saves.answered = set()
+    saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=start)
 
 
 def _ahead(saves: Saves) -> int:
@@ -344,11 +372,11 @@ def _ahead(saves: Saves) -> int:
 def _persisted(saves: Saves, step: int, now: float) -> None:
     saves.persisted_step, saves.persisted_at = max(saves.persisted_step, step), now
     saves.margin = max(1, saves.margin - 1)
-    saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=None)
+    _announce(saves, None)
 
 
 def _schedule(saves: Saves, settings: Settings, now: float) -> None:
-    """Set `persist_from` when a persist is due. It then stays until a generation past it is committed or failed."""
+    """Set `persist_from` when a persist is due. It then stays until a generation past it is committed or given up."""
     if settings.save_to is None or saves.cadence.persist_from is not None:
         return
     every = settings.persist_every
@@ -359,7 +387,7 @@ def _schedule(saves: Saves, settings: Settings, now: float) -> None:
         start = _ahead(saves)
     else:
         return
-    saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=start)
+    _announce(saves, start)
 
 
 def _measure(saves: Saves, event: Vote) -> None:

@@ -64,8 +64,6 @@ class Durability:
         if max(self._began, world.chaos.quiet_from) > before:
             return
         every = swarm.persist_every
-        if isinstance(every, int) and every * self._pace() < SAVE_S:
-            return  # not kept yet: where persists are due more often than one is written, ranks can refuse in turns
         steps = every if isinstance(every, int) else 0
         before -= 0.0 if isinstance(every, int) else seconds(every) * (1 + swarm.skew)
         old = max((step for at, step in self._steps if at <= before), default=0)
@@ -73,8 +71,3 @@ class Durability:
         has = durable.step if durable is not None else 0
         late = f"step {old} was over at {before:.1f}, and storage has step {has}, persist_every {every}"
         world.promises.check(has >= old - steps - self._between, late)
-
-    def _pace(self) -> float:
-        """Seconds from step to step, on average."""
-        (began, first), (ended, last) = self._steps[0], self._steps[-1]
-        return (ended - began) / max(1, last - first)

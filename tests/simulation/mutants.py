@@ -310,6 +310,21 @@ def count_launches_twice(patch: Patch) -> None:
     patch.setattr(checkpoints, "begin", begin)
 
 
+def announce_at_once(patch: Patch) -> None:
+    """The next persist is announced as soon as one rank could not make the one before; others still write that."""
+    real = checkpoints._answer
+
+    def answer(saves: Any, settings: Any, event: p.Vote) -> None:
+        start = saves.cadence.persist_from
+        failed = event.kind in (p.VoteKind.FAILED, p.VoteKind.REFUSED)
+        if failed and start is not None and event.generation.step >= start:
+            checkpoints._give_up(saves, settings)
+        else:
+            real(saves, settings, event)
+
+    patch.setattr(checkpoints, "_answer", answer)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     lease_twice,
     commit_early,
@@ -337,4 +352,5 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     count_from_nothing,
     charge_no_exit,
     count_launches_twice,
+    announce_at_once,
 )

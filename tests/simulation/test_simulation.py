@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants import MUTANTS, announce_at_once
 from tests.simulation.swarm import FAULTS, INSTEAD
 from tests.simulation.world import LEAST, simulate
 
 SEEDS, AT_ONCE = 2000, 100
 ROOT = Path(__file__).resolve().parents[2]
+RARE: dict[Callable[[pytest.MonkeyPatch], None], int] = {announce_at_once: 433}
+"""Where few seeds notice a mutant: the one to look at first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +69,8 @@ def test_a_seed_replays() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_core_is_noticed(mutant: Callable[[pytest.MonkeyPatch], None]) -> None:
     """By a promise, with its story: breaking the core on purpose proves the simulation, not the core."""
-    for seed in range(1, SEEDS + 1):
+    first = RARE.get(mutant, 1)
+    for seed in (*range(first, SEEDS + 1), *range(1, first)):
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
             result = simulate(seed)

@@ -156,23 +156,62 @@ def test_failed_persist_is_due_again() -> None:
     assert master.state.jobs["job"].saves.failures == 2
 
 
+def test_the_next_persist_waits_for_ranks_that_still_write() -> None:
+    """They would refuse it; then others write it, refuse the next one, and so on: nothing would get durable.
+
+    A rank that is lost answers no more: its round is over, and the next attempt begins without that wait.
+    """
+    master = training(save_to="/tree", persist_every=1, save_every=1)
+    for step in (4, 7):
+        refused = master.call(vote(1, step, p.VoteKind.FAILED)).cadence.persist_from
+        assert refused is not None
+        assert refused <= step, "rank 0 is asked for another one while it writes this one"
+        assert (master.call(vote(0, step, p.VoteKind.STORED)).cadence.persist_from or 0) > step
+    master.call(vote(1, 9, p.VoteKind.FAILED))
+    master.call(p.Exited("job", "agent", "w0", 1))
+    master.call(join(lives="new"))
+    for worker in ("new1", "new0"):
+        master.call(attach(worker, save_to="/tree", persist_every=1, save_every=1))
+    plan = master.call(p.AwaitPlan("job", "new0"))
+    assert (plan.attempt, plan.cadence.persist_from) == (2, 4), "past what nobody can load here"
+    for rank, then in ((1, 4), (0, 9)):
+        failed = vote(rank, 5, p.VoteKind.FAILED, attempt=2, incarnation=f"new{rank}")
+        assert master.call(failed).cadence.persist_from == then
+
+
+def test_ranks_that_store_different_generations_are_asked_anew() -> None:
+    """One has left out what the other has stored: neither of them will be whole in storage."""
+    master = training(save_to="/tree", persist_every=1, save_every=1)
+    assert master.call(vote(0, 4, p.VoteKind.STORED)).cadence.persist_from == 1
+    assert master.call(vote(1, 5, p.VoteKind.STORED)).cadence.persist_from == 6
+    assert master.state.jobs["job"].saves.failures == 1
+
+
+def test_a_snapshot_of_an_older_release_tells_who_has_stored() -> None:
+    """It has no list of those that answered; a rank that has stored its file does not speak of it again."""
+    master = training(save_to="/tree", persist_every=1, save_every=1)
+    master.call(vote(0, 4, p.VoteKind.STORED))
+    master.state.jobs["job"].saves.answered = None
+    assert master.call(vote(1, 4, p.VoteKind.FAILED)).cadence.persist_from == 5
+
+
 def test_persists_that_come_too_late_are_announced_earlier() -> None:
     """Fast steps: ranks are past a step before they hear that it is due. It is not waited for longer than 2 s."""
     master = training(save_to="/tree", persist_every=1, save_every=1)
 
     def failed(step: int, step_s: float) -> int | None:
-        master.call(vote(0, step, step_s=step_s))
+        master.call(vote(0, step, p.VoteKind.FAILED, step_s=step_s))
         return master.call(vote(1, step, p.VoteKind.FAILED, step_s=step_s)).cadence.persist_from
 
-    ahead = [(failed(step, 0.001) or 0) - step for step in range(10, 200, 10)]
+    ahead = [(failed(step, 0.001) or 0) - step for step in range(1000, 20_000, 1000)]
     assert ahead == [1, 2, 4, 8, 16, 32, 64, 128] + [256] * 11
-    stored = [master.call(vote(rank, 500, p.VoteKind.STORED)) for rank in range(2)][-1]
+    stored = [master.call(vote(rank, 50_000, p.VoteKind.STORED)) for rank in range(2)][-1]
     assert stored.cadence.persist_from is not None
     beat = master.call(p.Heartbeat("job", "w0"))
-    assert beat.cadence.persist_from == 500 + 255, "one less after a good one"
-    for step in range(600, 640):
+    assert beat.cadence.persist_from == 50_000 + 255, "one less after a good one"
+    for step in range(60_000, 100_000, 1000):
         failed(step, 1.0)
-    assert failed(700, 1.0) == 702
+    assert failed(100_000, 1.0) == 100_002
 
 
 def test_the_last_save_is_durable_though_a_rank_had_to_try_twice() -> None:
