@@ -6,6 +6,7 @@ by an empty file; the main process waits for all of them and renames the folder.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -96,7 +97,8 @@ class Saves:
         home = target.parent.parent if numbered else target.parent
         if not self._life:
             if self._accelerator.is_main_process:
-                for left in home.glob(f".{'checkpoint_*' if numbered else target.name}.*{SUFFIX}"):
+                name = "checkpoint_*" if numbered else glob.escape(target.name)
+                for left in home.glob(f".{name}.*{SUFFIX}"):
                     shutil.rmtree(left, ignore_errors=True)
                 put_back(target)
             (self._life,) = broadcast_object_list([uuid.uuid4().hex[:8]])

@@ -27,7 +27,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.extras import Stateful
-from dlrover_hooks.integrations.filling import own_state, refuse_sharded
+from dlrover_hooks.integrations.filling import listed, own_state, refuse_sharded
 from dlrover_hooks.integrations.loaders import is_training as is_training
 from dlrover_hooks.integrations.loaders import keeps_own_state as keeps_own_state
 from dlrover_hooks.integrations.survivor import Survivor
@@ -148,13 +148,11 @@ class Loop:
         try:
             self.session.join()
             self.restored: Restored | None = self.session.restore_plan(check=_check_state)
+            self._saved = _taken(self.restored)
         except BaseException:
             if self.session.membership is None:
                 self.close(p.Departure.FAILED)
             raise
-        self._saved: dict[str, Any] = self.restored.state if self.restored is not None else {}
-        if self.restored is not None and self.restored.weights_only:
-            self._saved = {"parts": {"model": self._saved["parts"]["model"]}}
         self.step: int = self._saved.get("step", 0)
         self.first_world: int = self._saved.get("first_world", place.world_size)
         """The world size of the job's first start: what schedules were made for."""
@@ -428,6 +426,25 @@ class _LoopForm(msgspec.Struct):
     bucket_orders: list[list[str]] = []
     epoch: p.Step = 0
     epoch_over: bool = False
+
+
+def _taken(restored: Restored | None) -> dict[str, Any]:
+    """What is put into the parts that are handed over.
+
+    Raises:
+        UsageError: only the weights are asked for, and there are none.
+    """
+    if restored is None:
+        return {}
+    if not restored.weights_only:
+        return restored.state
+    parts = restored.state["parts"]
+    if not parts.get("model"):
+        raise UsageError(
+            f"the checkpoint holds no weights of a model: its parts are {listed(sorted(parts)) or 'none'}",
+            hint="give the URL of a run whose model was prepared (Accelerate) or set up (Fabric), or resume='never'",
+        )
+    return {"parts": {"model": parts["model"]}}
 
 
 def _check_state(state: Any) -> None:

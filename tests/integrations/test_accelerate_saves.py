@@ -155,6 +155,20 @@ def test_a_folder_is_replaced_at_once_and_keeps_what_the_user_put_there(job: str
     run.accelerator.close()
 
 
+def test_a_folders_name_is_no_pattern(job: str, tmp_path: Path) -> None:
+    """What a dead process left of `exp[1]` goes; what another run is writing of `exp1` stays."""
+    left, others = tmp_path / ".exp[1].dead-1.behind.tmp", tmp_path / ".exp1.alive-1.behind.tmp"
+    for folder in (left, others):
+        folder.mkdir()
+    run = Run(job)
+    run.step()
+    run.accelerator.save_state(str(tmp_path / "exp[1]"))
+    run.accelerator.close()
+    assert (tmp_path / "exp[1]/model.safetensors").exists()
+    assert others.exists()
+    assert not left.exists()
+
+
 def test_a_save_that_fails_is_raised_at_the_next_verb_and_leaves_nothing(job: str, tmp_path: Path) -> None:
     run = Run(job)
     (tmp_path / "file").write_text("")

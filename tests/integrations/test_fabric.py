@@ -70,6 +70,21 @@ def test_parts_set_up_one_by_one_are_restored(job: str) -> None:
     assert lr == 4
 
 
+def test_weights_of_a_run_without_a_model(job: str) -> None:
+    """It is said by name; no KeyError."""
+    made, fabric = Setup(Given(job=job, noise=False)), elastic(job)
+    optimizer, loader = fabric.setup_optimizers(made.optimizer), fabric.setup_dataloaders(made.train)
+    for batch in loader:
+        if fabric.loop.step == 2:
+            break
+        loss_of(made.net, *batch).backward()
+        optimizer.step()
+    fabric.close(p.Departure.FAILED)
+    with pytest.raises(UsageError, match=r"holds no weights of a model: its parts are optimizer") as refused:
+        elastic(job, resume="weights").setup_module(made.net)
+    assert "resume='never'" in refused.value.hint
+
+
 def test_which_loaders_are_for_training(job: str) -> None:
     fabric = elastic(job)
     plain, shuffled = DataLoader(Numbers(8, False), 2), DataLoader(Numbers(8, False), 2, shuffle=True)
