@@ -82,18 +82,23 @@ class Answers:
         if message.master is not None:
             peer.asked = True
             self._lifetime.came()
-        self._welcome(peer, message)
+        self._welcome(peer, message, waits=message.waits)
 
-    def _welcome(self, peer: Peer, message: wire.Wire) -> None:
-        """Answer once all that is published by now is hashed."""
+    def _welcome(self, peer: Peer, message: wire.Wire, *, waits: bool = True) -> None:
+        """Answer once all that is published by now is hashed, or at once."""
 
         def answer() -> None:
             held, damage = self._holdings.held(), tuple(self._holdings.damage)
-            if peer.hello is not None:
+            if peer.hello is not None and waits:
                 self._holdings.damage.clear()
-            self._loop.send(peer, wire.Welcome(ref=message.ref, held=held, damage=damage, pid=os.getpid()))
+            left = self._hashes.pending_bytes
+            reply = wire.Welcome(ref=message.ref, held=held, damage=damage, pid=os.getpid(), unhashed_bytes=left)
+            self._loop.send(peer, reply)
 
-        self._hashes.when_done(answer)
+        if waits:
+            self._hashes.when_done(answer)
+        else:
+            answer()
 
     def _drop(self, peer: Peer, message: wire.Drop) -> None:
         if not peer.replaced:

@@ -21,7 +21,7 @@ import msgspec
 from dlrover_hooks.checkpoint import progress, storage, wire
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.image import PARTS, Inside
-from dlrover_hooks.checkpoint.line import Line, granted
+from dlrover_hooks.checkpoint.line import Line
 from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.lone import WHOSE, Lone
 from dlrover_hooks.checkpoint.mode import EAGER, Mode
@@ -120,7 +120,7 @@ class Checkpointer:
         """
         if self._start and not self._line.opened and KeeperLink.begin(self.job, self.node, self._linger_s):
             return ()
-        welcome = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref, master=self._master))[0])
+        welcome = self._line.inventory(self._master)
         for line in welcome.damage:
             _log.warning("job %s, node %s: a generation in memory is lost: %s", self.job, self.node, line)
         return welcome.held

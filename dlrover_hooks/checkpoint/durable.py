@@ -29,6 +29,14 @@ BACKOFF_S = (0.5, 1.0, 2.0)
 _log = logging.getLogger(__name__)
 
 
+class NotAsHashed(Corrupt):
+    """The slot `found` no longer holds what was hashed."""
+
+    def __init__(self, found: Found, message: str) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 def persist(
     found: Found,
     url: str,
@@ -46,7 +54,7 @@ def persist(
     Raises:
         SaveToBusy: another job's generation lies there.
         StorageFailed: the last failure.
-        Corrupt: the slot no longer holds what was hashed.
+        NotAsHashed: the slot no longer holds what was hashed.
     """
     what = f"write the file of {found.proof.slot.generation}, rank {found.proof.slot.rank}, to {url}"
     for pause in (*BACKOFF_S, None):
@@ -75,9 +83,10 @@ def _persist(found: Found, url: str, options: Mapping[str, Any], job: str, attem
         url, options, generation, slot.rank, slot.world_size, pieces, nbytes, job=job, attempt=attempt
     )
     if arena.seq(slot.index) != slot.seq:
-        raise Corrupt(f"slot {slot.index} of seat {found.segment.seat} was overwritten while {generation} was written")
+        text = f"slot {slot.index} of seat {found.segment.seat} was overwritten while {generation} was written"
+        raise NotAsHashed(found, text)
     if slot.rank == 0 and file.chunks != chunks:
-        raise Corrupt(_damage(found, view))
+        raise NotAsHashed(found, _damage(found, view))
     return file
 
 
@@ -91,14 +100,14 @@ def verify(found: Found) -> Proof:
     """Hash the slot again; its proof if it still holds.
 
     Raises:
-        Corrupt: it does not; names seat, slot and chunk.
+        NotAsHashed: it does not; names seat, slot and chunk.
     """
     slot, chunks = found.proof
     arena = found.segment.arena
     view = arena.view(slot.index, slot.image_bytes)
     threads = min(4, len(os.sched_getaffinity(0)))  # somebody waits for it to go on training
     if damaged(view, chunks, threads) is not None or arena.seq(slot.index) != slot.seq:
-        raise Corrupt(_damage(found, view))
+        raise NotAsHashed(found, _damage(found, view))
     return found.proof
 
 
@@ -131,6 +140,7 @@ def last_will(
     Raises:
         SaveToBusy: another job has taken the URL meanwhile, or its generations lie there.
         Stale: the job has started anew there, with another run.
+        NotAsHashed: a slot is damaged by now. Nothing is committed.
         StorageFailed, Corrupt: it could not be made durable; nothing is committed.
     """
     patience.run(lambda _: _refuse(url, options, job, generation), f"claim {url} for job {job!r}")

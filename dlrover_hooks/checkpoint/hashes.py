@@ -18,7 +18,8 @@ class Hashes:
     ) -> None:
         self._crew = Crew("hash", 2, post)
         self._done = done
-        self._number, self._under_way = 0, set[int]()
+        self._number, self._under_way = 0, dict[int, int]()
+        """Bytes, by number."""
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         """Calls to be made once all hashes up to this number are done."""
 
@@ -27,14 +28,19 @@ class Hashes:
         """Hashes whose outcome has not been given to `done`."""
         return self._crew.pending
 
+    @property
+    def pending_bytes(self) -> int:
+        """What is still to be hashed."""
+        return sum(self._under_way.values())
+
     def submit(self, segment: Segment, index: int, seq: int) -> None:
         """Hash this slot of the segment's arena as it stood at `seq`."""
         self._number += 1
         number = self._number
-        self._under_way.add(number)
+        self._under_way[number] = segment.arena.slot(index).image_bytes
 
         def then(proof: Proof | Exception | None) -> None:
-            self._under_way.discard(number)
+            self._under_way.pop(number)
             self._done(segment, index, proof)
             self._call_waiting()
 

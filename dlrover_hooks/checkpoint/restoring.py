@@ -15,7 +15,7 @@ from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.arrays import library
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
-from dlrover_hooks.checkpoint.line import Line, granted
+from dlrover_hooks.checkpoint.line import Line
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.retention import reading
 from dlrover_hooks.checkpoint.stored import StoredImage
@@ -159,7 +159,7 @@ class Restorer:
         """Whose image to begin with, and of which ranks this one answers for the leases."""
         if restore.world_size == self.world_size:
             return self.rank, [self.rank]
-        held = granted(self._line.ask(lambda ref: wire.Inventory(ref=ref))[0]).held
+        held = self._line.inventory().held
         this = restore.generation, restore.world_size
         here = sorted({one.rank for one in held if (one.generation, one.world_size) == this})
         wanted = self.rank % restore.world_size

@@ -135,13 +135,15 @@ class Keeper:
         self._loop.send(peer, wire.Done(ref=message.ref))
 
     def _lost(self, peer: Peer) -> None:
-        """The trainer is gone: give torn slots back, hash what it had published; unfinished, look at all it left."""
+        """The trainer is gone: give torn slots back, and hash what it had published and nobody has hashed yet.
+
+        All else was hashed once. It is compared with its hashes where it is opened, written or sent.
+        """
         if peer.hello is not None:
             seat = peer.hello.seat
             self.holdings.roll_back(seat, retired=peer.replaced)
             self._hash_rest(seat)
             if not peer.finished and not peer.replaced:
-                self._check(seat)
                 self._will.trainer_died()
         if not any(other.asked for other in self._loop.peers):
             self._lifetime.alone(time.monotonic())
@@ -149,12 +151,6 @@ class Keeper:
     def _hash_rest(self, seat: int) -> None:
         for segment, index in self.holdings.unproved(seat):
             self._hashes.submit(segment, index, segment.arena.seq(index))
-
-    def _check(self, seat: int) -> None:
-        """Hash again what lies there: the next life is told of no generation that is damaged by now."""
-        for segment in self.holdings.seats.get(seat, []):
-            for proof in segment.valid():
-                self._hashes.submit(segment, proof.slot.index, proof.slot.seq)
 
     def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
         if isinstance(proof, Exception):

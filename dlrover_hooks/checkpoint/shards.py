@@ -90,6 +90,8 @@ class Shards:
     def _persisted(self, seat: int, order: wire.Persist, file: ShardFile | Exception, seconds: float) -> None:
         generation = order.generation
         self._under_way.discard((seat, generation))
+        if isinstance(file, durable.NotAsHashed):
+            file.found.segment.refute(file.found.proof.slot)
         if isinstance(file, Exception):
             said = (file.message, file.hint) if isinstance(file, HooksError) else (reason(file), "")
             self._tell(seat, wire.PersistFailed(generation=generation, reason=said[0], hint=said[1]))

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.durable import NotAsHashed
 from dlrover_hooks.checkpoint.hashes import Hashes
 from dlrover_hooks.checkpoint.holdings import Holdings
 from dlrover_hooks.checkpoint.shards import Shards
@@ -40,7 +41,11 @@ class Will:
         self._alive_run = run
 
     def write(self, then: Callable[[], None]) -> None:
-        """Write the newest, if there is one and it is not written yet; `then()` at the end, however it went."""
+        """Write the newest, if there is one and it is not written yet; `then()` at the end, however it went.
+
+        What is written is compared with the hashes. A slot that is damaged by now counts no more, and the next newest
+        generation is written instead.
+        """
         whole, saving = self._holdings.newest_whole(), self._saving()
         if whole is None or saving is None or saving.save_to is None or whole[0] == self._begun:
             then()
@@ -52,9 +57,18 @@ class Will:
             if isinstance(manifest, Exception):
                 self._begun = None
                 _log.error("%s was not made durable: %s", generation, manifest)
-            then()
+            if isinstance(manifest, NotAsHashed):
+                self._refute(manifest)
+                self.write(then)
+            else:
+                then()
 
         self._shards.last_will(ranks, generation, saving, written, wanted=lambda: self._wanted(generation))
+
+    def _refute(self, damage: NotAsHashed) -> None:
+        segment, proof = damage.found
+        segment.refute(proof.slot)
+        self._holdings.damage.append(damage.message)
 
     def _wanted(self, generation: Generation) -> bool:
         return self._alive_run in (None, generation.run)

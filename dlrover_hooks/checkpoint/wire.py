@@ -88,9 +88,11 @@ class Inventory(Wire, frozen=True):
     """Takes no seat. Answer: Welcome, or Refused.
 
     `master` as in `Hello`: what a living launch of another master holds is not shown. None: a mere question.
+    `waits`: for the hashes of all that is published by now. Else the answer comes at once and says how much is left.
     """
 
     master: str | None = None
+    waits: bool = True
 
 
 class Allocate(Wire, frozen=True):
@@ -169,11 +171,15 @@ class Adopt(Wire, frozen=True):
 
 
 class Welcome(Wire, frozen=True):
-    """What this node holds, hashed, and who holds it. `damage`: lines about what is lost, until a seat was taken."""
+    """What this node holds, hashed, and who holds it. `damage`: lines about what is lost, until a seat was taken.
+
+    `unhashed_bytes`: what is published, but not hashed yet.
+    """
 
     held: tuple[Held, ...] = ()
     damage: tuple[str, ...] = ()
     pid: int = 0
+    unhashed_bytes: int = 0
 
 
 class Allocated(Wire, frozen=True):

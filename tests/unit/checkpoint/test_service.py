@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint import durable, progress, storage, wire
+from dlrover_hooks.checkpoint import durable, hashes, line, progress, storage, wire
 from dlrover_hooks.checkpoint.address import Plate, address, lock
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.gate import Hold
 from dlrover_hooks.checkpoint.lazy import LazyWriter
+from dlrover_hooks.checkpoint.link import KeeperLink
 from dlrover_hooks.checkpoint.mode import EAGER, Mode
 from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.service import Keeper
@@ -64,6 +65,7 @@ class Rank:
         master: str = "",
         attempt: int = 0,
         world: int = 2,
+        deadline_s: float = WAIT_S,
         **more: Any,
     ) -> None:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -75,7 +77,7 @@ class Rank:
             save_to=str(save_to) if save_to else None,
             notify=self.notices.put,
             start_keeper=False,
-            deadline_s=WAIT_S,
+            deadline_s=deadline_s,
             **more,
         )
         self.trainer.begin(RUN, attempt, seat, world)
@@ -144,6 +146,65 @@ def test_a_restarted_trainer_knows_what_is_still_being_persisted(
 def died(rank: Rank) -> None:
     """Its connection ends without a goodbye."""
     rank.trainer._line.open()._socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_trainers_death_costs_no_second_hash(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DL-90: each image is hashed once; its successor, and the last save, go by the hashes that are kept."""
+    proved, real = list[int](), hashes.prove
+    monkeypatch.setattr(hashes, "prove", lambda arena, index, seq: (proved.append(seq), real(arena, index, seq))[1])
+    rank = Rank(0, tmp_path, world=1)
+    for step in (1, 2, 3):
+        rank.save(step)
+    died(rank)
+    again = Rank(0, world=1)
+    assert {one.generation.step for one in again.trainer.held()} == {1, 2, 3}
+    while not storage.scan(str(tmp_path), None, "job").manifests:
+        again.trainer.held()
+    assert len(proved) == 3
+    for one in (rank, again):
+        one.trainer.close(finished=True)
+
+
+def test_a_slot_that_is_damaged_by_now_is_not_what_the_keeper_saves_last(keeper: Keeper, tmp_path: Path) -> None:
+    """DL-90: the newest generation does not match its hash any more; the one before it is made durable."""
+    rank = Rank(0, tmp_path, world=1)
+    older, newer = rank.save(1), rank.save(2)
+    found = keeper.holdings.find(newer, 0, 1)
+    assert found is not None
+    slot = found.proof.slot
+    found.segment.arena.view(slot.index)[slot.image_bytes - 1] ^= 1
+    died(rank)
+    again = Rank(0, world=1)
+    while not (manifests := storage.scan(str(tmp_path), None, "job").manifests):
+        again.trainer.held()
+    assert [one.generation for one in manifests] == [older]
+    assert [one.generation for one in again.trainer.held()] == [older]
+    assert f"slot {slot.index} of seat 0" in keeper.holdings.damage[0]
+    for one in (rank, again):
+        one.trainer.close(finished=True)
+
+
+def test_the_wait_for_hashes_grows_with_what_is_to_be_hashed(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DL-90: however much lies there, a restore out of memory is not skipped because a fixed time has passed."""
+    released, real, call, allowed = threading.Event(), hashes.prove, KeeperLink.call, list[float]()
+    monkeypatch.setattr(hashes, "prove", lambda *args: released.wait(WAIT_S) and real(*args))
+    monkeypatch.setattr(line, "HASH_BYTES_PER_S", 10.0)
+
+    def watched(self: KeeperLink, request: Any, *, timeout_s: float = 60.0) -> Any:
+        allowed.append(timeout_s)
+        if timeout_s > 2 * line.ANSWER_S:
+            released.set()
+        return call(self, request, timeout_s=timeout_s)
+
+    rank = Rank(0)
+    saved = rank.trainer.save(1, {"state": {"w": np.full(100, 1)}})
+    assert saved is not None
+    monkeypatch.setattr(KeeperLink, "call", watched)
+    successor = Rank(1, deadline_s=0.1)
+    assert [one.generation for one in successor.trainer.held()] == [saved.generation]
+    assert max(allowed) >= line.ANSWER_S + 800 / 10
+    for one in (rank, successor):
+        one.trainer.close(finished=True)
 
 
 def test_a_breakpoint_save_fights_no_successor(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
