@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.copying import Copier, place_of
@@ -34,8 +34,11 @@ class Image(Protocol):
         """Have the bytes (start, stop) in `view`, verified. Raises Corrupt, StorageFailed."""
         ...
 
-    def deliver(self, moves: Sequence[Delivery], copier: Copier) -> None:
-        """Have the bytes of `moves` where they are to be, verified. Raises Corrupt, StorageFailed."""
+    def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
+        """Have the bytes of `moves` where they are to be, verified. Raises Corrupt, StorageFailed.
+
+        `memory`: what those addresses are in. It is kept alive as long as anything may write there.
+        """
         ...
 
     def check(self) -> None:
@@ -57,7 +60,8 @@ class Slot:
         """All of it is there. The pages are mapped now, so that the copy does not wait for them."""
         self._arena.fault_in(self._slot, len(self.view))
 
-    def deliver(self, moves: Sequence[Delivery], copier: Copier) -> None:
+    def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
+        del memory
         deliver_from_view(self, moves, copier)
 
     def check(self) -> None:
@@ -198,13 +202,13 @@ def need(spans: Iterable[tuple[Piece, int, int]]) -> None:
         image.need(wanted)
 
 
-def deliver(parts: Iterable[tuple[Piece, int]], copier: Copier) -> None:
-    """Have the bytes of each piece at the address beside it, verified. Raises as `Image.deliver`."""
+def deliver(parts: Iterable[tuple[Piece, int]], copier: Copier, memory: Any) -> None:
+    """Have the bytes of each piece at the address beside it, in `memory`, verified. Raises as `Image.deliver`."""
     by_image: dict[int, tuple[Image, list[Delivery]]] = {}
     for piece, address in parts:
         by_image.setdefault(id(piece.image), (piece.image, []))[1].append((piece.start, piece.stop, address))
     for image, moves in by_image.values():
-        image.deliver(moves, copier)
+        image.deliver(moves, copier, memory)
 
 
 def deliver_from_view(image: Image, moves: Sequence[Delivery], copier: Copier) -> None:

@@ -18,7 +18,7 @@ from dlrover_hooks.checkpoint.images import Image, Images, Slot, chosen
 from dlrover_hooks.checkpoint.line import Line
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.retention import reading
-from dlrover_hooks.checkpoint.stored import StoredImage
+from dlrover_hooks.checkpoint.stored import READS, StoredImage
 from dlrover_hooks.checkpoint.tree import unflatten
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Generation, Restore, Source
@@ -200,6 +200,7 @@ class Restorer:
         url = restore.url or self._save_to
         if url is None:
             raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
-        manifest = storage.manifest_of(url, self._options, restore.generation)
+        what = f"read the MANIFEST of {restore.generation} at {url}"
+        manifest = READS.run(lambda _: storage.manifest_of(url, self._options, restore.generation), what)
         place = Place(url, self._options)
         return lambda rank: StoredImage(place, manifest, rank)

@@ -30,6 +30,7 @@ from dlrover_hooks.checkpoint.catalog import (
     load,
     look,
 )
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
@@ -186,10 +187,11 @@ def being_read(place: Place, one: Listed, now: float) -> bool:
 def reading(place: Place, generation: Generation) -> Iterator[None]:
     """Retention leaves `generation` alone meanwhile, for at most `READ_S`. Without the right to write: no promise."""
     note = f"{folder(generation)}/{READER}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
+    patience, data = Patience(), msgspec.json.encode(Reader(until=time.time() + READ_S))
     with contextlib.suppress(StorageFailed):
-        place.put(note, msgspec.json.encode(Reader(until=time.time() + READ_S)))
+        patience.run(lambda _: place.put(note, data), f"write {note}")
     try:
         yield
     finally:
         with contextlib.suppress(StorageFailed):
-            place.remove(note)
+            patience.run(lambda _: place.remove(note), f"remove {note}")

@@ -145,7 +145,7 @@ def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, tor
     found, copier = list(found), copier or Copier()
     loaded = {stored.name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype)) for stored in found}
     entire = [stored for stored in found if len(stored.pieces) == 1 and stored.pieces[0].shape == stored.shape]
-    deliver(((stored.pieces[0], loaded[stored.name].data_ptr()) for stored in entire), copier)
+    deliver(((stored.pieces[0], loaded[stored.name].data_ptr()) for stored in entire), copier, loaded)
     rest = [stored for stored in found if len(stored.pieces) != 1 or stored.pieces[0].shape != stored.shape]
     need_all(rest)
     pairs = (

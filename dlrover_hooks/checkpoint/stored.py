@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.header import header_end, parse
 from dlrover_hooks.checkpoint.images import Delivery, deliver_from_view
+from dlrover_hooks.checkpoint.patience import Attempt, Patience
 from dlrover_hooks.checkpoint.place import Place, failures
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Manifest, ShardFile
@@ -31,6 +33,9 @@ RUN_CHUNKS = 4
 MOST_PIECES = 512
 """Of one read; Linux takes 1024 (IOV_MAX)."""
 THREADS = min(4, len(os.sched_getaffinity(0)))
+READS = Patience()
+"""For all reads of a restore: one that gets no further byte for `patience.STALL_S` is given up. A hard NFS mount whose
+server is gone never says so."""
 
 
 class StoredImage:
@@ -38,7 +43,7 @@ class StoredImage:
 
     Raises:
         Corrupt: it is not what the MANIFEST says, or no image; names file, chunk and generation.
-        StorageFailed: it cannot be read.
+        StorageFailed: it cannot be read, or a read stands still.
     """
 
     def __init__(self, place: Place, manifest: Manifest, rank: int) -> None:
@@ -72,7 +77,7 @@ class StoredImage:
         if file is None or file.name != shard_name(rank):
             other = f", but {file.name!r}" if file else ""
             raise Corrupt(f"{home}: {self._generation} has no file of rank {rank}{other}")
-        found = self._place.sizes(self._home).get(file.name)
+        found = READS.run(lambda _: self._place.sizes(self._home), f"list {home}").get(file.name)
         where = f"{home}/{file.name}"  # names step and attempt, too
         if found is None:
             raise Corrupt(f"{where}: there is no such file")
@@ -91,16 +96,16 @@ class StoredImage:
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
         missing = sorted(self._chunks_of(spans) - self._there)
-        self._read(missing, [], THREADS)
+        self._read(missing, [], THREADS, None)
         self._there.update(missing)
 
-    def deliver(self, moves: Sequence[Delivery], copier: Copier) -> None:
+    def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
         """Read straight to the addresses: no second copy, and no memory of this image is touched for it."""
         direct, copied = list[Delivery](), list[Delivery]()
         for move in (one for one in moves if one[0] < one[1]):  # what was read for another reason is copied
             (direct if self._chunks_of([move[:2]]).isdisjoint(self._there) else copied).append(move)
         direct.sort()
-        self._read(sorted(self._chunks_of(move[:2] for move in direct)), direct, copier.threads)
+        self._read(sorted(self._chunks_of(move[:2] for move in direct)), direct, copier.threads, memory)
         deliver_from_view(self, copied, copier)
 
     def _chunks_of(self, spans: Iterable[tuple[int, int]]) -> set[int]:
@@ -110,26 +115,34 @@ class StoredImage:
             for chunk in range(start // CHUNK_BYTES, -(-min(stop, self._file.nbytes) // CHUNK_BYTES))
         }
 
-    def _read(self, chunks: Sequence[int], moves: Sequence[Delivery], threads: int) -> None:
+    def _read(self, chunks: Sequence[int], moves: Sequence[Delivery], threads: int, memory: Any) -> None:
         """Read `chunks` by up to `threads` threads and verify each while it is in their caches.
 
-        What lies in one of `moves` (sorted, disjoint) goes to its address, the rest into `view`.
+        What lies in one of `moves` (sorted, disjoint) goes to its address, the rest into `view`. `memory` is what those
+        addresses are in: a thread that hangs in the kernel may still write there, so it lives as long as the thread.
         """
-        if not chunks:
-            return
-        runs = iter(list(_runs(list(chunks))))
+        if chunks:
+            work = functools.partial(self._read_all, memory, list(chunks), moves, threads)
+            READS.run(work, f"read {self._name} of {self._generation}")
+
+    def _read_all(
+        self, memory: Any, chunks: list[int], moves: Sequence[Delivery], threads: int, attempt: Attempt
+    ) -> None:
+        del memory  # the caller's frame has it until this returns
+        runs = iter(list(_runs(chunks)))
         failed: list[BaseException] = []
 
         def work() -> None:
             try:
                 with failures(f"read {self._name}"), self._source() as read:
                     for first, count in runs:  # an iterator moves under the GIL: each run goes to one thread
-                        if failed:
-                            return
                         for chunk in range(first, first + count):
+                            if failed or attempt.given_up:
+                                return
                             pieces = self._pieces(chunk, moves)
                             read(chunk * CHUNK_BYTES, pieces)
                             self._verify(chunk, pieces)
+                            attempt.moved = time.monotonic()
             except BaseException as error:
                 failed.append(error)
 

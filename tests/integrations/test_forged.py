@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from dlrover_hooks.checkpoint import restoring, stored
 from dlrover_hooks.checkpoint.catalog import MANIFEST
 from dlrover_hooks.checkpoint.chunks import digests
 from dlrover_hooks.checkpoint.claim import LEASE
 from dlrover_hooks.checkpoint.header import OURS, header_end
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.protocol import Manifest
 from tests.e2e.kept import until
 from tests.integrations.torch_cases import Crash, train
@@ -109,4 +113,30 @@ def test_a_forged_state_is_corrupt_and_the_generation_before_is_taken(
     with caplog.at_level(logging.WARNING, "dlrover_hooks"), pytest.raises(Crash):
         train(job, at=("forward", step), resume=str(here))
     assert "cannot load" in caplog.text
+    assert f"resumes step {step} " in caplog.text
+
+
+def test_a_generation_whose_read_stands_still_is_passed_over(
+    saved: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DL-90: as on a mount whose server is gone. The generation before is read."""
+    here, released, read_at = tmp_path / "saved", threading.Event(), stored._read_at
+    shutil.copytree(saved, here)
+    older, newer = sorted(here.glob("step-*"))
+
+    def hangs(fd: int, start: int, pieces: list[memoryview]) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(newer)):
+            released.wait(60)
+        read_at(fd, start, pieces)
+
+    monkeypatch.setattr(stored, "READS", Patience(stall_s=0.2))
+    monkeypatch.setattr(restoring, "READS", stored.READS)
+    monkeypatch.setattr(stored, "_read_at", hangs)
+    step = int(older.name.split("-")[1])
+    try:
+        with caplog.at_level(logging.WARNING, "dlrover_hooks"), pytest.raises(Crash):
+            train(job, at=("forward", step), resume=str(here))
+    finally:
+        released.set()
+    assert "nothing moved for 0.2 s" in caplog.text
     assert f"resumes step {step} " in caplog.text

@@ -54,7 +54,7 @@ class Memory:
     def need(self, spans: Any) -> None:
         pass
 
-    def deliver(self, moves: Any, copier: Any) -> None:
+    def deliver(self, moves: Any, copier: Any, memory: Any) -> None:
         deliver_from_view(self, moves, copier)
 
     def check(self) -> None:

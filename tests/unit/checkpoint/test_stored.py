@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint import snapshot, storage
+from dlrover_hooks.checkpoint import snapshot, storage, stored
 from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.copying import Copier
 from dlrover_hooks.checkpoint.images import Images, need_all
+from dlrover_hooks.checkpoint.patience import Patience
 from dlrover_hooks.checkpoint.place import Place
 from dlrover_hooks.checkpoint.restoring import Opening
 from dlrover_hooks.checkpoint.stored import StoredImage
-from dlrover_hooks.errors import Corrupt, UsageError
+from dlrover_hooks.errors import Corrupt, StorageFailed, UsageError
 from dlrover_hooks.integrations.dcp import opened
 from dlrover_hooks.integrations.filling import Filling
 from dlrover_hooks.protocol import Manifest, ShardFile
+from tests.e2e.kept import until
 from tests.unit.checkpoint.test_snapshot import GENERATION, put
 
 TENSORS = {f"state.{name}": torch.full((CHUNK_BYTES // 4,), float(number)) for number, name in enumerate("abcd")}
@@ -113,3 +119,34 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(tree: Path) -> Non
     with pytest.raises(Corrupt, match=r"chunk 3 does not match its hash"):
         snapshot.load([images.index()["state.d"]])
     images.close()
+
+
+def test_a_read_that_stands_still_is_given_up(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it may still write to lives until its thread ends."""
+    images, released, left = open_tree(tree), threading.Event(), threading.Event()
+    index, made, seen = images.index(), list[weakref.ref[torch.Tensor]](), list[bool]()
+    empty, read_at = torch.empty, stored._read_at
+
+    def watched(*args: Any, **more: Any) -> torch.Tensor:
+        tensor = empty(*args, **more)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def hangs(fd: int, start: int, pieces: list[memoryview]) -> None:
+        assert released.wait(60)
+        seen.append(made[0]() is not None)
+        read_at(fd, start, pieces)
+        left.set()
+
+    monkeypatch.setattr(stored, "READS", Patience(stall_s=0.1))
+    monkeypatch.setattr(torch, "empty", watched)
+    monkeypatch.setattr(stored, "_read_at", hangs)
+    with pytest.raises(StorageFailed, match=r"cannot read .*shard-00001.*: nothing moved for 0.1 s"):
+        snapshot.load([index["state.d"]])
+    images.close()
+    (thread,) = stored.READS._stuck
+    released.set()
+    assert left.wait(60)
+    thread.join(60)
+    assert seen == [True]
+    until(lambda: gc.collect() >= 0 and made[0]() is None, "the end of the memory")
