@@ -10,11 +10,24 @@ from __future__ import annotations
 import os
 
 
+class _Process:
+    """This one, without a system call for each question."""
+
+    pid = os.getpid()
+
+
+def _forked() -> None:
+    _Process.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Here:
     """True in the process that made it, false in those forked from it. Takes no lock; any thread."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
+        self.pid = _Process.pid
 
     def __bool__(self) -> bool:
-        return os.getpid() == self.pid
+        return self.pid == _Process.pid

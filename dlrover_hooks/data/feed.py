@@ -12,8 +12,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 from torch.utils.data import DataLoader
 
@@ -32,7 +33,7 @@ HOPELESS = 32
 _WAIT_S = 60.0
 
 
-class Delivery(NamedTuple):
+class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One batch for the training loop, and what it is made of."""
 
     piece: Piece
@@ -73,6 +74,8 @@ class Feed:
         self._numbers = None if order is None else Numbers(order)
         self._current: Held | None = None
         self._next = 0
+        self._issuing = False
+        """The lease in work has more to issue, unless something stopped it."""
         self._issued: deque[Piece | None] = deque()
         self._outstanding = 0
         self._failures, self._successes = 0, 0
@@ -81,17 +84,24 @@ class Feed:
 
     def picks(self) -> Iterator[Pick]:
         """What the DataLoader reads next; never waits, and ends with the epoch."""
-        numbers, issued = self._numbers, self._issued
+        numbers, issued, size = self._numbers, self._issued, self._batch_size
         while True:
-            piece = self._cut()
-            if piece is None and self.finished:
-                return
-            issued.append(piece)
-            if piece is None:
+            held, lo = self._current, self._next
+            if held is None or lo >= held.end or held.end != held.hi or held.lost:
+                self._issuing = self._turn_over()
+                if self._issuing:
+                    continue
+                if self.finished:
+                    return
+                issued.append(None)
                 yield Pick()
                 continue
+            hi = lo + size
+            if hi >= held.hi:  # never over the border: a lease's last batch may be short
+                hi, self._issuing = held.hi, False
+            self._next = hi
+            issued.append(Piece(held, lo, hi))
             self._outstanding += 1
-            held, lo, hi = piece
             yield Pick(numbers.of(lo, hi, held.hi)) if numbers is not None else Pick(None, held.partition, lo, hi)
 
     @property
@@ -99,17 +109,14 @@ class Feed:
         """Everything of the epoch is done or quarantined, here and elsewhere."""
         return self.borrower.state is LedgerState.FINISHED and not self.borrower.ready
 
-    def _cut(self) -> Piece | None:
-        """The next batch: never over the border of a lease, so the last one of a lease may be short."""
-        while not self._left():
-            self._current = self.borrower.take()
-            if self._current is None:
-                return None
-            self._next = self._current.lo
-        held, lo = self._current, self._next
-        assert held is not None
-        self._next = hi = min(lo + self._batch_size, held.hi)
-        return Piece(held, lo, hi)
+    def _turn_over(self) -> bool:
+        """On to the next lease that has something to issue. False: there is none here."""
+        while (held := self.borrower.take()) is not None:
+            self._current, self._next = held, held.lo
+            if self._left():
+                return True
+        self._current = None
+        return False
 
     def _left(self) -> bool:
         """Is there something to issue of the lease in work?"""
@@ -130,7 +137,7 @@ class Feed:
         wait. Raises what the borrower met (no master, a stale fence), and ShardsFailed when nothing can be read.
         """
         while True:
-            if not self._outstanding and not self.borrower.ready and not self._left():
+            if not self._outstanding and not self._issuing and not self.borrower.ready and not self._left():
                 seen = self.borrower.state
                 if self.finished or (self.borrower.dry and dry()):
                     return None
@@ -152,8 +159,8 @@ class Feed:
             self.borrower.wait(LedgerState.WAITING, timeout_s)
 
     def _judge(self, piece: Piece, read: Read) -> Delivery | None:
-        held, lo, hi = piece
-        if not held.whole:
+        held, lo, hi = piece.held, piece.lo, piece.hi
+        if held.end != held.hi or held.lost:
             return None
         if time.monotonic() >= held.until:
             self._lapse(held)

@@ -154,13 +154,14 @@ class LeasedLoader:
         """Batches at this worker's own pace."""
         try:
             self._start(feed)
-            pull, leftover = feed.pull, self._leftover
+            pull, leftover, received = feed.pull, self._leftover, self.tally.received
             while True:
                 self._quiet(token)
                 delivery = pull(leftover)
                 if delivery is None:
                     break
-                yield self._hand_out(delivery)
+                received(delivery.piece)
+                yield delivery.batch
             self._over(feed)
         finally:
             self._end_workers(feed)
@@ -244,11 +245,15 @@ class LeasedLoader:
         self._at_quiet_point()
 
     def _at_quiet_point(self) -> None:
-        self.commit()
-        if self._borrower is not None and self._borrower.twice is not None:
-            raise self._borrower.twice  # before anything is saved
-        for call in tuple(self.before_batch):
-            call()
+        borrower = self._borrower
+        for held, upto in self.tally.commit():
+            if borrower is not None:
+                borrower.committed(held, upto)
+        if borrower is not None and borrower.twice is not None:
+            raise borrower.twice  # before anything is saved
+        if self.before_batch:
+            for call in tuple(self.before_batch):
+                call()
 
     def _leftover(self) -> bool:
         """Nothing to take: micro-batches without a step count as done, or the epoch would wait for them for ever."""
@@ -297,7 +302,8 @@ class LeasedLoader:
     def mark(self) -> None:
         """The optimizer stepped: what the loop has received so far is in the model once the step is entirely over."""
         self.tally.mark()
-        self._begun = self._begun or self._live is not None  # to look at a batch begins no epoch
+        if self._live is not None:
+            self._begun = True  # to look at a batch begins no epoch
 
     def commit(self) -> None:
         """A quiet point: what is marked is in the model for good. Acknowledged from here on."""

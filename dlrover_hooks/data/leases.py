@@ -28,6 +28,9 @@ POLL_S = 5.0
 """The longest time that a thread, asked to end, may still hang in a long-poll."""
 CLOSE_S = 5.0
 SHORTEST_S = 60.0
+AHEAD_S = 0.25
+"""So much work is kept ready where leases are shorter: one request fetches several."""
+MOST_AHEAD = 16
 PATIENCE = 4.0
 """When it hears of headway the master lends all that is held anew, for a minute at least and for eight times the work.
 It does not say so; half of the eight is counted on here."""
@@ -97,7 +100,7 @@ class Borrower:
     Args:
         caller: how to reach the master.
         claim: who asks, for which epoch.
-        lookahead: leases kept ready behind the one in work.
+        lookahead: leases kept ready behind the one in work; short ones are more, see `AHEAD_S`. 0: none, ever.
         patience_s: without an answer for so long, `error` is set.
         exact: each sample is to be in the model once, so a lease that is lost when it was trained on cannot be borne.
         reopen: tells the master where partitions of a stream end; called in the thread while nothing is held.
@@ -124,6 +127,8 @@ class Borrower:
         self._caller, self._lookahead, self._reopen, self._exact = caller, lookahead, reopen, exact
         self._ready: deque[Held] = deque()
         self._ends: dict[str, int] = {}
+        self._depth, self._low = lookahead, max(0, lookahead - 1)
+        """So many leases are kept ready. Where no more than `_low` are left, others are asked for."""
         self._starving, self._closing = True, False
         self._overdue = False
         """What is committed next is to be told at once."""
@@ -144,9 +149,11 @@ class Borrower:
 
     def take(self) -> Held | None:
         """The next lease, if one is here. Never waits."""
-        held = self._ready.popleft() if self._ready and not self._ends else None
+        ready = self._ready
+        held = ready.popleft() if ready and not self._ends else None
         self._starving = held is None
-        self._bell.put(None)
+        if held is None or len(ready) <= self._low:
+            self._bell.put(None)
         return held
 
     @property
@@ -162,6 +169,7 @@ class Borrower:
     def wait(self, seen: LedgerState | None, timeout_s: float) -> None:
         """Until a lease is ready, `state` is another than `seen`, or `timeout_s` passed. Raises `error`, if any."""
         began = time.monotonic()
+        self._pace.waits(began)
         self._starving = True
         self._bell.put(None)
         while (left := began + timeout_s - time.monotonic()) > 0:
@@ -169,8 +177,9 @@ class Borrower:
             if self.ready or self.error is not None or self.state is not seen:
                 break
             self._answered.wait(left)
-        self.waited_s += time.monotonic() - began
-        self._pace.waited(time.monotonic() - began)
+        now = time.monotonic()
+        self.waited_s += now - began
+        self._pace.goes_on(now)
         self.surface()
 
     def surface(self) -> None:
@@ -182,7 +191,7 @@ class Borrower:
 
     def committed(self, held: Held, upto: int) -> None:
         """Positions of `held` before `upto` are in the model."""
-        self._pace.done(upto - held.committed)
+        self._pace.count += upto - held.committed
         held.committed = upto
         if self._overdue or (upto >= held.end and (self._ends or self.state is not LedgerState.OPEN)):
             self._bell.put(None)  # somebody waits for it; else it travels with the next request
@@ -258,7 +267,8 @@ class Borrower:
                 held.failed, held.end = "", held.committed
 
     def _want(self) -> int:
-        return 0 if self._ends else max(0, self._lookahead + self._starving - len(self._ready))
+        ready = len(self._ready)
+        return 0 if self._ends or ready > self._low else max(0, self._depth + self._starving - ready)
 
     def _acks(self) -> list[p.Ack]:
         return [ack for held in self._held.values() if (ack := held.ack()) is not None][:MOST_ACKS]
@@ -274,8 +284,15 @@ class Borrower:
 
     def _request(self, count: int, acks: Iterable[p.Ack]) -> p.TakeLeases:
         self._told_at = time.monotonic()
+        self._pace.measure(self._told_at)
         job, incarnation, name, fence, epoch = self.claim
         return p.TakeLeases(job, incarnation, name, fence, count, epoch, tuple(acks), self._pace.rate)
+
+    def _look_ahead(self, size: int) -> None:
+        """How many leases of `size` positions to keep ready, as far as the pace is known."""
+        if self._lookahead and self._pace.settled:
+            self._depth = max(self._lookahead, min(MOST_AHEAD, int(AHEAD_S * self._pace.rate / max(1, size))))
+            self._low = max(self._lookahead - 1, self._depth // 4)
 
     def _tell_ends(self, ends: dict[str, int]) -> None:
         self._reopen(ends)
@@ -343,6 +360,8 @@ class Borrower:
         for lease in reply.leases:
             held = self._held[lease.id] = Held(lease, asked_at + lease.within_s)
             self._ready.append(held)
+        if reply.leases:
+            self._look_ahead(reply.leases[-1].hi - reply.leases[-1].lo)
         self.quarantined = reply.quarantined or self.quarantined
         self.state = reply.state or self.state
         self._answered.set()
@@ -360,21 +379,38 @@ class Borrower:
 
 
 class Pace:
-    """Positions per second of work, waiting left out: a moving average over about ten seconds."""
+    """Positions per second of work, waiting left out: a moving average over about ten seconds.
+
+    The training thread counts, the borrower's thread measures: a batch costs an addition.
+    """
 
     def __init__(self) -> None:
         self.rate = 0.0
-        self._since, self._idle_s, self._count = time.monotonic(), 0.0, 0
+        self.settled = False
+        """`rate` is of half a second at least."""
+        self.count = 0
+        """Positions in the model, all in all."""
+        self._idle: tuple[float, float | None] = 0.0, None
+        """Seconds of all waits that are over, and when the one at hand began. One write: the threads share no lock."""
+        self._since, self._seen, self._seen_idle_s = time.monotonic(), 0, 0.0
 
-    def waited(self, seconds: float) -> None:
-        self._idle_s += seconds
+    def waits(self, began: float) -> None:
+        """The training thread waits for a lease."""
+        self._idle = self._idle[0], began
 
-    def done(self, count: int) -> None:
-        """`count` more positions are in the model."""
-        self._count += count
-        busy_s = time.monotonic() - self._since - self._idle_s
-        if busy_s < 0.5 and self.rate:
+    def goes_on(self, now: float) -> None:
+        """It waits no longer."""
+        idle_s, began = self._idle
+        self._idle = idle_s + (0.0 if began is None else now - began), None
+
+    def measure(self, now: float) -> None:
+        """Take what was counted since the last measure into `rate`, if it is enough."""
+        count, (idle_s, waits_since) = self.count, self._idle
+        idle_s += 0.0 if waits_since is None else now - waits_since
+        busy_s, done = now - self._since - (idle_s - self._seen_idle_s), count - self._seen
+        if not done or (busy_s < 0.5 and self.rate):
             return
-        found, share = self._count / max(busy_s, 1e-3), min(1.0, busy_s / 5.0)
-        self.rate = found if not self.rate else self.rate + share * (found - self.rate)
-        self._since, self._idle_s, self._count = time.monotonic(), 0.0, 0
+        found, share = done / max(busy_s, 1e-3), min(1.0, busy_s / 5.0)
+        self.rate = found if not self.settled else self.rate + share * (found - self.rate)
+        self.settled = self.settled or busy_s >= 0.5
+        self._since, self._seen, self._seen_idle_s = now, count, idle_s

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
+import msgspec
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from dlrover_hooks.data.order import Order
@@ -37,7 +38,7 @@ class ShardDataset(Dataset[Any]):
         shard_size: samples of a lease; "auto": about five seconds of work of the worker that asks.
         epochs: how often each sample is due. None: what `loader.epochs(n)` says, else 1. A stream has one.
         shuffle, seed: another order in every epoch. A stream is never shuffled.
-        lookahead: leases fetched while the one before is in work.
+        lookahead: leases fetched while the one before is in work; of short ones up to 0.25 s of work. 0: none.
         synchronous: True: all ranks of torch.distributed make the same number of steps; one that has no data repeats
             its last batch with weight 0. None: where a process group of more than one rank is up.
         on_error: at the end of an epoch in which samples could not be read, "raise" or "warn". None: from the
@@ -175,7 +176,7 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 # ---- in DataLoader workers ------------------------------------------------------------------------------------------
 
 
-class Pick(NamedTuple):
+class Pick(msgspec.Struct, frozen=True, gc=False):
     """One batch to read: `numbers` of a bounded source, or offsets [lo, hi) of `partition`. Empty: nothing, for now."""
 
     numbers: list[int] | None = None

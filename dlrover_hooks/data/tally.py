@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+
+import msgspec
 
 from dlrover_hooks.data.leases import Held
 from dlrover_hooks.ranges import Ranges
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Positions [lo, hi) of a lease."""
 
     held: Held
@@ -18,14 +20,28 @@ class Piece(NamedTuple):
 
 
 class Tally:
-    """Pieces in the order in which the loop received them. `done`: committed since the attempt began, by partition."""
+    """Pieces in the order in which the loop received them, and what of them is committed since the attempt began."""
 
     def __init__(self) -> None:
-        self.done: dict[str, Ranges] = {}
         self.marks = 0
         """How often the optimizer stepped."""
         self._pieces: deque[Piece] = deque()
         self._marked = 0
+        self._done: dict[str, Ranges] = {}
+        self._run: tuple[Held, int] | None = None
+        """A lease, and from where on it is committed without being in `_done`: its batches move `_run_hi` only."""
+        self._run_hi = 0
+
+    @property
+    def done(self) -> dict[str, Ranges]:
+        """Committed since the attempt began, by partition."""
+        self._end_run()
+        return self._done
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            (held, lo), self._run = self._run, None
+            self._done.setdefault(held.partition, Ranges()).add(lo, self._run_hi)
 
     def received(self, piece: Piece) -> None:
         """The loop got it."""
@@ -41,16 +57,19 @@ class Tally:
         """Pieces received since the last mark."""
         return len(self._pieces) - self._marked
 
-    def commit(self) -> list[tuple[Held, int]]:
+    def commit(self) -> Sequence[tuple[Held, int]]:
         """A quiet point: what is marked is in the model for good. Each lease touched, and how far it came."""
+        if not self._marked:
+            return ()
         came: list[tuple[Held, int]] = []
         pieces = self._pieces
         for _ in range(self._marked):
-            held, lo, hi = pieces.popleft()
-            done = self.done.get(held.partition)
-            if done is None:
-                done = self.done[held.partition] = Ranges()
-            done.add(lo, hi)
+            piece = pieces.popleft()
+            held, hi = piece.held, piece.hi
+            if self._run is None or self._run[0] is not held or piece.lo != self._run_hi:
+                self._end_run()
+                self._run = held, piece.lo
+            self._run_hi = hi
             if came and came[-1][0] is held:
                 came.pop()
             came.append((held, hi))
@@ -65,4 +84,4 @@ class Tally:
     def forget(self) -> None:
         """A new attempt begins."""
         self.drop()
-        self.done.clear()
+        self._done, self._run = {}, None

@@ -338,7 +338,48 @@ def test_pace_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases.time, "monotonic", lambda: now[0])
     pace = Pace()
     for _ in range(100):
-        now[0] += 2.0
-        pace.waited(1.0)
-        pace.done(50)
+        pace.waits(now[0])
+        now[0] += 1.0
+        pace.measure(now[0])
+        pace.goes_on(now[0])
+        now[0] += 1.0
+        pace.count += 50
+        pace.measure(now[0])
     assert pace.rate == pytest.approx(50.0)
+    pace.waits(now[0])
+    pace.count += 50
+    now[0] += 30.0
+    pace.measure(now[0])
+    assert pace.rate == pytest.approx(50.0), "a wait at hand is no work either"
+
+
+def test_short_leases_are_fetched_several_at_a_time(master: Master, borrow: Callable[..., Borrower]) -> None:
+    """A trip for each lease of some milliseconds costs more than the lease's bookkeeping: one trip fetches several."""
+    borrower = borrow(lookahead=1)
+    assert master.asked().count == 2
+    borrower._pace.rate, borrower._pace.settled = 4000.0, True  # 0.25 s: 1000 positions, 10 leases
+    master.lend(1, 2)
+    assert master.asked().count == 9
+    master.lend(*range(3, 12))
+    for number in range(1, 10):
+        held = taken(borrower)
+        assert held.id == number
+        borrower.committed(held, held.hi)
+    request = master.asked()
+    assert (request.count, [ack.lease for ack in request.acks][:8]) == (8, [1, 2, 3, 4, 5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(("lookahead", "rate", "count"), [(0, 4000.0, 1), (1, 100.0, 1), (1, 1e9, 16), (20, 1.0, 20)])
+def test_how_many_leases_are_kept_ready(
+    master: Master, borrow: Callable[..., Borrower], lookahead: int, rate: float, count: int
+) -> None:
+    """`lookahead` is the least, 0 means none; of leases that last nothing no more than 16."""
+    borrower = borrow(lookahead=lookahead)
+    assert master.asked().count == lookahead + 1
+    borrower._pace.rate, borrower._pace.settled = rate, True
+    master.lend(1)
+    while not borrower.ready:
+        borrower.wait(borrower.state, WAIT_S)
+    taken(borrower)
+    borrower.take()
+    assert borrower._depth == (count if lookahead else 0)
