@@ -46,14 +46,18 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
 
     Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not
     done when a communication hook is registered already (DDP takes one): then weigh the loss instead, by W * weight.
+
+    Under `elastic_run` each synchronised backward also calls `regroup.binds`, before its last all-reduce.
     """
     if ddp._comm_hooks:
         return Outcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
     _WEIGHED.add(ddp)
-    if regroup.current() is not None or ddp.gradient_as_bucket_view:  # a view is divided, and rounded otherwise
-        ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight))
+    world = dist.get_world_size(ddp.process_group)
+    told = regroup.current() is None or _tell_ahead(ddp, world)
+    if not told or ddp.gradient_as_bucket_view:  # a view is divided, and rounded otherwise
+        ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight, told=told))
         return Outcome(True)
-    even = 1 / dist.get_world_size(ddp.process_group)
+    even = 1 / world
 
     def before_forward(module: Any, _: Any) -> None:
         if weight() == even and not module._comm_hooks:
@@ -73,15 +77,34 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
 _WEIGHED = weakref.WeakSet[DistributedDataParallel]()
 
 
-def _weighted_sum(group: Any, weight: Callable[[], float]) -> Callable[..., Any]:
-    """The communication hook."""
+def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
+    """Call `regroup.binds` at the first parameter's gradient. DDP needs that gradient for its last bucket, so no peer
+    can complete the step before. False where it may not: a parameter can be without a gradient.
+    """
+    if _never_rebuilds(ddp):
+        return False
+    first = next(iter(_reduced(ddp).values()))
+    node = torch.autograd.graph.get_gradient_edge(first).node  # DDP keeps it alive
+    held = weakref.ref(ddp)
+
+    def ahead(_: Any) -> None:
+        found = held()
+        if found is not None and found.require_forward_param_sync:  # not within `no_sync`
+            regroup.binds(world)
+
+    node.register_prehook(ahead)
+    return True
+
+
+def _weighted_sum(group: Any, weight: Callable[[], float], *, told: bool = True) -> Callable[..., Any]:
+    """The communication hook. `told`: something else calls `regroup.binds`."""
     world, options = dist.get_world_size(group), dist.AllreduceOptions()
     options.asyncOp = True
 
     def weighted_sum(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
-        if bucket.is_last():  # with it the others can make this step without us
+        if not told and bucket.is_last():  # with it the others can make this step without us
             regroup.binds(world)
         return group.allreduce([buffer], options).get_future().then(_first)
 

@@ -56,7 +56,6 @@ class SmallSet:
         self._copies = _Copies()
         self._gate = Gate(self._steps.begins)
 
-    @torch.no_grad()
     def keep(
         self,
         step: int,
@@ -78,7 +77,7 @@ class SmallSet:
         self._large = list[tuple[torch.Tensor, int]]()
         self._extra = self._copied((extra or self._read_extra)())
         self._traces = Traces(self._parameters)
-        self._norms = _foreach._foreach_norm(self._parameters) if swaps else None
+        self._norms = _norms(self._parameters) if swaps else None
 
     def roll_back(self) -> str:
         """Put everything back as it was at the last quiet point. Else why it cannot be, and nothing is changed."""
@@ -125,9 +124,8 @@ class SmallSet:
             return f"a tensor of more than {SMALL_BYTES >> 20} MiB was changed that is no parameter"
         return ""
 
-    @torch.no_grad()
     def _swapped(self) -> bool:
-        now = _foreach._foreach_norm(self._parameters) if self._norms else ()
+        now = _norms(self._parameters) if self._norms else ()
         return any(not torch.equal(one, other) for one, other in zip(self._norms or (), now, strict=True))
 
     def _copied(self, value: Any) -> Any:
@@ -143,7 +141,7 @@ class SmallSet:
             copied = {key: one if type(one) in _FIXED else self._copied(one) for key, one in value.items()}
             return copied if type(value) is dict else OrderedDict(copied)
         if type(value) in (list, tuple):
-            return type(value)(self._copied(one) for one in value)
+            return type(value)([one if type(one) in _FIXED else self._copied(one) for one in value])
         return copy.deepcopy(value)
 
 
@@ -166,7 +164,6 @@ class _Copies:
         self.large = list[tuple[torch.Tensor, int]]()
         self._given = list[torch.Tensor | None]()
 
-    @torch.no_grad()
     def take(self, given: list[torch.Tensor | None]) -> None:
         """Remember them as they are now. The memory of the copies stays, as long as the tensors do."""
         if list(map(id, given)) != list(map(id, self._given)):
@@ -174,7 +171,8 @@ class _Copies:
             self._tensors = [one for one in given if one is not None and one.nbytes <= SMALL_BYTES]
             self._copies = [torch.empty_like(one) for one in self._tensors]
         if self._tensors:
-            _foreach._foreach_copy_(self._copies, self._tensors)
+            with torch.no_grad():
+                _foreach._foreach_copy_(self._copies, self._tensors)
         self.large = [(one, _version(one)) for one in given if one is not None and one.nbytes > SMALL_BYTES]
 
     @torch.no_grad()
@@ -183,13 +181,19 @@ class _Copies:
             tensor.copy_(copied)
 
 
+@torch.no_grad()
+def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return _foreach._foreach_norm(tensors)
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """All of a parameter group but the parameters: learning rate, momentum."""
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    settings = group.copy()
+    del settings["params"]
+    for name, value in settings.items():
+        if type(value) not in _FIXED and isinstance(value, torch.Tensor):
+            settings[name] = value.detach().clone()
+    return settings
 
 
 def _version(tensor: torch.Tensor) -> int:

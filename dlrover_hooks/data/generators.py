@@ -38,6 +38,7 @@ class Words:
     """
 
     def __init__(self, address: int, count: int, at: int) -> None:
+        self.address = address
         self.mark: Mark = ctypes.c_uint64.from_address(address + at)
         self.copy: Callable[[], Any] = np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(address)).tobytes
 
@@ -115,7 +116,7 @@ class TorchGenerator:
 
     def __init__(self) -> None:
         self._one = torch.default_generator
-        self.words = _torch_words(self._one) or Public(lambda: self._one.get_state().tolist())
+        self.words = torch_words(self._one) or Public(lambda: self._one.get_state().tolist())
 
     def seed(self, seed: int) -> None:
         self._one.manual_seed(seed)  # torch.manual_seed would also seed every accelerator, and costs 90 us
@@ -159,8 +160,8 @@ def _numpy_words(engine: np.random.BitGenerator) -> Words | None:
     return words if words.copy() == state[1].astype(np.uint32).tobytes() + struct.pack("i", state[2]) else None
 
 
-def _torch_words(one: torch.Generator) -> Words | None:
-    """torch keeps `int left; bool seeded; uint32_t next; uint32_t state[624]` not far behind the object's head."""
+def torch_words(one: torch.Generator) -> Words | None:
+    """On the CPU: `int left; bool seeded; uint32_t next; uint32_t state[624]` behind the object's head."""
     state = one.get_state().numpy().tobytes()
     if not hasattr(one, "_cdata") or len(state) != _TORCH.size + 8 * WORDS + 40:
         return None

@@ -36,6 +36,7 @@ class Progress:
         self.yielded = self.issued = 0
         q = base % plan.n
         self._length, self._micro_batches, self._full = plan.length(q), plan.micro_batches, plan.full_steps(q)
+        self._full_weight = plan.micro_batches / plan.total
         self._last = self._full - (not plan.has_tail(q))
         self._end = base - q + plan.behind(q)
         self._current: tuple[int, Slice] | None = None
@@ -116,6 +117,20 @@ class Progress:
             q = self.base % self.plan.n + number * self.plan.global_batch_size
             self._current = number, self.plan.step(q)
         return self._current[1], self.yielded - number * self._micro_batches
+
+    @property
+    def weight(self) -> float:
+        """`Slice.weight` of `current`. Asked for in each step: that of a full one is known without its slice."""
+        full = max(self.yielded - 1, 0) // self._micro_batches < self._full
+        return self._full_weight if full else self.current()[0].weight
+
+    @property
+    def step_ends(self) -> bool:
+        """The last received micro-batch is the last one of its step."""
+        if self._micro_batches == 1:
+            return self.yielded > 0
+        step, number = self.current()
+        return number == step.micro_batches
 
     def first(self) -> int:
         """In-epoch position at which the epoch that is on began, or the one ahead when the last is finished."""

@@ -244,7 +244,7 @@ class ElasticSampler(DistributedSampler[Any]):
     @property
     def weight(self) -> float:
         """Weight of this rank's gradient in that step, for a SUM over ranks (DL-88; see `dlrover_hooks.data.batch`)."""
-        return self.step.weight
+        return self.progress.weight
 
     @property
     def loss_scale(self) -> float:
@@ -271,8 +271,7 @@ class ElasticSampler(DistributedSampler[Any]):
     @property
     def step_ends(self) -> bool:
         """True when the last received micro-batch was this rank's last in its step: now the optimizer may step."""
-        step, number = self.progress.current()
-        return number == step.micro_batches
+        return self.progress.step_ends
 
     # State and world ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dlrover_hooks import rng
-from dlrover_hooks.data.generators import WORDS, NumpyGenerator, PythonGenerator, Words
+from dlrover_hooks.data.generators import WORDS, NumpyGenerator, PythonGenerator, Words, torch_words
 
 _numpy: Any = np.random
 _python: Any = random
@@ -30,6 +30,10 @@ class States:
         self._python = words if isinstance(words, Words) else None
         self._engine = _numpy.get_bit_generator()
         self._numpy = _numpy_reader(self._engine)
+        self._torch = torch_reader(torch.default_generator)
+        self._seen: tuple[Any, ...] = ()
+        self._taken: rng.Taken | None = None
+        """Of `_seen`: most steps draw nothing here, and then it is the state of now."""
 
     def take(self) -> rng.Taken:
         """The state of now."""
@@ -38,26 +42,30 @@ class States:
             return rng.take()
         assert self._python is not None
         assert self._numpy is not None
-        words = self._python.copy()
-        python = (random.Random.VERSION, words[4:] + words[:4], _python._inst.gauss_next)
         cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
-        return rng.Taken(rng.Packed(python, self._numpy(), torch.default_generator.get_state().numpy().tobytes(), cuda))
+        seen = self._python.copy(), _python._inst.gauss_next, self._numpy(), self._torch(), cuda
+        if self._taken is None or seen != self._seen:
+            self._seen, self._taken = seen, _packed(*seen[:3], cuda)
+        return self._taken
 
 
-def _numpy_reader(engine: Any) -> Callable[[], tuple[str, bytes, int, int, float]] | None:
-    """Of NumPy's global generator: what `get_state` says. None where that cannot be read in memory."""
+def _packed(words: bytes, gauss: float | None, numpy: tuple[bytes, int, float], cuda: bytes | None) -> rng.Taken:
+    torch_state = torch.default_generator.get_state().numpy().tobytes()
+    python = (random.Random.VERSION, words[4:] + words[:4], gauss)
+    key, has, value = numpy
+    numpy_state = "MT19937", key[: 4 * WORDS], int.from_bytes(key[4 * WORDS :], sys.byteorder), has, value
+    return rng.Taken(rng.Packed(python, numpy_state, torch_state, cuda))
+
+
+def _numpy_reader(engine: Any) -> Callable[[], tuple[bytes, int, float]] | None:
+    """Of NumPy's global generator: its words, and the number left over of a pair. None where these are not found."""
     if type(engine) is not np.random.MT19937:
         return None
     words, left = NumpyGenerator().words, _left_over(engine)
     if not isinstance(words, Words) or left is None:
         return None
     has, value = left
-
-    def read() -> tuple[str, bytes, int, int, float]:
-        found = words.copy()
-        return "MT19937", found[: 4 * WORDS], int.from_bytes(found[4 * WORDS :], sys.byteorder), has.value, value.value
-
-    return read
+    return lambda: (words.copy(), has.value, value.value)
 
 
 def _left_over(engine: np.random.BitGenerator) -> tuple[ctypes.c_int32, ctypes.c_double] | None:
@@ -76,3 +84,38 @@ def _left_over(engine: np.random.BitGenerator) -> tuple[ctypes.c_int32, ctypes.c
     at = id(owner) + 8 * memory.index(first)
     found = ctypes.c_int32.from_address(at + 8), ctypes.c_double.from_address(at + 16)
     return found if (found[0].value, found[1].value) == _numpy.get_state(legacy=True)[3:] else None
+
+
+def torch_reader(generator: torch.Generator) -> Callable[[], bytes]:
+    """What changes whenever the state of `generator` does: its memory, or its state where that is not understood.
+
+    torch keeps the twister (`uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]`) and behind it
+    what is left over of a pair of normal numbers, as `optional<float>` and `optional<double>`.
+    """
+    trial = _torch_memory(torch.Generator())
+    memory = _torch_memory(generator)
+    if trial is None or memory is None or not _tells_left_over(*trial):
+        return lambda: generator.get_state().numpy().tobytes()
+    address = memory[1]
+    return lambda: ctypes.string_at(address, _TORCH_BYTES)
+
+
+_TORCH_BYTES, _LEFT_OVER = 2544, 2520
+
+
+def _torch_memory(generator: torch.Generator) -> tuple[torch.Generator, int] | None:
+    words = torch_words(generator)
+    return None if words is None else (generator, words.address - 8)
+
+
+def _tells_left_over(generator: torch.Generator, address: int) -> bool:
+    """Half a pair is seen to come and go, of either sort; `generator` is of no other use."""
+    for kind in (torch.float32, torch.float64):
+        empty = ctypes.string_at(address, _TORCH_BYTES)
+        torch.randn((), generator=generator, dtype=kind)
+        half = ctypes.string_at(address, _TORCH_BYTES)
+        torch.randn((), generator=generator, dtype=kind)
+        whole = ctypes.string_at(address, _TORCH_BYTES)
+        if half[_LEFT_OVER:] in (empty[_LEFT_OVER:], whole[_LEFT_OVER:]) or half[:_LEFT_OVER] != whole[:_LEFT_OVER]:
+            return False
+    return True

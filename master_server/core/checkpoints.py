@@ -32,7 +32,7 @@ STALL = 0.035
 """CheckFreq's bound (FAST'21): saving may hold up training by 3.5 %."""
 FINEST_S = 1e-9
 """Shorter times are measured as this: a quotient stays finite."""
-OFTEN_S = 0.1
+OFTEN_S = 0.25
 """Nor is it done more often under "auto": what a restart costs is a multiple of that, whatever else it repeats."""
 SAMPLES = 33
 """Timings are the median of so many reports."""

@@ -26,6 +26,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations import ddp as ddp_module
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.integrations.even import EvenLoader, TokenMean
+from dlrover_hooks.runtime import regroup
 
 Tensors = list[torch.Tensor]
 
@@ -242,6 +243,43 @@ def lazily(world: int) -> Any:
         equal.append(torch.equal(_flat(late), _flat(early)) and torch.equal(_flat(view), _flat(early)))
         hooked.append(len(late._comm_hooks))
     return {"equal": equal, "hooked": hooked, "twice": _hooked_later(world)}
+
+
+class _Membership:
+    """Notes when `regroup.binds` is called, in the place of an `elastic_run`'s."""
+
+    ended, _here = False, True
+
+    def __init__(self) -> None:
+        self.draws, self.calls = self, list[str]()
+
+    def ahead(self) -> None:
+        self.calls.append("note")
+
+    def tell(self, ranks: int) -> None:
+        self.calls.append(f"tell {ranks}")
+
+
+def binding(world: int) -> Any:
+    """What is called in each backward under `elastic_run`: as it is, in `no_sync`, with an uneven weight."""
+    membership: Any = _Membership()
+    regroup._active.append(membership)
+    found: dict[str, Any] = {}
+    weight = [1 / world]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    for name, options in {"bare": {}, "unused": {"find_unused_parameters": True}}.items():
+        model = DDP(copy.deepcopy(net), **options)
+        assert weigh_gradients(model, lambda: weight[0])
+        for number in range(4):
+            weight[0] = 0.7 if number == 3 else 1 / world
+            membership.calls.clear()
+            with model.no_sync() if number == 1 else contextlib.nullcontext():
+                model(torch.ones(5, 6)).square().mean().backward()
+            found[f"{name} {number}"] = [*membership.calls]
+        found[f"{name} hooks"] = len(model._comm_hooks)
+    regroup._active.remove(membership)
+    return found
 
 
 def _hooked_later(world: int) -> str:

@@ -70,3 +70,12 @@ def test_the_hook_comes_with_the_first_uneven_step_and_changes_no_bit(world: int
         assert found["equal"] == [True] * 6
         assert found["hooked"] == ([0, 0, 0, 0, 1, 1, 1] if rank == 0 else [0] * 7)
         assert "_foreign behind the elastic loader's" in found["twice"]
+
+
+def test_each_synchronised_backward_notes_its_random_state_before_peers_can_complete_the_step() -> None:
+    """Under `elastic_run`: once per step, without a communication hook unless weights or unused parameters need one."""
+    for found in run("binding", 2):
+        for name in ("bare", "unused"):
+            once, steps = ["note", "tell 2"], [found[f"{name} {number}"] for number in range(4)]
+            assert steps == [once, [], once, once], name
+            assert found[f"{name} hooks"] == 1

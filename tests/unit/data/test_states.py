@@ -33,7 +33,10 @@ DRAWS: dict[str, Callable[[], object]] = {
     "whole pair, numpy": lambda: np.random.standard_normal(2),
     "torch": lambda: torch.rand(3),
     "half of a pair, torch": lambda: torch.randn(()),
+    "half of a pair of doubles, torch": lambda: torch.randn((), dtype=torch.float64),
     "seeds": lambda: (random.seed(4), np.random.seed(4), torch.manual_seed(4)),
+    "other seeds, behind which nothing is drawn": lambda: (random.seed(5), np.random.seed(5), torch.manual_seed(5)),
+    "a seed with the same words": lambda: torch.manual_seed(5 + 2**32),
     "renewed words": lambda: ([random.random() for _ in range(700)], np.random.rand(700), torch.rand(700)),
 }
 
@@ -43,6 +46,7 @@ def test_it_is_that_of_the_public_calls() -> None:
     for what, draw in (*DRAWS.items(), *DRAWS.items()):
         draw()
         assert taking.take() == rng.take(), what
+        assert taking.take() is taking.take(), "nothing was drawn in between"
 
 
 def test_a_state_put_back_that_differs_in_what_is_left_of_a_pair_alone() -> None:

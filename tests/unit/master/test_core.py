@@ -234,7 +234,7 @@ def test_cadence_of_time() -> None:
     assert master.call(vote(0, 1, step_s=0.1, copy_s=0.07)).cadence == p.Cadence(every=20)
     assert master.call(vote(1, 1, step_s=0.1, copy_s=0.08)).cadence == p.Cadence(every=20)
     quick = training()
-    assert quick.call(vote(0, 1, step_s=0.002, copy_s=0.0002)).cadence.every == 50, "a save each 0.1 s is enough"
+    assert quick.call(vote(0, 1, step_s=0.002, copy_s=0.0002)).cadence.every == 125, "a save each 0.25 s is enough"
     master.advance(9.0)
     for _ in range(6):
         for worker in ("w0", "w1"):
