@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.forks import Here
 
-WAIT_S = 600.0
-"""Deadline for a copy: memory that is this slow is swapped out or broken."""
+WAIT_S, COPY_BYTES_PER_S = 10.0, 500e6
+"""An optimizer waits so long for a copy, and a second more for each 500 MB. Measured: one thread copies 10 GB/s, and
+1.3 GB/s into memory that was never touched. A copy that takes longer is swapped out, stopped or broken: that save is
+lost, and training goes on."""
+FREE_S = 600.0
+"""Memory that is read by such a copy is not given back for so long: the process would die of it."""
 _log = logging.getLogger("dlrover_hooks")
 
 
@@ -28,13 +32,14 @@ class Aside:
         """How long `wait` held up its callers, since this was set to 0."""
         self.given_up = False
         """The deadline of the copy that is under way has passed: nothing waits for it, and it must not count."""
+        self._within_s = WAIT_S
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
 
-    def begin(self, job: Callable[[], None]) -> None:
-        """Run `job`, which stores its own errors, once the one before is over.
+    def begin(self, job: Callable[[], None], nbytes: int) -> None:
+        """Run `job`, which copies `nbytes` at most and stores its own errors, once the one before is over.
 
         Raises:
             CheckpointError: see `check`.
@@ -45,6 +50,7 @@ class Aside:
             thread = threading.Thread(target=self._run, name="dlrover-hooks-copy", daemon=True)
             thread.start()
             self._thread = thread
+        self._within_s = WAIT_S + nbytes / COPY_BYTES_PER_S
         self._idle.clear()
         self._jobs.put(job)
 
@@ -53,14 +59,20 @@ class Aside:
         if self._idle.is_set() or self.given_up or not self.here:
             return
         began = time.perf_counter()
-        done = self._idle.wait(WAIT_S)
+        done = self._idle.wait(self._within_s)
         self.waited_s += time.perf_counter() - began
         if not done:
             self.given_up = True
             _log.warning(
-                "a copy into memory has not ended within %g s: that save is given up, and no other is made until it "
-                "ends. HINT: is this machine swapping? Give it memory", WAIT_S,
+                "a copy into memory has not ended within %.3g s: that save is given up, and no other is made until it "
+                "ends. HINT: is this machine swapping? Give it memory", self._within_s,
             )  # fmt: skip
+
+    def drain(self) -> None:
+        """Return when nothing is being copied, not even what was given up. At most `FREE_S`."""
+        self.wait()
+        if self.here:
+            self._idle.wait(FREE_S)
 
     def check(self) -> None:
         """After `wait`: may memory be written, or unmapped? A copy that was given up still has a slot.

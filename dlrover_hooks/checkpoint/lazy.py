@@ -103,9 +103,9 @@ class LazyWriter(Writer):
             events = self._copy(early, target, split.now) if split.now else []
             device.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, split, events, left)
-            hold = Hold(self.aside.wait, (*split.memory, *rest.memory))
+            hold = Hold(self.aside.drain, (*split.memory, *rest.memory))
             try:
-                self.aside.begin(lambda: self._finish(shot, target, rest, hold))
+                self.aside.begin(lambda: self._finish(shot, target, rest, hold), len(target.view))
             except BaseException:
                 hold.end()
                 raise

@@ -156,7 +156,7 @@ def test_what_runs_beside_the_step_is_the_parents() -> None:
     def copy() -> None:
         go.wait(60)
 
-    aside.begin(copy)
+    aside.begin(copy, 0)
     behind.save("folder", lambda: (go.wait(60), done.append(os.getpid())))
 
     def end() -> None:

@@ -214,11 +214,13 @@ def test_weights_that_are_swapped_are_saved_as_they_were(kept: Kept, held_back: 
 
 GIVES_BACK = """
 import sys, threading, torch, uuid
+from dlrover_hooks.checkpoint import aside
 from dlrover_hooks.checkpoint.aside import Aside
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.lazy import LazyWriter
 
-go, fill, wait = threading.Event(), LazyWriter.fill, Aside.wait
+go, fill, wait, drain, given_up = threading.Event(), LazyWriter.fill, Aside.wait, Aside.drain, sys.argv[2]
+aside.WAIT_S = 0.0 if given_up else 60.0
 
 def held_back(self, shot, target, places, *, alone=False):
     if alone:
@@ -226,17 +228,23 @@ def held_back(self, shot, target, places, *, alone=False):
     fill(self, shot, target, places, alone=alone)
 
 def waits(self):
-    if saved:
+    if saved and not given_up:
         go.set()
     wait(self)
 
+def drains(self):
+    go.set()
+    drain(self)
+
 model = torch.nn.Linear(4096, 4096)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-LazyWriter.fill, Aside.wait, saved = held_back, waits, []
+LazyWriter.fill, Aside.wait, Aside.drain, saved = held_back, waits, drains, []
 engine = Checkpointer(sys.argv[1], "node", 0, mode="lazy", start_keeper=False)
 optimizer.step()
 engine.begin(uuid.uuid4().hex, 1, 0, 1)
 saved.append(engine.save(1, {"state": {"model": model.state_dict()}}, behind=True))
+if given_up:
+    engine.wait_copied()
 model.weight.untyped_storage().resize_(0)
 go.set()
 engine.wait_copied()
@@ -245,9 +253,13 @@ engine.close()
 """
 
 
-def test_a_storage_that_is_resized_under_the_copy_waits_for_it(kept: Kept) -> None:
-    """What FSDP does to free parameters: the copy would read memory that is unmapped, and the process would die."""
-    command = [sys.executable, "-W", "error", "-c", GIVES_BACK, "job"]
+@pytest.mark.parametrize("given_up", ["", "given up"])
+def test_a_storage_that_is_resized_under_the_copy_waits_for_it(kept: Kept, given_up: str) -> None:
+    """What FSDP does to free parameters: the copy would read memory that is unmapped, and the process would die.
+
+    Also where the optimizer waits for that copy no more.
+    """
+    command = [sys.executable, "-W", "error", "-c", GIVES_BACK, "job", given_up]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("alive ")
@@ -257,14 +269,20 @@ def test_a_storage_that_is_resized_under_the_copy_waits_for_it(kept: Kept) -> No
 def test_a_copy_that_hangs_costs_saves_but_not_the_run(
     kept: Kept, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The optimizer waits for a fixed time and in proportion to the bytes, once: that save is lost."""
     run = Run(kept.trainer(mode="lazy"))
+    nbytes = 3 * 4 * (1024 * 64 + 64)
+    monkeypatch.setattr(aside, "WAIT_S", 0.1)
+    monkeypatch.setattr(aside, "COPY_BYTES_PER_S", nbytes / 0.1)
     assert run.save(1) is not None
-    monkeypatch.setattr(aside, "WAIT_S", 0.0)
     run.step()
+    writer = cast(LazyWriter, run.engine._writer)
+    assert 0.2 <= writer.aside.waited_s < WAIT_S / 2
     assert "that save is given up" in caplog.text
     assert run.save(2) is None
     assert "has not ended yet" in str(run.engine.error)
     run.step()
+    assert 0.2 <= writer.aside.waited_s < WAIT_S / 2
     monkeypatch.setattr(aside, "WAIT_S", WAIT_S)
     held_back.set()
     until(lambda: run.engine.skipped == 2, "the end of the copy")
