@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from dlrover_hooks.checkpoint import durable, seats, wire
+from dlrover_hooks.checkpoint import durable, mounts, seats, wire
 from dlrover_hooks.checkpoint.arena import SLOTS
 from dlrover_hooks.checkpoint.crew import Crew
 from dlrover_hooks.checkpoint.hashes import Hashes
@@ -105,6 +105,7 @@ class Answers:
             self._holdings.forget(message.run, sparing=seats.taken(peer, self._loop.peers))
             self._shards.forget(message.run)
             self._will.forget(message.run)
+            mounts.forget()
         self._loop.send(peer, wire.Done(ref=message.ref))
 
     def _goodbye(self, peer: Peer, message: wire.Goodbye) -> None:

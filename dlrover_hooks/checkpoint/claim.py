@@ -23,12 +23,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from dlrover_hooks.checkpoint import mounts
+from dlrover_hooks.checkpoint.mounts import LOCK as LOCK
 from dlrover_hooks.checkpoint.place import Place, failures
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.forks import Here
 from dlrover_hooks.protocol import Message
 
-LOCK, LEASE = ".owner.lock", "owner.json"
+LEASE = "owner.json"
 KEEPER = "keeper"
 """How the name of an owner begins that holds the claim for a moment only, to commit what a dead trainer left."""
 _LEASE_S, _REFRESH_S = 60.0, 20.0
@@ -123,6 +125,7 @@ class Claim:
                 time.sleep(_POLL_S)
 
     def _lock(self) -> None:
+        mounts.demand_same(self.place)
         self.place.make()
         with failures(f"claim {self.place.url}"):
             fd = os.open(self.place.path(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -134,6 +137,9 @@ class Claim:
                     raise _busy(self.place, read_owner(self.place)) from None
                 raise
         try:
+            with failures(f"claim {self.place.url}"):
+                mounts.give_name(fd)
+            mounts.demand_same(self.place)  # remembers the name
             self.place.put(LEASE, msgspec.json.encode(self.who))
         except BaseException:
             os.close(fd)  # or the lock would be held until this process ends, by a claim that nobody can release

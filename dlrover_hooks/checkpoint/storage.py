@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from dlrover_hooks.checkpoint import mounts
 from dlrover_hooks.checkpoint.catalog import (
     FINISHED,
     FRESH,
@@ -123,6 +124,7 @@ def write_shard(
         StorageFailed: it could not be written whole. Nothing of it is visible then.
     """
     place, home = Place(url, options), folder(generation)
+    mounts.demand_same(place)
     place.make(home)
     _outdate(place, home, generation, job)
     if (known := _committed_file(place, home, rank)) is not None:
@@ -302,6 +304,7 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
         Stale: the job has started anew since, with another run.
     """
     place, home = Place(url, options), folder(manifest.generation)
+    mounts.demand_same(place)
     rows = changes(place)
     _refuse_others(place, rows, manifest.job)
     refuse_given_up(url, options, manifest.generation)
@@ -351,6 +354,7 @@ def _point_latest(place: Place, manifest: Manifest) -> None:
 def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
     """Remember that `run` of `job` ended at `step`, so that a later start does not train again."""
     place = Place(url, options)
+    mounts.demand_same(place)
     place.make()
     place.put(FINISHED, encode(Finished(job=job, run=run, step=step)))
 

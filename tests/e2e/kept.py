@@ -96,7 +96,7 @@ class Kept:
             os.waitpid(pid, 0)
         return pid
 
-    def notice(self, kind: type[Any]) -> Any:
+    def notice(self, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         while True:
             got = self.notices.get(timeout=WAIT_S)
             if isinstance(got, kind):
