@@ -588,7 +588,7 @@ class Ledger(Message, frozen=True):
     done: dict[str, str] = {}
 
 
-class Ack(Message, frozen=True):
+class Ack(Message, frozen=True, gc=False):
     """Positions of a lease before `upto` are in the model. Repeating one changes nothing.
 
     `failed`: the position at `upto` could not be read, and why; the rest goes back. `back`: the rest goes back.
@@ -618,7 +618,7 @@ class TakeLeases(Message, frozen=True):
     rate: Rate = 0.0
 
 
-class Lease(Message, frozen=True):
+class Lease(Message, frozen=True, gc=False):
     """Positions [lo, hi) of `partition`, lent for `within_s`."""
 
     id: Count

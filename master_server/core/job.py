@@ -30,7 +30,7 @@ from dlrover_hooks.protocol import Ending, Phase, Restore, Secret, Source
 Effects = list[Effect]
 
 
-class Remembered(msgspec.Struct, frozen=True):
+class Remembered(msgspec.Struct, frozen=True, gc=False):
     """The last answer on one channel, as JSON. `event`: checksum of what was asked."""
 
     seq: int

@@ -21,7 +21,7 @@ MOST_TOLD = 256
 """Quarantined ranges in one reply; what is more is told as one."""
 
 
-class Lent(msgspec.Struct):
+class Lent(msgspec.Struct, gc=False):
     """One lease. Positions [lo, at) are acknowledged, [at, hi) are doing. The rest is the history of its range."""
 
     holder: str

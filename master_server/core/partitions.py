@@ -19,7 +19,7 @@ MOST_FAILURES = 3
 """So often its holders may report that they cannot read it."""
 
 
-class Piece(msgspec.Struct):
+class Piece(msgspec.Struct, gc=False):
     """Positions [lo, hi) to hand out again, and what happened to them so far."""
 
     lo: int
