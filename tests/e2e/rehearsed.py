@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def main() -> None:
     average: Any = copy.deepcopy(model).requires_grad_(False)  # a part of the loss in `outside`
     with AsyncCheckpointer("saved", model=wrapped, optimizer=optimizer, loader=loader, save_every=1) as saving:
         for _ in range(EPOCHS) if MISTAKES & {"range", "unwrapped"} else loader.epochs(EPOCHS):
-            for inputs, targets in DataLoader(dataset, 5) if "unwrapped" in MISTAKES else loader:
+            rows = DataLoader(dataset, 5) if "unwrapped" in MISTAKES else loader
+            for inputs, targets in fetched_ahead(rows) if "ahead" in MISTAKES else rows:
                 loss = step(wrapped, inputs, targets)
                 if "outside" in MISTAKES:
                     loss = loss + nn.functional.mse_loss(model[0](inputs), average[0](inputs))
@@ -51,6 +53,15 @@ def main() -> None:
                         file.write(f"{saving.step}\n")
     if several:
         dist.destroy_process_group()
+
+
+def fetched_ahead(rows: Any) -> Iterator[Any]:
+    """As nanoGPT does: the next batch is requested before the optimizer steps on the one at hand."""
+    rows = iter(rows)
+    following = next(rows, None)
+    while following is not None:
+        batch, following = following, next(rows, None)
+        yield batch
 
 
 def step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

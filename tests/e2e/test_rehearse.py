@@ -128,6 +128,23 @@ def test_noise_is_told_apart_from_what_a_restart_breaks(tmp_path: Path, temporar
     assert "no fault had struck yet" in rows["4 each"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("loop", ["ahead", "good"])
+def test_a_loop_that_fetches_ahead_of_the_optimizer_is_named(tmp_path: Path, temporary: Path, loop: str) -> None:
+    """The same script with and without: only the loop that asks for its next batch too early is warned."""
+    words = ("-n", "1", "--relaunch", "0", "--kill", "1", "--steps", "12", "--seed", "5", str(SCRIPT), loop)
+    code, said = rehearsed(tmp_path, temporary, *words)
+    rows = verdicts(said)
+    warned = "requests the next batch before optimizer.step()" in said
+    assert (warned, code) == (loop == "ahead", int(loop == "ahead")), said
+    if loop == "ahead":
+        assert "BROKEN" in rows["1 each"]
+        assert "requests the next batch before optimizer.step()" in rows["1 each"]
+    else:
+        assert " kept " in rows["1 each"]
+
+
 def test_a_script_without_hooks_is_told_so(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "plain.py").write_text("print('trained')\n")
     code, said = rehearsed(tmp_path, temporary, "-n", "1", "plain.py")
