@@ -63,7 +63,7 @@ class _Jobs(Collector):
         unfinished = ((name, job) for name, job in everybody if not job.finished)
         for name, job in heapq.nlargest(SERIES, unfinished, key=lambda item: item[1].changed_at):
             current = job.rounds.round
-            live = sum(member.live for member in current.members.values()) if current else 0
+            live = current.live if current else 0
             rounds.add_metric([name], job.rounds.number)
             alive.add_metric([name], live)
             attempt.add_metric([name], job.attempt)

@@ -105,10 +105,7 @@ class Job(msgspec.Struct):
     @property
     def live(self) -> bool:
         """Somebody holds a seat or waits for one."""
-        current = self.rounds.round
-        return bool(self.rounds.waiting) or (
-            current is not None and any(member.live for member in current.members.values())
-        )
+        return self.standing > 0
 
     @property
     def writes(self) -> bool:
@@ -123,9 +120,7 @@ class Job(msgspec.Struct):
     @property
     def standing(self) -> int:
         """How many agents wait, and how many members live."""
-        current = self.rounds.round
-        members = current.members.values() if current is not None else ()
-        return len(self.rounds.waiting) + sum(member.live for member in members)
+        return len(self.rounds.waiting) + (self.rounds.round.live if self.rounds.round is not None else 0)
 
 
 def knows(job: Job, incarnation: str) -> bool:

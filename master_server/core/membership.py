@@ -56,9 +56,7 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     job.failures = 0 if anew else job.failures + broken
     if launched:
         job.ending = None
-    exited = (
-        any(member.gone == rounds.EXITED for member in job.rounds.round.members.values()) if job.rounds.round else False
-    )
+    exited = job.rounds.round is not None and job.rounds.round.exited > 0
     if rounds.add(job.rounds, event, now):
         job.failures += exited and not launched and not broken  # whoever joins cannot go on without it
         broken = True

@@ -1,7 +1,8 @@
 """Membership of one job: who waits for a seat, who holds one, and when a round forms.
 
 A round forms when nobody live of the round before is still missing, enough seats wait, and either the job is full or
-nobody came for `last_call_s`. Until then everybody waits. All work is O(1) per event but the forming itself.
+nobody came for `last_call_s`. Until then everybody waits. All work is O(1) per event but the forming itself; of a node
+it is O(its workers). What is counted and listed for that is derived from the rest whenever a snapshot is read.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class Member(msgspec.Struct):
         return self.gone is None
 
 
+def _rank(member: Member) -> int:
+    return member.rank
+
+
 class Round(msgspec.Struct):
     """The current (or last) membership. The counters keep each event O(1)."""
 
@@ -72,6 +77,18 @@ class Round(msgspec.Struct):
     attached: int = 0
     loaded: int = 0
     done: int = 0
+    live: int = 0
+    exited: int = 0
+    """Members that live, and that are gone as EXITED."""
+    at: dict[str, list[str]] = {}
+    """Incarnations of all members, by node."""
+
+    def __post_init__(self) -> None:
+        self.live = sum(member.live for member in self.members.values())
+        self.exited = sum(member.gone == EXITED for member in self.members.values())
+        self.at = {node: [] for node in self.nodes}
+        for member in sorted(self.members.values(), key=_rank):
+            self.at[member.node].append(member.incarnation)
 
     @property
     def world_size(self) -> int:
@@ -108,6 +125,15 @@ class Rounds(msgspec.Struct):
     parted_seen: int = 0
     newcomers: int = 0
     """See `count_newcomers`: counted when the membership changes, not when somebody asks."""
+    waiting_at: dict[str, set[str]] = {}
+    """Waiting agents, by node."""
+    sizes: dict[str, int] = {}
+    """How many of the waiting joins have so many seats."""
+
+    def __post_init__(self) -> None:
+        self.waiting_at, self.sizes = {}, {}
+        for waiting in self.waiting.values():
+            _list(self, waiting.join)
 
 
 def member_of(rounds: Rounds, job: str, incarnation: str) -> Member:
@@ -191,10 +217,11 @@ def predecessors(rounds: Rounds, join: Join) -> list[str]:
     if not join.sole:
         return []
     mine, node = join.incarnation, join.node
-    members = rounds.round.members.values() if rounds.round else ()
-    return [name for name, other in rounds.waiting.items() if name != mine and other.join.node == node] + [
-        member.incarnation for member in members if member.live and member.agent != mine and member.node == node
-    ]
+    before = [name for name in sorted(rounds.waiting_at.get(node, ())) if name != mine]
+    if rounds.round is not None:
+        members = [rounds.round.members[name] for name in rounds.round.at.get(node, ())]
+        before += [member.incarnation for member in members if member.live and member.agent != mine]
+    return before
 
 
 def add(rounds: Rounds, join: Join, now: float) -> bool:
@@ -202,6 +229,7 @@ def add(rounds: Rounds, join: Join, now: float) -> bool:
     for agent in (join.incarnation, *_displaced(rounds, join)):
         drop(rounds, agent)
     rounds.waiting[join.incarnation] = Waiting(join=join, at=now)
+    _list(rounds, join)
     rounds.min_workers, rounds.max_workers = join.min_workers, join.max_workers
     rounds.last_call_s, rounds.last_join_at = join.last_call_s, now
     for seat in join.seats:
@@ -233,8 +261,21 @@ def drop(rounds: Rounds, agent: str) -> bool:
     return True
 
 
+def _list(rounds: Rounds, join: Join) -> None:
+    size = str(len(join.seats))
+    rounds.waiting_at.setdefault(join.node, set()).add(join.incarnation)
+    rounds.sizes[size] = rounds.sizes.get(size, 0) + 1
+
+
 def unlist(rounds: Rounds, join: Join) -> None:
     """Its seats wait no longer."""
+    size, here = str(len(join.seats)), rounds.waiting_at[join.node]
+    here.discard(join.incarnation)
+    if not here:
+        del rounds.waiting_at[join.node]
+    rounds.sizes[size] -= 1
+    if not rounds.sizes[size]:
+        del rounds.sizes[size]
     for seat in join.seats:
         del rounds.seats[seat.incarnation]
         if seat.rank is not None:
@@ -284,7 +325,9 @@ def _spoken_for(current: Round, incarnation: str) -> tuple[str, ...]:
 
 def _end(current: Round, member: Member, how: str) -> None:
     member.gone = how
+    current.live -= 1
     current.done += how == DONE
+    current.exited += how == EXITED
     current.missing -= not member.rejoined
 
 
@@ -354,11 +397,10 @@ def count_newcomers(rounds: Rounds) -> int:
         return 0
     if current.done:  # the round is ending
         return 0
-    room = rounds.max_workers - sum(member.live for member in current.members.values())
-    fitting = 0
-    for count in sorted(len(waiting.join.seats) for waiting in rounds.waiting.values()):
-        fitting += count if fitting + count <= room else 0
-    return fitting
+    left = room = rounds.max_workers - current.live
+    for size, count in sorted((int(seats), joins) for seats, joins in rounds.sizes.items()):
+        left -= size * min(count, max(0, left) // size)
+    return room - left
 
 
 def regroups(current: Round, incarnation: str) -> bool:

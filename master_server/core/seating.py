@@ -22,7 +22,7 @@ def _last_call(rounds: Rounds) -> float:
 
 def _survived(rounds: Rounds) -> bool:
     """Members of the round before live on, and (see `_enough`) all of them are back: they do not wait for others."""
-    return rounds.round is not None and any(member.live for member in rounds.round.members.values())
+    return rounds.round is not None and rounds.round.live > 0
 
 
 def _enough(rounds: Rounds) -> bool:

@@ -1,0 +1,72 @@
+"""What an event costs is counted in calls of Python, not in seconds: it does not grow with the job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.testing import MasterFake
+from tests.e2e.job_script import join
+
+FEW, MANY = 40, 400
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """How many functions were called; a generator counts once for each value."""
+    seen = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal seen
+        del frame, arg
+        seen += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+def joins(master: MasterFake, nodes: int, life: str, **more: Any) -> list[int]:
+    """What each join costs but the last one, which forms the round."""
+    costs: list[int] = []
+    for index in range(nodes):
+        event = join(f"a{index}", 1, lives=f"{life}{index}-", low=nodes, high=nodes + 8, last_call_s=1e6, **more)
+        costs.append(calls_of(lambda event=event: master.call(event)))
+    return costs[:-1]
+
+
+def rejoins(nodes: int) -> list[int]:
+    """The joins after a break, of agents that start all their workers anew."""
+    master = MasterFake()
+    joins(master, nodes, "w", sole=True)
+    master.advance(2e6)
+    assert master.call(p.AwaitRound("job", "a0", 0)).world_size == nodes
+    master.call(p.Exited("job", "a0", "w0-0", 1))
+    return joins(master, nodes, "x", sole=True, again=True)
+
+
+def spares(nodes: int) -> list[int]:
+    """Joins of agents that find the job full."""
+    master = MasterFake()
+    for index in range(nodes):
+        master.call(join(f"a{index}", 1, lives=f"w{index}-", low=nodes, high=nodes, agents=True))
+    assert master.call(p.ShowJob("job")).phase is p.Phase.TRAINING
+    more = {"low": nodes, "high": nodes, "agents": True, "sole": True}
+    late = (join(f"s{index}", 1, lives=f"s{index}-", **more) for index in range(nodes))
+    return [calls_of(lambda event=event: master.call(event)) for event in late]
+
+
+@pytest.mark.parametrize("work", [rejoins, spares])
+def test_a_join_costs_the_same_in_a_large_job(work: Callable[[int], list[int]]) -> None:
+    """Ten times as many nodes: O(N) work in each join would make it ten times as much."""
+    few, many = work(FEW), work(MANY)
+    assert max(many) < 1.5 * max(few), (max(few), max(many))
+    assert sum(many) / len(many) < 1.2 * sum(few) / len(few)
