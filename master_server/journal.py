@@ -3,6 +3,9 @@
 Write-ahead logging with `synchronous=FULL`: what was answered survives a power cut. A batch is one transaction. One
 process at a time has it open, by a lock that ends with that process. Not thread-safe: calls must not overlap, but may
 come from any thread.
+
+Each record has a checksum, over its number, too. The newest snapshot and the one before stay, with all events since the
+latter: damage to the newest costs nothing. Any other damage that is found is named, and nothing is served.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import socket
 import sqlite3
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,13 +27,32 @@ from dlrover_hooks.master.core.jobs import Master
 
 log = logging.getLogger("dlrover_hooks.master")
 SNAPSHOT_EVERY = 10_000
-FORMAT = 1
+FORMAT = 2
 """Of the tables and records. A release reads its own and older ones."""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+_TABLES = """
+CREATE TABLE events (seq INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
+CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL, crc INTEGER NOT NULL);
 """
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+{_TABLES}
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+COMMIT;
+"""
+_FROM_1 = f"""
+BEGIN IMMEDIATE;
+ALTER TABLE events RENAME TO events_1;
+{_TABLES}
+INSERT INTO events SELECT seq, record, crc(seq, record) FROM events_1;
+INSERT INTO snapshots SELECT seq, state, crc(seq, state) FROM snapshot;
+DROP TABLE events_1;
+DROP TABLE snapshot;
+UPDATE meta SET value = '2' WHERE name = 'format';
+COMMIT;
+"""
+"""Format 1 had no checksums: what it has by now is taken for sound."""
+_HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
+"""Tables, by format."""
 
 
 class Journal:
@@ -43,6 +66,8 @@ class Journal:
     def __init__(self, path: str | Path | None = None, *, synchronous: str = "full") -> None:
         self.path = str(path) if path is not None else ":memory:"
         self.since_snapshot = 0
+        self._last = self._sound = 0
+        """Number of the last event, and of the newest snapshot that is known to be sound."""
         self._lock: int | None = None
         try:
             if path is not None:
@@ -51,9 +76,10 @@ class Journal:
         except UsageError:
             self._unlock()
             raise
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
             self._unlock()
-            if type(error) is sqlite3.DatabaseError:  # of those below it each has another reason
+            # of the errors below DatabaseError each has another reason
+            if type(error) is sqlite3.DatabaseError or isinstance(error, (ValueError, TypeError)):
                 raise self._damaged(f"its database: {error}") from error
             raise JournalFailed(
                 f"The journal {self.path} cannot be opened: {error}.",
@@ -66,39 +92,118 @@ class Journal:
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if synchronous == 'normal' else 'FULL'}")
-        self._db.executescript(_SCHEMA)
-        self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (uuid.uuid4().hex,))
-        self._db.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (str(FORMAT),))
-        found = int(self._db.execute("SELECT value FROM meta WHERE name = 'format'").fetchone()[0])
+        self._db.create_function("crc", 2, _crc, deterministic=True)
+        if not (tables := self._tables()):
+            self._begin()
+        found = int(self._value("format"))
         if found > FORMAT:
             self._db.close()
             raise UsageError(
                 f"The journal {self.path} has format {found}, this release reads formats up to {FORMAT}.",
                 hint="Serve it with the release that wrote it, or give another --journal.",
             )
-        self.owner = str(self._db.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()[0])
+        if tables and (lacking := _HAS[found] - tables):
+            raise ValueError(f"table {min(lacking)!r} is missing")
+        self.owner = self._value("owner")
+        if found == 1:
+            self._check_pages()
+            self._db.executescript(_FROM_1)
+            self._sign()
+        elif self._value("crc") != self._signature():
+            raise ValueError("its tables and owner do not match their checksum")
+        last = "SELECT max(coalesce((SELECT max(seq) FROM events), 0), coalesce((SELECT max(seq) FROM snapshots), 0))"
+        self._last = int(self._db.execute(last).fetchone()[0])
+
+    def _tables(self) -> set[str]:
+        names = self._db.execute("SELECT CAST(name AS BLOB) FROM sqlite_master WHERE type = 'table'")
+        return {name.decode(errors="replace") for (name,) in names}
+
+    def _begin(self) -> None:
+        """The tables of a new journal. Only there: a table that has gone from an old one is damage."""
+        self._db.executescript(_SCHEMA)
+        self.owner = uuid.uuid4().hex
+        for name, value in (("owner", self.owner), ("format", str(FORMAT))):
+            self._db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
+        self._sign()
+
+    def _value(self, name: str) -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise ValueError(f"table 'meta' has no {name!r}")
+        return str(row[0])
+
+    def _signature(self) -> str:
+        """Checksum of the owner and of what the tables are: with another word there SQLite finds other rows."""
+        tables = self._db.execute("SELECT CAST(sql AS BLOB) FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
+        return str(_crc(FORMAT, b"\0".join([self.owner.encode(), *(sql for (sql,) in tables)])))
+
+    def _sign(self) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES ('crc', ?)", (self._signature(),))
+
+    def _check_pages(self) -> None:
+        """SQLite's own look at them: a row may have gone that nothing else speaks of. Raises ValueError."""
+        found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise ValueError(str(found))
 
     def load(self) -> Master:
-        """The state: the snapshot and what happened since.
+        """The state: the newest sound snapshot and what happened since.
 
         An event that this release refuses, and an older one did not, is passed over: it changes nothing.
 
         Raises:
-            UsageError: a part is damaged or missing. The file stays as it is.
+            UsageError: a part is damaged or missing, and nothing makes up for it. The file stays as it is.
         """
-        part, count = "its snapshot", 0
         try:
-            row = self._db.execute("SELECT seq, state FROM snapshot").fetchone()
-            seq, state = (int(row[0]), jobs.decode(row[1])) if row else (0, Master())
-            for number, record in self._db.execute("SELECT seq, record FROM events WHERE seq > ? ORDER BY seq", (seq,)):
-                seq, part, count = seq + 1, f"event {seq + 1}", count + 1
+            if self.path != ":memory:":
+                self._check_pages()
+            newest = int(self._db.execute("SELECT coalesce(max(seq), 0) FROM snapshots").fetchone()[0])
+        except Exception as error:  # whatever damage leads to
+            raise self._damaged(f"its database: {error}") from error
+        seq, state, bad = self._snapshot()
+        try:
+            last = self._since(seq, state)
+            if last < newest:
+                raise self._damaged(f"event {last + 1}: it is missing")
+        except UsageError as error:
+            if bad:
+                raise self._damaged(f"{bad}; and without it: {error.message}") from error
+            raise
+        if bad:
+            log.warning(
+                "journal %s: %s: the state is that of the snapshot before, and the events since", self.path, bad
+            )
+        self._last, self._sound, self.since_snapshot = last, seq, last - seq
+        return state
+
+    def _snapshot(self) -> tuple[int, Master, str]:
+        """The newest sound one with its number, else the beginning; and what is wrong with the newest one."""
+        bad = ""
+        try:
+            rows = self._db.execute("SELECT seq, state, crc FROM snapshots ORDER BY seq DESC").fetchall()
+        except Exception as error:
+            raise self._damaged(f"its snapshots: {type(error).__name__}: {error}") from error
+        for seq, state, crc in rows:
+            try:
+                _check(seq, state, crc)
+                return int(seq), jobs.decode(state), bad
+            except Exception as error:
+                bad = bad or f"its snapshot at event {seq}: {type(error).__name__}: {error}"
+        return 0, Master(), bad
+
+    def _since(self, seq: int, state: Master) -> int:
+        """Apply what came after event `seq` to `state`. Returns the number of the last one."""
+        try:
+            rows = self._db.execute("SELECT seq, record, crc FROM events WHERE seq > ? ORDER BY seq", (seq,))
+            for number, record, crc in rows:
+                seq += 1
                 if number != seq:
                     raise LookupError(f"it is missing, the next one is {number}")
+                _check(number, record, crc)
                 self._replay(state, number, record)
         except Exception as error:  # whatever a damaged part leads to
-            raise self._damaged(f"{part}: {type(error).__name__}: {error}") from error
-        self.since_snapshot = count
-        return state
+            raise self._damaged(f"event {seq}: {type(error).__name__}: {error}") from error
+        return seq
 
     def _replay(self, state: Master, number: int, record: bytes) -> None:
         try:
@@ -122,12 +227,16 @@ class Journal:
         Raises:
             JournalFailed: nothing was written.
         """
-        rows = [(record,) for record in records]
+        rows = [(seq, record, _crc(seq, record)) for seq, record in enumerate(records, self._last + 1)]
+        last = self._last + len(rows)
         with self._transaction():
-            self._db.executemany("INSERT INTO events (record) VALUES (?)", rows)
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
             if snapshot is not None:
-                self._replace(snapshot)
-        self.since_snapshot = 0 if snapshot is not None else self.since_snapshot + len(rows)
+                self._replace(last, snapshot)
+        self._last = last
+        self.since_snapshot += len(rows)
+        if snapshot is not None:
+            self._sound, self.since_snapshot = last, 0
 
     def probe(self) -> None:
         """Write a little, as durably as events. Raises JournalFailed."""
@@ -148,11 +257,12 @@ class Journal:
                 hint="Make room on its disk and send the request again.",
             ) from error
 
-    def _replace(self, snapshot: bytes) -> None:
-        """The last event stays, so that sequence numbers go on counting."""
-        seq = self._db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()[0]
-        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (seq, snapshot))
-        self._db.execute("DELETE FROM events WHERE seq < ?", (seq,))
+    def _replace(self, last: int, snapshot: bytes) -> None:
+        """The one before stays, and the events since: the new one may be damaged when it is needed."""
+        self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (last, snapshot, _crc(last, snapshot)))
+        if last > self._sound:
+            self._db.execute("DELETE FROM snapshots WHERE seq NOT IN (?, ?)", (last, self._sound))
+            self._db.execute("DELETE FROM events WHERE seq <= ?", (self._sound,))
 
     def _undo(self) -> None:
         if self._db.in_transaction:
@@ -176,6 +286,16 @@ class Journal:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
+
+
+def _crc(seq: int, data: bytes) -> int:
+    """Checksum of a record under its number."""
+    return zlib.crc32(data, zlib.crc32(b"%d" % seq))
+
+
+def _check(seq: int, data: bytes, crc: int) -> None:
+    if _crc(seq, data) != crc:
+        raise ValueError("it does not match its checksum")
 
 
 def lock_path(journal: str) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.errors import BadRequest, UsageError
+from dlrover_hooks.errors import BadRequest, JournalFailed, UsageError
 from dlrover_hooks.master.core import events, jobs
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.jobs import Master
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal import Journal, _crc
 from tests.e2e.job_script import attach, join
 
 
@@ -31,8 +33,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "master.db"
 
 
+SIGNED = "UPDATE events SET record = ?1, crc = crc(2, ?1) WHERE seq = 2"
+"""A record that was written so: its checksum is right."""
+
+
 def change(path: Path, statement: str, *values: object) -> None:
     database = sqlite3.connect(path)
+    database.create_function("crc", 2, _crc, deterministic=True)
     with database:
         database.execute(statement, values)
     database.close()
@@ -41,18 +48,28 @@ def change(path: Path, statement: str, *values: object) -> None:
 @pytest.mark.parametrize(
     ("statement", "value", "words"),
     [
-        ("UPDATE events SET record = ? WHERE seq = 2", b"\xc1\xff", "event 2: DecodeError"),
-        ("UPDATE events SET record = ? WHERE seq = 2", b"\xc0", "event 2: ValidationError"),
-        ("UPDATE events SET record = ? WHERE seq = 3", msgspec.msgpack.encode(["New", 1.0, None, {}]), "event 3.*New"),
+        (SIGNED, b"\xc1\xff", "event 2: DecodeError"),
+        (SIGNED, b"\xc0", "event 2: ValidationError"),
+        (SIGNED, msgspec.msgpack.encode(["New", 1.0, None, {}]), "event 2.*New"),
+        ("UPDATE events SET record = ? WHERE seq = 2", b"\xc0", "event 2: ValueError: it does not match its checksum"),
         ("DELETE FROM events WHERE seq = ?", 2, "event 2.*missing, the next one is 3"),
         ("DELETE FROM events WHERE seq = ?", 1, "event 1.*missing, the next one is 2"),
-        ("INSERT INTO snapshot VALUES (1, 2, ?)", b"\xc1", "its snapshot: DecodeError"),
-        ("UPDATE meta SET value = ? WHERE name = 'format'", "2", "format 2"),
+        (
+            "INSERT INTO snapshots VALUES (5, ?, 0)",
+            b"\xc1",
+            "snapshot at event 5: .*checksum; and without it: .*event 4",
+        ),
+        ("UPDATE meta SET value = ? WHERE name = 'format'", "3", "format 3"),
+        ("UPDATE meta SET value = ? WHERE name = 'format'", "two", "its database: .*two"),
+        ("UPDATE meta SET value = ? WHERE name = 'owner'", "another", "its tables and owner do not match"),
+        ("DELETE FROM meta WHERE name = ?", "format", "table 'meta' has no 'format'"),
+        ("ALTER TABLE events RENAME TO evenus", None, "table 'events' is missing"),
+        ("ALTER TABLE events RENAME COLUMN crc TO arc", None, "its tables and owner do not match"),
     ],
 )
 def test_damage_is_named_and_left(path: Path, statement: str, value: object, words: str) -> None:
     """Row 10: exit code 78 is that of a UsageError; the hint offers a copy or another journal."""
-    change(path, statement, value)
+    change(path, statement, *(() if value is None else (value,)))
     before = path.read_bytes()
     with pytest.raises(UsageError, match=f"(?s){words}.*HINT.*another --journal"):
         load(path)
@@ -73,6 +90,95 @@ def test_a_damaged_page(path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UsageError, match=r"(?s)malformed.*HINT.*another --journal"):
         load(path)
+
+
+FORMAT_1 = """
+CREATE TABLE events (seq INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, state BLOB NOT NULL);
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+INSERT INTO meta VALUES ('owner', 'whose'), ('format', '1');
+"""
+
+
+def test_format_1_is_read_and_goes_on_as_format_2(tmp_path: Path) -> None:
+    """It has a snapshot, the last event in it, and one more; from now on damage is noticed."""
+    path, state = tmp_path / "master.db", Master()
+    history: list[Any] = [join(), attach("w0"), attach("w1")]
+    for event in history[:2]:
+        jobs.apply(state, event, 1.0)
+    database = sqlite3.connect(path)
+    database.executescript(FORMAT_1)
+    with database:
+        database.execute("INSERT INTO snapshot VALUES (1, 2, ?)", (jobs.encode(state),))
+        database.executemany("INSERT INTO events VALUES (?, ?)", [(2, record(history[1])), (3, record(history[2]))])
+    database.close()
+    jobs.apply(state, history[2], 1.0)
+    assert jobs.encode(load(path)) == jobs.encode(state)
+    journal = Journal(path)
+    assert journal.owner == "whose"
+    journal.append([record(p.Leave("job", "w0", p.Departure.FAILED))])
+    journal.close()
+    jobs.apply(state, p.Leave("job", "w0", p.Departure.FAILED), 1.0)
+    assert jobs.encode(load(path)) == jobs.encode(state)
+    change(path, "UPDATE events SET record = ? WHERE seq = 3", record(history[1]))
+    with pytest.raises(UsageError, match=r"event 3: .*checksum"):
+        load(path)
+
+
+def long(path: Path) -> bytes:
+    """A journal with two snapshots and events before, between and after them. Returns its state."""
+    journal, state = Journal(path, synchronous="normal"), Master()
+    for number in range(60):
+        event = join(f"a{number}", 1, lives=f"{number}-", low=2, high=2)
+        jobs.apply(state, event, float(number))
+        journal.append([record(event, float(number))], jobs.encode(state) if number in (20, 40) else None)
+    journal.close()
+    return jobs.encode(state)
+
+
+@pytest.mark.parametrize("damage", ["state = x'c1'", "state = substr(state, 2)", "seq = 39", "crc = crc + 1"])
+def test_a_damaged_snapshot_is_made_up_for_by_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """All events since that one are there. The next snapshot takes the place of the damaged one."""
+    path = tmp_path / "master.db"
+    state = long(path)
+    change(path, f"UPDATE snapshots SET {damage} WHERE seq = (SELECT max(seq) FROM snapshots)")
+    assert jobs.encode(load(path)) == state
+    assert "its snapshot at event" in caplog.text
+    journal = Journal(path)
+    journal.load()
+    journal.append([], state)
+    assert [seq for (seq,) in journal._db.execute("SELECT seq FROM snapshots")] == [21, 60]
+    assert jobs.encode(journal.load()) == state
+    journal.close()
+    change(path, "UPDATE snapshots SET state = x'c1'")
+    with pytest.raises(UsageError, match=r"snapshot at event 60: .*; and without it: .*event 1\b.*missing"):
+        load(path)
+
+
+def outcome(path: Path) -> tuple[bytes | None, str]:
+    """Its state; or what the refusal says."""
+    try:
+        return jobs.encode(load(path)), "another state, and nothing said"
+    except (UsageError, JournalFailed) as error:
+        return None, error.message
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_flipped_byte_is_made_up_for_or_named(tmp_path: Path, part: int) -> None:
+    """Anywhere in the file, at a part of its bytes: the same state, or the refusal that names the journal."""
+    path = tmp_path / "master.db"
+    state, whole = long(path), path.read_bytes()
+    chance = random.Random(part)
+    for at in [*range(100 * (part == 0)), *(chance.randrange(len(whole)) for _ in range(len(whole) // 100))]:
+        damaged = bytearray(whole)
+        damaged[at] ^= chance.randrange(1, 256)
+        path.write_bytes(damaged)
+        got, said = outcome(path)
+        assert got == state or (got is None and str(path) in said), f"byte {at} became {damaged[at]}: {said}"
+        for suffix in ("-wal", "-shm"):
+            Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def test_what_a_newer_release_refuses_is_passed_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
