@@ -18,8 +18,8 @@ from dlrover_hooks.config import Config
 from dlrover_hooks.errors import RoundEnded, UsageError
 from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations._lightning_cut import put_back
 from dlrover_hooks.integrations._lightning_fresh import Fresh
+from dlrover_hooks.integrations._lightning_steps import Beside
 from dlrover_hooks.integrations.elastic import Recovery, elastic_run
 from dlrover_hooks.integrations.survivor import Survivor
 from dlrover_hooks.runtime import regroup
@@ -121,13 +121,13 @@ class Fits:
         self,
         trainer: Trainer,
         session: Session,
-        beside: Callable[[], dict[str, Any]],
+        beside: Beside,
         state: Callable[[], dict[str, Any]],
         ends: Sequence[Callable[[], object]],
     ) -> Survivor | None:
         """For a life whose round may be outlived; None for any other. In `on_train_start`, when all is restored.
 
-        `state` makes a cut, `beside` what of it may change beside a step; `ends` as `Survivor` takes them.
+        `state` makes a cut; `ends` as `Survivor` takes them.
         """
         if session.membership is None or session.membership.unsupported:
             return None
@@ -136,10 +136,11 @@ class Fits:
             session,
             [trainer.lightning_module],
             trainer.optimizers,
-            beside,
-            lambda kept: put_back(state(), kept),
+            beside.take,
+            lambda kept: beside.put_over(state(), kept),
             ends,
             passing=[wrapped] if wrapped is not None else [],
+            lost=beside.lost,
         )
         return self._survivor
 

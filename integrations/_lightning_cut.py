@@ -20,10 +20,10 @@ _OF_STEPS = ("state_dict", "optimizer_states")
 
 
 def cut(
-    trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None, *, ended: bool = False, weights: bool = True
+    trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None, *, ended: bool = False
 ) -> dict[str, Any]:
-    """At a quiet point; `ended`: at the end of training. `weights`: see `private.dump`."""
-    checkpoint = private.dump(trainer, weights=weights)
+    """At a quiet point; `ended`: at the end of training."""
+    checkpoint = private.dump(trainer)
     if own is not None:
         private.replace_loader_states(trainer, checkpoint, own.at_end if ended else own.at_request)
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
@@ -63,19 +63,16 @@ def check_state(state: Any) -> None:
     require(state, _CutForm, "the state")
 
 
-def beside_steps(trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None) -> dict[str, Any]:
-    """Of a cut what may change without an optimizer's step: progress, callbacks, schedulers, what hooks have added."""
-    made = cut(trainer, own, buckets, weights=False)
-    return made | {"lightning": {key: value for key, value in made["lightning"].items() if key not in _OF_STEPS}}
-
-
 def validating(trainer: Trainer, buckets: BucketOrder | None) -> dict[str, Any]:
-    """The same as a validation begins, with which the step before is over: the loaders stand behind its batch."""
-    made = beside_steps(trainer, None, buckets)
+    """Of a cut what may change without an optimizer's step, as a validation begins, with which the step before is over:
+    the loaders stand behind its batch.
+    """
+    made = cut(trainer, None, buckets)
+    made["lightning"] = {key: value for key, value in made["lightning"].items() if key not in _OF_STEPS}
     private.owe_validation(made["lightning"])
     return made
 
 
-def put_back(cut: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
-    """A cut made in the middle of a step, with what had changed since the quiet point as it was then."""
-    return cut | beside | {"lightning": cut["lightning"] | beside["lightning"]}
+def put_back(cut: dict[str, Any], validating: dict[str, Any]) -> dict[str, Any]:
+    """A cut made later, with what had changed since a validation began as it was then."""
+    return cut | validating | {"lightning": cut["lightning"] | validating["lightning"]}

@@ -25,14 +25,15 @@ from dlrover_hooks.checkpoint import tree
 from dlrover_hooks.config import Duration
 from dlrover_hooks.data.leased import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
-from dlrover_hooks.errors import UsageError
+from dlrover_hooks.errors import RoundEnded, UsageError
 from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_again import Fits
-from dlrover_hooks.integrations._lightning_cut import beside_steps, check_state, cut, validating
+from dlrover_hooks.integrations._lightning_cut import check_state, cut, validating
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
 from dlrover_hooks.integrations._lightning_rules import check_devices, check_length, other_strategy, stand_aside
 from dlrover_hooks.integrations._lightning_signals import take_over
+from dlrover_hooks.integrations._lightning_steps import Beside
 from dlrover_hooks.integrations._lightning_together import combine, marked
 from dlrover_hooks.integrations._lightning_units import Units, begin_epoch_again, draw_before
 from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
@@ -118,6 +119,7 @@ class ElasticCallback(Callback):
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._survivor: Survivor | None = None
+        self._beside: Beside | None = None
         self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
         """Where the data stood at the end of the fit before: the same Trainer may fit again."""
@@ -281,9 +283,9 @@ class ElasticCallback(Callback):
         if self._checkpoint:
             refuse_sharded(tree.flatten(self._state(trainer)).tensors)
             ends = [loader.close for loader in self._loaders.values()]
-            beside = functools.partial(beside_steps, trainer, self._own, self._buckets)
+            self._beside = Beside(trainer, self._own, self._buckets)
             state = functools.partial(self._state, trainer)
-            self._survivor = self.fits.survivor(trainer, self.session, beside, state, ends)
+            self._survivor = self.fits.survivor(trainer, self.session, self._beside, state, ends)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._units is not None:
@@ -334,9 +336,17 @@ class ElasticCallback(Callback):
         self._again = None
         step_ends, due = self.session.at_step_end, self.session.batch_requested(trainer.global_step)
         if self._survivor is not None:
-            self._survivor.quiet(trainer.global_step, step_ends=step_ends)
+            self._quiet(self._survivor, trainer.global_step, step_ends)
         if due:
             self.session.cut(trainer.global_step, self._state(trainer))
+
+    def _quiet(self, survivor: Survivor, step: int, step_ends: bool) -> None:
+        try:
+            survivor.quiet(step, step_ends=step_ends)
+        except RoundEnded:
+            if self._beside is not None:
+                self._beside.rests = step_ends
+            raise
 
     def _state(self, trainer: Trainer, *, ended: bool = False) -> dict[str, Any]:
         return cut(trainer, self._own, self._buckets, ended=ended)
@@ -397,7 +407,7 @@ class ElasticCallback(Callback):
         names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
-        self._hook = self._buckets = self._restored = self._units = self._own = self._survivor = None
+        self._hook = self._buckets = self._restored = self._units = self._own = self._survivor = self._beside = None
         self._weighed = False
         self._handover = {name: marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()

@@ -33,6 +33,7 @@ class Survivor:
         state: the cut's state, with what `extra` gave in it.
         ends: called when the life is over: the loaders' `close`, and whatever holds the model.
         passing: what must be gone before the next life; by default the models.
+        lost: asked with what `extra` gave: why it cannot be put back now, else empty.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Survivor:
         ends: Sequence[Callable[[], object]],
         *,
         passing: Sequence[nn.Module] | None = None,
+        lost: Callable[[Any], str] = lambda _: "",
     ) -> None:
         assert session.membership is not None
         self._session, self._membership = session, session.membership
         self._ends: Sequence[Callable[[], object]] = ends
         self._state: Callable[[Any], Any] = state
+        self._lost: Callable[[Any], str] = lost
         self._small: SmallSet | None = SmallSet(models, optimizers, extra, self._check)
         self._membership.salvage = self._salvage
         statistics = BatchStatistics(models)
@@ -115,14 +118,15 @@ class Survivor:
         self._membership.draws.ahead(unless_noted=True)
 
     def _salvage(self) -> None:
-        small, state, ends = self._small, self._state, self._ends
+        small, state, lost, ends = self._small, self._state, self._lost, self._ends
         self._membership.noting()
         self._membership.tell = lambda _: None
-        self._small, self._state, self._ends = None, _nothing, ()  # they know the adapter, and it knows this
+        self._small, self._state, self._lost, self._ends = None, _nothing, str, ()  # they know the adapter, it this
         assert small is not None
         small.close()
         self.stepped = small.stepped
-        if (reason := small.roll_back()) == "":
+        reason = lost(small.extra) if small.step is not None else ""
+        if (reason := reason or small.roll_back()) == "":
             self._session.salvage(small.step or 0, state(small.extra), small.random.state())
         else:
             log.info("job %s: the newest save is restored: %s", self._session.config.job, reason)

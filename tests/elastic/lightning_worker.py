@@ -83,7 +83,8 @@ class Net(LightningModule):
 
     def on_train_end(self) -> None:
         self.worker.note("trained", step=self.global_step, state=state(self.net, self.trainer.optimizers[0]),
-                         world=self.world(), rank=self.trainer.global_rank)  # fmt: skip
+                         world=self.world(), rank=self.trainer.global_rank,
+                         counted=self.worker.counts.counted)  # fmt: skip
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.02)
@@ -94,6 +95,38 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Counts(Callback):
+    """Counts micro-batches, and so changes within each step: its state is that of a step that is over."""
+
+    counted = 0
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.counted += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counted = state_dict["counted"]
+
+
+class Adds(Counts):
+    """The same by hooks that are called for each checkpoint."""
+
+    def __init__(self, worker: LightningWorker) -> None:
+        self.worker = worker
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = self.counted
+        self.worker.note("asked", step=trainer.global_step, counted=self.counted)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.counted = checkpoint["counted"]
+
+
 class LightningWorker(Worker):
     """`outer`: True puts `elastic_run` around a function that makes the Trainer; else the callback does it alone."""
 
@@ -102,10 +135,11 @@ class LightningWorker(Worker):
         self.rows = settings.pop("rows", "")
         self.talks, self.apart = settings.pop("talks", False), settings.pop("apart", False)
         self.ckpt, self.plateau = settings.pop("ckpt", None), settings.pop("plateau", False)
-        self.validate = settings.pop("validate", 1.0)
+        self.validate, self.adds = settings.pop("validate", 1.0), settings.pop("adds", False)
         super().__init__(name, folder, trouble, **settings)
         self.modes = list[bool]()
         self.callback: ElasticCallback
+        self.counts: Counts
 
     def train(self) -> None:
         if self.outer:
@@ -119,7 +153,8 @@ class LightningWorker(Worker):
             on_resize=lambda news: self.told("resize", news),
             **self.settings,
         )
-        callbacks: list[Callback] = [self.callback]
+        self.counts = Adds(self) if self.adds else Counts()
+        callbacks: list[Callback] = [self.callback, self.counts]
         if self.files:
             callbacks.append(ModelCheckpoint(self.files, save_top_k=-1, every_n_train_steps=4))
         options: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 from tests.elastic.crew import Crew, as_if_left_alone, steps_of
 
 WORKER = "tests.elastic.lightning_worker"
-STEPS, EPOCHS = 16, 4
+STEPS, EPOCHS, MICRO = 16, 4, 32
 Crews = Callable[..., Crew]
 
 
@@ -30,6 +30,33 @@ def test_a_fit_goes_on_without_the_lost_worker(crew: Crews, victim: int, outer: 
     assert len({row["pid"] for row in begun}) == 3
     assert not any(row["alive"] for row in begun), "the wrapped model of the round before takes memory"
     assert len(one.events("recover")) == 2
+
+
+def test_hooks_that_add_to_checkpoints_are_called_for_saves_only(crew: Crews) -> None:
+    """In the middle of a step they would add what they know there, so the newest save is restored."""
+    one = crew(1, 3, adds=True, save_every=4)
+    for rank in range(3):
+        one.start(rank, **({"at": ("fetched", 6), "what": "kill"} if rank == 1 else {}))
+    one.ended()
+    assert steps_of(one) == [4], one.story()
+    one.check(STEPS, EPOCHS)
+    assert {row["counted"] for row in one.events("trained")} == {4 * 2 + 12 * 3}
+    asked = [row["step"] for row in one.events("asked", who="w0") if row["life"] == 1]
+    assert set(asked) <= {0, 1, 4}, "at the start, when the room for saves is made, and for the save"
+
+
+def test_hooks_that_add_to_checkpoints_are_called_when_newcomers_are_let_in(crew: Crews) -> None:
+    """That is between two steps: none is lost."""
+    one = crew(2, 3, adds=True, pace_s=0.05, epochs=8, global_batch_size=12)
+    one.start(0)
+    one.start(1)
+    one.stepped(4, "w0", "w1")
+    one.start(2)
+    one.ended()
+    before = max(row["step"] for row in one.events("step") if row["world"] == 2)
+    assert steps_of(one)[0] == before, one.story()
+    one.check(2 * STEPS, 8)
+    assert {row["counted"] for row in one.events("trained")} == {before * 3 + (2 * STEPS - before) * 2}
 
 
 def drawn(crew: Crew, who: str) -> list[tuple[int, float]]:
@@ -63,6 +90,7 @@ def test_a_replaced_worker_makes_it_the_undisturbed_run(crew: Crews, tmp_path: P
     assert [drawn(one, who) for who in ("w0", "w2")] == [drawn(calm, who) for who in ("w0", "w2")]
     assert drawn(one, "w1") + drawn(one, "w1b") == drawn(calm, "w1")
     assert one.end() == calm.end()
+    assert [row["counted"] for row in one.events("trained")] == [MICRO] * 3, "what a callback keeps is of that step"
     names = [sorted(path.name for path in (tmp_path / run).iterdir()) for run in ("calm", "one")]
     assert names[0] == names[1]
     assert len(names[0]) == STEPS // 4

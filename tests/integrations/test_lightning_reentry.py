@@ -85,33 +85,6 @@ def test_a_validation_is_owed(every: float, step: int, owed: bool) -> None:
     assert all(ready == processed for ready, processed in counts)
 
 
-class Looks(Callback):
-    """Puts something of the weights into each checkpoint."""
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["norm"] = checkpoint["state_dict"]["layer.weight"].norm()
-
-
-@pytest.mark.parametrize("look", [True, False])
-def test_a_dump_without_weights_is_the_same_beside_them(look: bool) -> None:
-    """And whose hook looks at them finds them. Afterwards a dump is whole again."""
-    given: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    class Take(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            light = private.dump(trainer, weights=False)
-            given.append((light, private.dump(trainer)))
-
-    trainer(Take(), *([Looks()] if look else [])).fit(Net())
-    for light, whole in given:
-        assert bool(light["state_dict"]) == look
-        assert whole["state_dict"]
-        assert whole["optimizer_states"][0]["param_groups"]
-        for heavy in ("state_dict", "optimizer_states"):
-            del light[heavy], whole[heavy]
-        assert light == whole
-
-
 def environ(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     for name, value in place.items():
