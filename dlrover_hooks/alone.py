@@ -6,11 +6,13 @@ child must not use it.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 from dlrover_hooks.errors import HooksError, MasterError
@@ -28,6 +30,8 @@ from dlrover_hooks.protocol import (
     Routes,
     Watch,
 )
+
+log = logging.getLogger("dlrover_hooks")
 
 _STORAGE_END_S = 30.0
 
@@ -157,7 +161,9 @@ class Alone:
             for future in list(self._storing):
                 try:
                     future.result(timeout=_STORAGE_END_S)
-                except TimeoutError:
+                except (TimeoutError, FutureTimeout):
+                    log.warning("storage has not answered for %g s at the end: what it was to write is not waited for",
+                                _STORAGE_END_S)  # fmt: skip
                     break
             self._storer.shutdown(wait=False, cancel_futures=True)
         with self._changed:
@@ -248,7 +254,8 @@ class Alone:
     def _finish(self, effect: WriteFinished) -> None:
         try:
             self._storage.finish(effect.url, effect.options, effect.job, effect.run, effect.step)
-        except Exception:  # the job is over all the same
+        except Exception as error:  # the job is over all the same; the master says so, too
+            log.warning("job %s: its end is not written down: %s", effect.job, error)
             return
         with self._changed:
             self._apply(FinishWritten(job=effect.job))

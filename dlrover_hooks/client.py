@@ -90,8 +90,20 @@ class MasterClient:
         self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
         self._closed = threading.Event()
 
+    def key(self, channel: str) -> str:
+        """The next idempotency key of `channel`, for an event that several calls may have to send."""
+        with self._channel(channel):
+            self._seqs[channel] += 1
+            return f"{self.incarnation}/{channel}/{self._seqs[channel]}"
+
     def call(
-        self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
+        self,
+        request: Message,
+        *,
+        channel: str = "main",
+        timeout_s: float | None = None,
+        again: bool = True,
+        key: str | None = None,
     ) -> Any:
         """Send `request`, return the reply of its route's type. Any thread; events of one channel go out in order.
 
@@ -100,6 +112,7 @@ class MasterClient:
             channel: events of one channel wait for each other.
             timeout_s: give up after so long instead of after `deadline_s`.
             again: False gives up where the master cannot be reached, instead of sending it again until then.
+            key: of an event that a call before has sent without an answer, see `key`.
 
         Raises:
             UsageError: no master has answered yet, and TLS fails: a certificate, its name, or no TLS there.
@@ -110,6 +123,8 @@ class MasterClient:
         until = time.monotonic() + (self.deadline_s if timeout_s is None else timeout_s)
         if not row.event:
             return self._send(row, request, until, {}, again=again)
+        if key is not None:
+            return self._send(row, request, until, {"Idempotency-Key": key}, again=again)
         with self._channel(channel):
             self._seqs[channel] += 1
             key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"

@@ -13,15 +13,16 @@ import socket
 import stat
 import sys
 import tempfile
+import traceback
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UsageError
+from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
 from dlrover_hooks.periods import Duration as Duration
 from dlrover_hooks.periods import interval as interval
 from dlrover_hooks.periods import retention as retention
@@ -187,13 +188,18 @@ class _LastWords:
     installed = False
     """In this process. Twice they would say everything twice."""
 
+    @staticmethod
+    def step() -> int:
+        """How many steps this worker has made; -1: none, or nobody knows."""
+        return -1
+
     def __init__(self, before: Any) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _say_last(kind, error, trace)
-        self._before(kind, error, trace)
-        if isinstance(error, (UsageError, Stale, RoundEnded)):
+        if not _say_last(kind, error, trace):
+            self._before(kind, error, trace)
+        if isinstance(error, (UsageError, Stale, UnknownJob, RoundEnded)):
             if sys.excepthook is not self:
                 _let_out(sys.stderr)
             raise SystemExit(78 if isinstance(error, UsageError) else AGAIN)
@@ -206,14 +212,39 @@ def _let_out(stderr: Any) -> None:
         sys.__stderr__.flush()
 
 
-def last_words_to(fd: int) -> dict[str, str]:
-    """What tells a worker where its last words go: a descriptor that it has."""
-    return {LAST_WORDS: f"{fd}:{os.fstat(fd).st_ino}"}
+def last_words_to(fd: int, *, prints: bool = False) -> dict[str, str]:
+    """What tells a worker where its last words go: a descriptor that it has. `prints`: and all are printed, too."""
+    return {LAST_WORDS: f"{fd}:{os.fstat(fd).st_ino}" + (":prints" if prints else "")}
 
 
-def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Into the launcher's pipe: only if it is that one, and not another file with its number, in a grandchild."""
-    fd, _, inode = os.environ.get(LAST_WORDS, "").partition(":")
+def of_lost_peer(error: BaseException) -> bool:
+    """A collective failed since another worker was gone, as gloo, NCCL or torch's store say it."""
+    found = error.__class__
+    if found.__name__.startswith("Dist") and found.__module__.startswith("torch."):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
+
+
+_LOST_PEER = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "NCCL", "ncclRemoteError")
+_TRACE_CHARACTERS = 8000
+"""A pipe holds 64 KiB, and a character may take six bytes of JSON."""
+
+
+def step_for_last_words(step: Callable[[], int]) -> None:
+    """What tells how many steps this worker has made."""
+    _LastWords.step = staticmethod(step)
+
+
+def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
+    """Into the launcher's pipe: only if it is that one, and not another file with its number, in a grandchild.
+
+    True: the traceback went there, too. That of a worker whose peer is gone would hide the first failure on the screen;
+    the launcher shows it if there is no other one.
+    """
+    fd, _, rest = os.environ.get(LAST_WORDS, "").partition(":")
+    inode, _, prints = rest.partition(":")
+    echo = not prints and of_lost_peer(error)
+    whole = "".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARACTERS:] if echo else ""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name}" if trace else ""
@@ -221,7 +252,10 @@ def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackT
     with contextlib.suppress(OSError, ValueError):
         found = os.fstat(int(fd))
         if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
-            os.write(int(fd), msgspec.json.encode({"error": text, "where": where[:1000]}))
+            said = {"error": text, "where": where[:1000], "trace": whole, "step": _LastWords.step()}
+            os.write(int(fd), msgspec.json.encode(said))
+            return echo
+    return False
 
 
 def _parsed(name: str, text: str, kind: Any) -> Any:

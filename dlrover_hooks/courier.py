@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ from dlrover_hooks.checkpoint.cadence import Durable, Passing
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.reuse import Others
 from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
+from dlrover_hooks.config import step_for_last_words
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.runtime import preload
 from dlrover_hooks.runtime.preemption import Preemption
@@ -87,7 +89,8 @@ class Courier:
 
     def start(self, cadence: p.Cadence) -> None:
         """Begin, or go on with that cadence."""
-        self.cadence = cadence
+        self.cadence, this = cadence, weakref.ref(self)
+        step_for_last_words(lambda: one.step if (one := this()) is not None and one.step else -1)
         if not self._thread.is_alive():
             self._thread.start()
 

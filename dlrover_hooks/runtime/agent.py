@@ -28,7 +28,7 @@ from dlrover_hooks.runtime.breaks import (
     needed_again,
     silent,
 )
-from dlrover_hooks.runtime.budget import Budget, Over
+from dlrover_hooks.runtime.budget import Budget, Over, say_echoes
 from dlrover_hooks.runtime.child import Child
 from dlrover_hooks.runtime.ear import Ear
 from dlrover_hooks.runtime.options import Level, Options
@@ -45,6 +45,7 @@ from dlrover_hooks.runtime.verdict import (
     no_place,
     nobody_came,
     too_few,
+    trained_elsewhere,
 )
 from dlrover_hooks.runtime.workers import Workers
 
@@ -215,6 +216,8 @@ class Agent:
             view = self._speaker.await_view()
         except MasterAway as away:
             raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
+        if view is not None:
+            self.workers.seated(view)
         ends = {key: self._end_of(key, child) for key, child in dead.items()}
         if view is not None and (view.parting.nodes or left_by_itself(ends)) and self._part(ends, view):
             return True
@@ -376,6 +379,8 @@ class Agent:
 
     def _take_seats(self, seats: tuple[p.Seat, ...], *, first: bool) -> p.Seated:
         within_s = self._patience_s(first)
+        if not first and not self._speaker.is_known(self._round):
+            self._round = 0
         try:
             joined = self._speaker.join(seats, within_s, first=first, fresh=self._fresh)
             if joined.finished:
@@ -389,6 +394,9 @@ class Agent:
             self._obey_ending()
             view = self._speaker.view()
             if view is not None and view.finished:  # by the others, while this node waited
+                others = sorted({one.node for one in view.members} - {self._station.node})
+                if first and others and self.options.nodes.most == 1:
+                    raise Over(GAVE_UP, trained_elsewhere(others)) from None
                 raise self._finished(view.finished_step) from None
             raise
         if seated is None:
@@ -422,6 +430,7 @@ class Agent:
         """The last word: why, if others are to hear it."""
         if over.why:
             log.error("job %s: %s", self.job, over.why)
+        say_echoes(over.echoes)
         self.workers.end()
         several, serves = self.options.several_nodes, self._station.serves
         ending = p.Ending(over.code, f"node {self._station.node}: {over.why}") if over.for_all else None

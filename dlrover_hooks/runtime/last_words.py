@@ -11,19 +11,26 @@ from dlrover_hooks.config import last_words_to
 
 
 class Words(msgspec.Struct, frozen=True):
-    """`error`: the last line of the traceback; `where`: file, line and function that raised it."""
+    """`error`: the last line of the traceback; `where`: file, line and function that raised it.
+
+    `trace`: the whole of it, where the worker has not printed it: a peer was gone, so it is most likely an echo.
+    `step`: how far the worker was; -1: it has made none.
+    """
 
     error: str
     where: str = ""
+    trace: str = ""
+    step: int = -1
 
 
 class LastWords:
     """The launcher's end for one worker. Main thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prints: bool = False) -> None:
+        """`prints`: the worker prints every traceback itself, as its errors go into a file."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
-        self.environment = last_words_to(self._write)
+        self.environment = last_words_to(self._write, prints=prints)
         self.pass_fds = (self._write,)
 
     def started(self) -> None:

@@ -77,6 +77,8 @@ class Launcher:
         with contextlib.ExitStack() as owned:
             settings.stay_in_runtime_dir()
             owned.enter_context(sole(self.job, self._node))
+            if self.options.nodes.most == 1:
+                owned.enter_context(sole(self.job, ""))
             master, served = self._find_master(owned)
             token = self.options.token or (None if self.options.endpoint else secrets.token_hex(16))
             station = Station(self.job, self._node, self._host(master), serves=served is not None)

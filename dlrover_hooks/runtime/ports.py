@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 
@@ -53,3 +54,24 @@ class Port:
     def release(self) -> None:
         """Idempotent."""
         self._held.close()
+
+
+_HELD: list[Port] = []
+
+
+def held_port() -> int:
+    """A port for the process group's store of the next round. This process holds it until it asks for another one: a
+    round may form minutes later, and the store listens where it is held.
+    """
+    port = Port()
+    _let_go()
+    _HELD.append(port)
+    return port.number
+
+
+def _let_go() -> None:
+    while _HELD:
+        _HELD.pop().release()
+
+
+os.register_at_fork(after_in_child=_let_go)  # DataLoader workers may outlive the round

@@ -16,7 +16,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import JobFinished, MasterAway
-from dlrover_hooks.runtime.ports import free_port
+from dlrover_hooks.runtime.ports import held_port
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -36,7 +36,7 @@ def join_request(config: Config, place: Place, incarnation: str) -> p.Join:
         node=place.node,
         seats=(p.Seat(incarnation, place.local_rank),),
         host=place.host or "127.0.0.1",
-        port=free_port(),
+        port=held_port(),
         min_workers=place.min_workers or place.world_size,
         max_workers=place.max_workers or place.world_size,
         proposed_run=uuid.uuid4().hex,

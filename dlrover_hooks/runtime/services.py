@@ -61,7 +61,7 @@ class Services:
     ) -> None:
         self._job, self._node, self._token, self._selector = job, node, token, selector
         self._temporary = temporary
-        self._early_ends, self._failures = 0, 0
+        self._early_ends, self._failures, self._served_before = 0, 0, False
         self._due: dict[str, float] = {}
         """When a dead one is started again."""
         self._life, self._life_end = os.pipe()
@@ -89,6 +89,14 @@ class Services:
         os.close(self._life)
 
     def _start_master(self, served: Served) -> Child:
+        folder = os.path.dirname(os.path.abspath(served.journal))
+        if self._served_before and not os.path.exists(served.journal):
+            log.error(
+                "the master's journal %s is gone: the master begins a new one, and the workers start again from the "
+                "newest checkpoint that they or the storage have", served.journal,
+            )  # fmt: skip
+            os.makedirs(folder, exist_ok=True)
+        self._served_before = True
         fd = served.listener.fileno()
         command = [sys.executable, "-m", "dlrover_hooks.master", "--fd", str(fd),
                    "--journal", served.journal, "--life-fd", str(self._life)]  # fmt: skip

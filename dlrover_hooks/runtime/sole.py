@@ -15,7 +15,7 @@ from dlrover_hooks.errors import LaunchError
 
 @contextlib.contextmanager
 def sole(job: str, node: str) -> Iterator[None]:
-    """Hold (job, node) for this process while the context lasts.
+    """Hold (job, node) for this process while the context lasts. No node: the job, whatever its node is called.
 
     The lock is a listening socket with an abstract name: unlike a file it is gone with its owner, even after a
     `kill -9`, and the kernel tells whose it is.
@@ -23,6 +23,7 @@ def sole(job: str, node: str) -> Iterator[None]:
     Raises:
         LaunchError: another launcher lives; names its pid.
     """
+    where = f" on node {node}" if node else " on this machine, and its nodes are one (--nnodes 1)"
     text = f"{runtime_dir()}:{len(job)}:{job}:{node}"
     name = f"\0dlrover-hooks-launcher-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as mine:
@@ -30,7 +31,7 @@ def sole(job: str, node: str) -> Iterator[None]:
             mine.bind(name)
         except OSError as taken:
             raise LaunchError(
-                f"job {job} already runs on node {node}: its launcher is pid {_owner(name)}",
+                f"job {job} already runs{where}: its launcher is pid {_owner(name)}",
                 hint="stop that one first (kill -INT), or give this one another --job",
             ) from taken
         mine.listen(1024)

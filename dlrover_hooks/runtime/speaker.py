@@ -20,10 +20,11 @@ from dlrover_hooks.errors import (
     MasterAway,
     MasterError,
     Unauthorized,
+    UnknownJob,
     UsageError,
 )
 from dlrover_hooks.runtime.options import Level, Options
-from dlrover_hooks.runtime.ports import free_port
+from dlrover_hooks.runtime.ports import held_port
 from dlrover_hooks.runtime.seat import deserted
 from dlrover_hooks.runtime.verdict import End
 
@@ -85,6 +86,15 @@ class Speaker:
             log.warning("job %s: its state is not known: %s", self._station.job, error.message)
             return None
 
+    def is_known(self, number: int) -> bool:
+        """Has the master heard of round `number`? A master whose journal was deleted counts from 1 again."""
+        try:
+            return self._ask(p.ShowJob(self._station.job), 10.0).round >= number
+        except UnknownJob:
+            return False
+        except HooksError:
+            return True
+
     def join(self, seats: tuple[p.Seat, ...], within_s: float, *, first: bool, fresh: bool) -> p.Joined:
         """Ask for `seats` in the next round, of a master that comes up `within_s`. `first`: since the launch.
 
@@ -98,7 +108,7 @@ class Speaker:
             node=self._station.node,
             seats=seats,
             host=self._station.host,
-            port=free_port(),
+            port=held_port(),
             min_workers=self._options.min_workers,
             max_workers=self._options.max_workers,
             proposed_run=uuid.uuid4().hex,
@@ -132,10 +142,19 @@ class Speaker:
             seated = self._ask(ask, left)
             if seated.round is not None:
                 return seated
-            if not said and self._options.several_nodes:
-                log.info("job %s: waiting for the other nodes", self._station.job)
+            if not said:
+                self._say_waiting(first=after == 0)
                 said = True
         return None
+
+    def _say_waiting(self, *, first: bool) -> None:
+        if self._options.nodes.most > 1:
+            log.info("job %s: waiting for the other nodes", self._station.job)
+        elif first and (view := self.view()) is not None:
+            others = sorted({one.node for one in view.members if one.alive} - {self._station.node})
+            if others:
+                log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "
+                            "that one is lost", self._station.job, ", ".join(others))  # fmt: skip
 
     def tell(self, ends: Mapping[str, End], newcomers: Collection[str] = ()) -> None:
         """These workers of this node have ended; `newcomers`: of those that asked for their seats themselves."""
@@ -182,13 +201,14 @@ class Speaker:
 
         Raises MasterAway.
         """
+        key = self._client.key("agent") if p.Routes.by_request[type(request)].event else None
         began, away_s = time.monotonic(), self._options.master_away_s
         given_up = (self._away_since() or began) + away_s
         deadline = began + patience_s if launch else min(began + patience_s, given_up)
         while True:
             self._look()
             try:
-                return self._client.call(request, timeout_s=_POLL_S)
+                return self._client.call(request, timeout_s=_POLL_S, key=key)  # one event, however often it is sent
             except MasterAway as away:
                 if time.monotonic() <= deadline:
                     continue

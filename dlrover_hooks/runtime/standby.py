@@ -112,9 +112,16 @@ def _not_forkable() -> str:
         return "it starts a thread when it is imported"
     for name in os.listdir("/proc/self/fd"):
         link = f"/proc/self/fd/{name}"
-        if os.path.lexists(link) and os.readlink(link).startswith("/dev/nvidia"):
+        if os.path.lexists(link) and opens_gpu(os.readlink(link)):
             return "it opens the GPU when it is imported"
     return ""
+
+
+def opens_gpu(device: str) -> bool:
+    """This open file belongs to a CUDA context. NVML (device counts, vitals) opens /dev/nvidiactl and /dev/nvidia0 as
+    well, and survives a fork; memory that is managed for a context is CUDA's alone.
+    """
+    return device.startswith("/dev/nvidia-uvm")
 
 
 def _serve(line: socket.socket, launcher: int) -> socket.socket | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from dlrover_hooks.errors import HooksError
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView
 from dlrover_hooks.runtime.child import Child, described
 from dlrover_hooks.runtime.last_words import Words
@@ -89,7 +89,9 @@ def _standing(end: End) -> int:
     return 2 if end.exit_code in (0, AGAIN, REQUEUE, USAGE) else _ECHO
 
 
-def judge(cause: End, view: JobView | None, began_at: int, *, node: str, failures: int, max_restarts: int) -> Verdict:
+def judge(
+    cause: End, view: JobView | None, began_at: int, *, node: str, failures: int, max_restarts: int, again: bool = False
+) -> Verdict:
     """What follows from `cause`, the newest of so many failures of the job, for the launcher of `node`.
 
     What a script says of itself is judged on its own node.
@@ -97,6 +99,7 @@ def judge(cause: End, view: JobView | None, began_at: int, *, node: str, failure
     Args:
         view: the job, None if the master did not say.
         began_at: the step.
+        again: it is the failure before once more, and no step was made in between, see `Repeats`.
     """
     code = cause.exit_code or -1
     what = str(cause)
@@ -108,13 +111,46 @@ def judge(cause: End, view: JobView | None, began_at: int, *, node: str, failure
     if code == USAGE and cause.here:
         return Verdict(USAGE, f"{what}: a setting must be mended first, see its traceback above; not restarted")
     if view is not None:
-        what += f" at step {view.step}"
-        if cause.here and code > 0 and code not in (AGAIN, REQUEUE) and view.step <= began_at:
+        step = reached(cause, view)
+        what += f" at step {step}"
+        if _of_script(cause) and (again or step <= began_at):
             where = "no further than where it started" if began_at else "before any progress"
+            where = "the same failure as before" if step > began_at else where
             return Verdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
     if failures > max_restarts:
         return Verdict(GAVE_UP, gave_up(what, max_restarts))
     return Verdict(None, what)
+
+
+def _of_script(cause: End) -> bool:
+    """An exit code that is the script's own word on itself, on its own node."""
+    return cause.here and (cause.exit_code or -1) > 0 and cause.exit_code not in (AGAIN, REQUEUE)
+
+
+def reached(cause: End, view: JobView) -> int:
+    """How far the job was: workers report their step once a second, and with their last words."""
+    return max(view.step, cause.words.step if cause.words is not None else 0)
+
+
+class Repeats:
+    """Is a failure the one before once more? The same exit code, error and place in the script, at the same step. Then
+    the script fails there each time, although it was restored from an older step and has made some anew.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int | None, str, str] | None = None
+        self._step = -1
+
+    def seen(self, cause: End, view: JobView | None) -> bool:
+        """`cause` is the newest failure. True: it is the one before, and the job was no further than then."""
+        if view is None or not _of_script(cause):
+            self._last = None
+            return False
+        words = cause.words or Words("")
+        this, step = (cause.exit_code, words.error, words.where), reached(cause, view)
+        same = this == self._last and step <= self._step
+        self._last, self._step = this, max(step, self._step)
+        return same
 
 
 def gave_up(what: str, max_restarts: int) -> str:
@@ -174,6 +210,14 @@ def no_place(options: Options, waited_s: float, view: JobView) -> str:
     )
 
 
+def trained_elsewhere(nodes: Sequence[str]) -> str:
+    """Why a second launcher of a job of one node has had nothing to do."""
+    return (
+        f"the launcher on node {', '.join(nodes)} trained it to its end, while this one waited for a place. For a "
+        "spare node give both --nnodes 1:2, for another job give this one another --job"
+    )
+
+
 def finished_before(step: int | None) -> str:
     """The training is over, what came after it is not ours."""
     return f"training was finished at step {step or 0}; the script failed afterwards"
@@ -190,7 +234,7 @@ def farewell(job: str, view: JobView | None) -> str:
         if not any(one.attached for one in view.members):
             return f"nothing was saved: no worker had begun to train; {again}"
         return "nothing was saved: no save_to is set"
-    stored = _latest(view.save_to, job)
+    stored = _stored(view.save_to, job)
     if stored is not None:
         return f"saved step {stored} at {view.save_to}; {again}"
     steps = [one.step for one in (view.newest_committed, view.newest_complete) if one is not None]
@@ -201,15 +245,14 @@ def farewell(job: str, view: JobView | None) -> str:
     return f"step {max(steps)} was whole in memory, and not found at {view.save_to}: look there; {again}"
 
 
-def _latest(save_to: str, job: str) -> int | None:
-    """The step of the newest durable checkpoint, where `save_to` is a folder of this machine."""
-    folder = save_to.removeprefix("file://")
-    if "://" in folder:
+def _stored(save_to: str, job: str) -> int | None:
+    """The step that a next start finds, where `save_to` is a folder of this machine: read as it reads, by hashes."""
+    if "://" in save_to.removeprefix("file://"):
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        with open(os.path.join(folder, "latest.json"), encoding="utf-8") as file:
-            latest = json.load(file)
-        return int(latest["generation"]["step"]) if latest["job"] == job else None
+    with contextlib.suppress(HooksError):
+        # looked up by name: this package lies beside `checkpoint`, and only this last word of a run needs it
+        found = importlib.import_module("dlrover_hooks.checkpoint.storage").scan(save_to, None, job)
+        return found.manifests[0].generation.step if found.manifests else None
     return None
 
 

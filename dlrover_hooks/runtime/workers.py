@@ -16,7 +16,7 @@ from typing import Any
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol import Seat, Seated
+from dlrover_hooks.protocol import JobView, Seat, Seated
 from dlrover_hooks.runtime.child import Child
 from dlrover_hooks.runtime.last_words import LastWords
 from dlrover_hooks.runtime.logs import Logs
@@ -76,10 +76,10 @@ class Workers:
         self._launch(rank, number, self._newcomer, seat, place | more)
 
     def _launch(self, rank: int, number: int, command: Sequence[str], seat: Seat, place: Mapping[str, str]) -> None:
-        own, name = seat.incarnation, f"worker {rank}"
-        words = self.words[seat.incarnation] = LastWords()
-        env = settings.worker_environment(**{**self._environment, **place, **words.environment})
+        own, name = seat.incarnation, worker_name(rank, seat.local_rank)
         with self._output(own, seat.local_rank, rank, number) as (out, err):
+            words = self.words[own] = LastWords(prints=err != 2)
+            env = settings.worker_environment(**{**self._environment, **place, **words.environment})
             child, fds = None, words.pass_fds
             if self._standbys is not None:
                 child = self._standbys.take(name, self._newcomer, env, stdout=out, stderr=err, words=fds)
@@ -95,6 +95,13 @@ class Workers:
     def _show_rest(self, incarnation: str) -> None:
         if self._logs is not None:
             self._logs.ended(incarnation)
+
+    def seated(self, view: JobView) -> None:
+        """Name them by the ranks that they have now: a survivor may have got another one with the last round."""
+        for member in view.members:
+            if (child := self.children.get(member.incarnation)) is not None:
+                self.ranks[member.incarnation] = member.rank
+                child.name = worker_name(member.rank, member.local_rank)
 
     def refill(self) -> None:
         """Have standbys made for those that were taken. Call it at every turn."""
@@ -165,6 +172,11 @@ class Workers:
             table.clear()
         self._told.clear()
         return codes
+
+
+def worker_name(rank: int, local_rank: int) -> str:
+    """How messages call a worker: by its rank, and by its place on the node where that is another number."""
+    return f"worker {rank}" + (f" (local rank {local_rank})" if local_rank != rank else "")
 
 
 def worker_command(script: str, arguments: Sequence[str], *, module: bool, python: bool = True) -> tuple[str, ...]:

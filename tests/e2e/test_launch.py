@@ -3,8 +3,10 @@
 DL-77, DL-81, ED-36, ED-39, ED-43.
 """
 
+import functools
 import glob
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -202,6 +204,70 @@ def test_one_launcher_for_each_job(launch: Callable[..., Launched]) -> None:
     code, errors = launch("note()", job=first.job).end()
     assert code == 0, errors
     assert first.leftovers() == []
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_a_job_of_one_node_has_one_launcher_whatever_the_node_is_called(
+    launch: Callable[..., Launched], node: Callable[..., Launched], meet: bool
+) -> None:
+    """Two would train the job apart; where they meet the second one waited, and then ended with 0."""
+    stay = "note(); threading.Event().wait(600)"
+    if meet:
+        first, second = node("a", stay), functools.partial(node, "b", "note()")
+    else:
+        first = launch(stay, DLROVER_HOOKS_NODE="a")
+        second = functools.partial(launch, "note()", job=first.job, DLROVER_HOOKS_NODE="b")
+    first.wait_for(lambda lives: len(lives) == 1)
+    code, errors = second().end()
+    assert (code, len(first.read())) == (78, 1), errors
+    assert f"job {first.job} already runs on this machine, and its nodes are one (--nnodes 1)" in errors
+    assert f"its launcher is pid {first.process.pid}" in errors
+
+
+def test_who_waited_while_another_machine_trained_has_not_succeeded(node: Callable[..., Launched]) -> None:
+    """Another machine, of which only the master can know: here it is one with a runtime folder of its own."""
+    script = """
+        attach()
+        begun()
+        beat(1)
+        note()
+        while not os.path.exists("go"):
+            threading.Event().wait(0.05)
+        leave(1)
+        """
+    first = node("a", script, member=True)
+    first.wait_for(lambda lives: len(lives) == 1)
+    with tempfile.TemporaryDirectory() as other:
+        second = node("b", "note()", DLROVER_HOOKS_RUNTIME_DIR=other)
+        assert second.says("runs already, on node a: this launcher has no place there (--nnodes 1)")
+        (first.lives.parent / "go").touch()
+        code, errors = first.end()
+        assert code == 0, errors
+        code, errors = second.end()
+    assert (code, len(first.read())) == (77, 1), errors
+    assert "the launcher on node a trained it to its end, while this one waited for a place" in errors
+
+
+def test_a_journal_that_is_gone_costs_a_restart(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    """The master begins a new one; the workers that it does not know start again, from what they have saved."""
+    script = """
+        attach()
+        begun()
+        note()
+        while len(open(sys.argv[1]).readlines()) < 4:
+            beat(1)
+            threading.Event().wait(0.05)
+        leave(1)
+        """
+    (tmp_path / "books").mkdir()
+    run = launch(script, "-n", "2", "--journal", "books/job.db", member=True)
+    run.wait_for(lambda lives: len(lives) == 2)
+    shutil.rmtree(tmp_path / "books")
+    run.child("dlrover_hooks.master").kill()
+    code, errors = run.end()
+    assert (code, len(run.read())) == (0, 4), errors
+    assert "the master's journal books/job.db is gone: the master begins a new one" in errors
+    assert (tmp_path / "books" / "job.db").exists()
 
 
 def test_a_signal_is_heard_while_the_master_is_not(launch: Callable[..., Launched]) -> None:

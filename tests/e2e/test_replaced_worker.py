@@ -113,6 +113,21 @@ def test_a_worker_that_the_master_has_lost_is_killed_and_replaced(
     master.close()
 
 
+def test_a_worker_is_named_by_the_rank_that_it_has(survivors: Callable[..., Launched]) -> None:
+    """Rank 0 dies, so a survivor gets its rank; the next death is that of rank 0, in the place of local rank 1."""
+    run = survivors(STAY, "-n", "2")
+    first = in_round(run.wait_for(lambda lives: len(in_round(lives, 1)) == 2), 1)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    second = in_round(run.wait_for(lambda lives: len(in_round(lives, 2)) == 2), 2)
+    assert second[0]["pid"] == first[1]["pid"]
+    os.kill(second[0]["pid"], signal.SIGKILL)
+    third = in_round(run.wait_for(lambda lives: len(in_round(lives, 3)) == 2), 3)
+    assert third[0]["pid"] == second[1]["pid"]
+    errors = stop(run)
+    assert "worker 0 died (SIGKILL) at step 1; the others live on" in errors
+    assert "worker 0 (local rank 1) died (SIGKILL) at step 1; the others live on" in errors
+
+
 def test_shrink_replaces_nobody(survivors: Callable[..., Launched]) -> None:
     """ED-10, ED-12: three, then two, then the one that is enough; when that dies, too, the run fails and says why."""
     run = survivors(STAY, "-n", "2:3", "--fault-level", "shrink")

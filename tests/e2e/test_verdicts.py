@@ -154,15 +154,30 @@ def test_the_echo_of_a_death_is_not_its_cause(launch: Callable[..., Launched]) -
     assert "worker 1 died (SIGKILL)" in errors
 
 
-@pytest.mark.parametrize("stored", [True, False])
-def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: bool) -> None:
+@pytest.mark.parametrize(
+    ("stored", "what"),
+    [
+        ("both", "saved step 7 at"),
+        ("damaged", "saved step 7 at"),  # what a next start does with such a file
+        ("forged", "no step was saved at"),  # a generation of which nothing is there
+        ("", "no step was saved at"),
+    ],
+)
+def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: str, what: str) -> None:
     """The step that is durable, where, and how to go on; nothing is claimed that is not there (DL-57, DL-90)."""
     script = f"""
+        from pathlib import Path
+        from dlrover_hooks.checkpoint import catalog, storage
         folder = os.path.abspath("saved")
         attach(save_to=folder)
-        if {stored}:
-            latest = dict(job=conf.job, generation=dict(attempt=1, step=7, run="run"), folder="x")
-            open(folder + "/latest.json", "w").write(json.dumps(latest))
+        which, latest = p.Generation(1, 7, "run"), Path(folder, catalog.LATEST)
+        if {stored!r} in ("both", "damaged"):
+            file = storage.write_shard(folder, None, which, 0, 1, [memoryview(b"data")], 4, job=conf.job)
+            storage.commit(folder, None, p.Manifest(conf.job, which, 1, (file,), 1.0), 2)
+        if {stored!r} == "damaged":
+            latest.write_bytes(latest.read_bytes().replace(b":7", b":9"))
+        if {stored!r} == "forged":
+            latest.write_bytes(catalog.encode(catalog.Latest(conf.job, which, "step-0000000007-0001")))
         note()
         threading.Event().wait(600)
         """
@@ -172,10 +187,75 @@ def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: bool)
     code, errors = run.end()
     assert code == 130
     again = f"start again with: dlrover-hooks run --job {run.job} ..."
-    what = "saved step 7 at" if stored else "no step was saved at"
     last = errors.splitlines()[-1]
     assert what in last, errors
     assert last.endswith(again)
+
+
+def test_the_first_failure_is_not_buried_by_those_that_follow(launch: Callable[..., Launched]) -> None:
+    """The traceback of a worker whose peer is gone stays off the screen; one line tells of it, behind the cause.
+
+    It ends just before the one that is the cause, as a peer of a killed process may.
+    """
+    script = """
+        note()
+        attach()
+        begun()
+        beat(1)
+        if life:
+            exit(0)
+        if place.rank:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1160")
+        while not all(one.attached for one in client.call(p.ShowJob(conf.job)).members):
+            pass
+        import psutil
+        for other in (one["pid"] for one in map(json.loads, open(sys.argv[1])) if one["rank"]):
+            while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
+                pass
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    code, errors = launch(script, "-n", "2", member=True).end()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    cause = errors.index("worker 0 died (SIGKILL) at step 1; restarting 2 workers")
+    assert cause < errors.index("worker 1 died (exit code 1) since a peer was gone: RuntimeError: [gloo/transport")
+
+
+def test_a_lost_peer_that_nobody_knows_of_is_shown_whole(launch: Callable[..., Launched]) -> None:
+    """No other failure explains it: then the traceback is what there is to go by."""
+    script = """
+        note()
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection refused [127.0.0.1]:1160")
+        """
+    code, errors = launch(script, member=True).end()
+    assert code == 1, errors
+    assert errors.count("Traceback") == 1
+    assert errors.index("Traceback") < errors.index("before any progress: not restarted, see its traceback above")
+
+
+def test_errors_in_a_file_are_whole(launch: Callable[..., Launched]) -> None:
+    """There they bury nothing."""
+    script = "note()\nraise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection refused')"
+    run = launch(script, "--log-dir", "logs", "-r", "3", member=True)
+    code, errors = run.end()
+    assert code == 1, errors
+    assert "Traceback" in (run.lives.parent / "logs/1/0/stderr.log").read_text()
+
+
+def test_the_same_failure_twice_is_the_scripts_own(launch: Callable[..., Launched]) -> None:
+    """Restored from step 3, it fails at step 5 each time: steps were made, but none that is new."""
+    script = """
+        note()
+        found = p.Manifest(conf.job, p.Generation(1, 3, "run"), 1, (), 0.0)
+        attach(save_to=os.path.abspath("saved"), stored=(found,))
+        beat(5)
+        raise ValueError("a sample of another shape")
+        """
+    run = launch(script, member=True)
+    code, errors = run.end()
+    assert (code, len(run.read())) == (1, 2), errors
+    assert "at step 5; restarting 1 worker (1 of 10 restarts)" in errors
+    assert "at step 5, the same failure as before: not restarted, see its traceback above" in errors
 
 
 @pytest.mark.parametrize("known_first", [False, True])
