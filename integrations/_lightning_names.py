@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import os
 import zipfile
 from collections.abc import Sequence
@@ -149,9 +150,14 @@ def _go_on(logger: CSVLogger, steps: int) -> None:
     if not os.path.exists(writer.metrics_file_path):
         return
     with open(writer.metrics_file_path, newline="") as file:
-        rows = csv.DictReader(file)
-        writer.metrics_keys = list(rows.fieldnames or ())
-        kept = rows_before(list(rows), steps)
+        text = file.read()
+    whole = text[: text.rfind("\n") + 1]  # a process that is killed as it writes leaves the beginning of a row
+    if not whole:
+        os.remove(writer.metrics_file_path)
+        return
+    rows = csv.DictReader(io.StringIO(whole, newline=""))
+    writer.metrics_keys = list(rows.fieldnames or ())
+    kept = rows_before(list(rows), steps)
     part = f"{writer.metrics_file_path}.tmp"
     with open(part, "w", newline="") as file:
         table = csv.DictWriter(file, writer.metrics_keys)

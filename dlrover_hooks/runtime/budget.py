@@ -29,7 +29,7 @@ def say_echoes(ends: Sequence[End]) -> None:
     """One line for each worker whose traceback was kept from the screen. Call it when the cause is said."""
     for end in ends:
         if end.words is not None:
-            log.info("%s since a peer was gone: %s", end, end.words.error)
+            log.info("%s since a peer was gone: %s", end, end.words.error.partition(". ")[0])
 
 
 class Budget:

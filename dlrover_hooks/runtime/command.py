@@ -152,7 +152,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
     SLURM:          srun dlrover-hooks run --slurm train.py
 
     \b
-    Exit codes: 0 done, 1 the script failed (before any progress, or after training was finished),
+    Exit codes: 0 done, 1 the script failed (before any progress, twice alike, or after training was finished),
     75 preempted: start it again, 76 bad node: replace it, 77 gave up, 78 usage, 130 Ctrl-C, 143 SIGTERM.
     """
     logging.basicConfig(format="[dlrover-hooks] %(message)s", level=logging.INFO, stream=sys.stderr)

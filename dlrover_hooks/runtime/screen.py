@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
-from dlrover_hooks.runtime.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, End, counted
+from dlrover_hooks.runtime.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, End, counted, reached
 
 WIDTH = 80
 _SHOWN = 3
@@ -66,7 +66,7 @@ class Record:
         """`cause` took the others along; `then`: what is done about it, empty if nothing is."""
         self.heard(view)
         known = view is not None and view.begun_step is not None
-        step, attempt = (view.step, view.attempt) if view is not None and known else (None, 0)
+        step, attempt = (reached(cause, view), view.attempt) if view is not None and known else (None, 0)
         self.failures.append(Failure(cause, self._node if cause.here else "", then, attempt, step))
 
     def heard(self, view: JobView | None) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
-from dlrover_hooks.integrations._lightning_names import written_by
+from dlrover_hooks.integrations._lightning_names import _go_on, written_by
 from tests.e2e.launched import REPOSITORY, Launched
 from tests.integrations.names_trial import fit
 
@@ -48,3 +49,26 @@ def test_a_run_is_known_by_its_mark_alone(tmp_path: Path) -> None:
     assert not written_by(str(tmp_path / "a.ckpt"), "2f" * 16)
     assert not written_by(str(tmp_path / "text"), "1f" * 16)
     assert not written_by(str(tmp_path / "none"), "1f" * 16)
+
+
+@pytest.mark.parametrize(
+    ("torn", "left"),
+    [
+        ("epoch,loss,step\r\n0,0.5,1\r\n0,0.4,2\r\n0,0.25,1", "epoch,loss,step\n0,0.5,1\n0,0.4,2\n"),  # 1 of 17
+        ("epoch,loss,step\r\n0,0.5,1\r\n0,0", "epoch,loss,step\n0,0.5,1\n"),
+        ("epoch,lo", None),
+    ],
+)
+def test_a_row_that_was_cut_short_does_not_stay(tmp_path: Path, torn: str, left: str | None) -> None:
+    """A process was killed as it wrote its log: its last row would be one of another step."""
+    logger = CSVLogger(tmp_path, version=1)
+    assert logger.experiment.log_dir.endswith("version_1")
+    logger._version = 0  # as `keep_versions` does
+    path = Path(logger.log_dir) / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(torn, newline="")
+    _go_on(logger, 10)
+    assert (path.read_text() if path.exists() else None) == left
+    logger.log_metrics({"epoch": 0, "loss": 0.125}, step=3)
+    logger.save()
+    assert list(csv.DictReader(path.open()))[-1] == {"epoch": "0", "loss": "0.125", "step": "3"}
