@@ -40,17 +40,23 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
     statistics: Statistics = ()
 
 
+_FIELDS = b"\x96"
+"""How msgpack begins an array of six."""
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Drawn).decode
 
 
 class Draws:
     """The notes of one process, over all rounds that it lives through.
 
-    `write(place, note)` puts one where it outlives the process. Training thread, or another one while that waits.
+    `write(place, head, body)` puts one, `head + body`, where it outlives the process. The body has the random state: it
+    is the same object as long as nothing is drawn. Training thread, or another one while that waits.
     """
 
-    def __init__(self, write: Callable[[int, bytes], object]) -> None:
-        self._write, self._notes, self._turn = write, [b""] * NOTES, 0
+    def __init__(self, write: Callable[[int, bytes, bytes], object]) -> None:
+        self._write, self._turn = write, 0
+        self._notes = [(b"", b"")] * NOTES
+        self._body: tuple[rng.Packed | None, Statistics, bytes] = (None, (), b"")
+        """What is encoded, and as what."""
         self._seat: tuple[Generation, int, int] | None = None
         self._over: Generation | None = None
         """The step of this life that was noted last."""
@@ -63,12 +69,12 @@ class Draws:
 
     @property
     def notes(self) -> list[bytes]:
-        return [note for note in self._notes if note]
+        return [head + body for head, body in self._notes if head]
 
     @property
     def within(self) -> bytes:
         """The newest one of within a step."""
-        return self._notes[_AHEAD]
+        return b"".join(self._notes[_AHEAD])
 
     @property
     def told(self) -> list[bytes]:
@@ -102,17 +108,17 @@ class Draws:
         have to go on from there again: so that is noted, and what this process knew of it before stays.
         """
         if restored is not None and self._seat is not None:
-            mine = find(self._notes, restored, *self._seat[1:])
-            if mine is not None and mine != self._notes[self._turn]:
+            mine = find(self.notes, restored, *self._seat[1:])
+            if mine is not None and mine != b"".join(self._notes[self._turn]):
                 self._turn ^= 1
-                self._put(self._turn, mine)
+                self._put(self._turn, mine, b"")
         if found is not None:
             self.took(found)
         self._seat, self._bound, self._over = (here, rank, world_size), False, None
 
     def took(self, found: bytes) -> None:
         """The random state that this life begins from came from elsewhere, as `found`."""
-        self._put(_BEGUN, found)
+        self._put(_BEGUN, found, b"")
 
     def over(self, step: int, random: rng.Packed) -> None:
         """`step` is over, with `random`. The newest word on a step counts."""
@@ -138,11 +144,18 @@ class Draws:
     def _note(self, place: int, random: rng.Packed) -> None:
         assert self._seat is not None
         statistics = self.statistics() if self._seat[1] == 0 else ()
-        self._put(place, _encode(Drawn(*self._seat, place == _AHEAD, random, statistics)))
+        if self._body[0] is not random or self._body[1] != statistics:
+            self._body = random, statistics, _encode(random) + _encode(statistics)
+        self._put(place, _head(*self._seat, place == _AHEAD), self._body[2])
 
-    def _put(self, place: int, note: bytes) -> None:
-        self._notes[place] = note
-        self._write(place, note)
+    def _put(self, place: int, head: bytes, body: bytes) -> None:
+        self._notes[place] = head, body
+        self._write(place, head, body)
+
+
+def _head(*fields: Any) -> bytes:
+    """The encoding of a `Drawn` up to its state; what follows is encoded by itself."""
+    return _FIELDS + _encode(fields)[1:]
 
 
 def state(note: bytes) -> dict[str, Any]:

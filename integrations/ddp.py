@@ -133,11 +133,12 @@ class SyncAtEnds:
     def __init__(self, ddp: DistributedDataParallel, step_ends: Callable[[], bool]) -> None:
         self._step_ends, self._held = step_ends, False
         self._ddp = weakref.ref(ddp)  # a cycle through the hook would keep DDP's threads alive past the process group
-        self._handle = ddp.register_forward_pre_hook(lambda module, _: self._before_forward(module))
+        self._handle = ddp.register_forward_pre_hook(self._before_forward)
 
-    def _before_forward(self, ddp: Any) -> None:
+    def _before_forward(self, ddp: Any, _: Any) -> None:
         if self._step_ends():
-            self._release(ddp)
+            if self._held:
+                self._release(ddp)
         elif ddp.require_backward_grad_sync:
             ddp.require_backward_grad_sync, self._held = False, True
 

@@ -79,6 +79,8 @@ class Arena:
         if magic != _MAGIC or self._slots_at + slots * self.slot_bytes > self.nbytes:
             raise Corrupt("this segment is not an arena")
         self._words = self._view[: self._slots_at].cast("Q")
+        self._bodies = dict[int, tuple[int, bytes]]()
+        """By place: where the body of the note there begins, and the body."""
         self._cells = (ctypes.c_uint64 * (self._slots_at // 8)).from_buffer(self._map) if writable else None
         self.fd = fd  # from here on it is ours to close
 
@@ -230,16 +232,27 @@ class Arena:
             self._store(line + offset, 0)
         self._store(line, self.seq(index) + 1)
 
-    def note(self, index: int, data: bytes) -> None:
-        """Leave a note for the next trainer of this seat; one that is too long leaves none at that place."""
+    def note(self, index: int, data: bytes, body: bytes = b"") -> None:
+        """Leave `data + body` for the next trainer of this seat; a note that is too long leaves none at that place.
+
+        `body`: the same object as in the last note there is not written again.
+        """
+        cells = self._cells
+        assert cells is not None, "this mapping is read-only"
         word = (PAGE + index * self.note_bytes) // 8
         begin = 8 * word + 16
-        fits = len(data) <= self.note_bytes - 16
-        self._store(word, self._words[word] | 1)
-        self._store(word + 1, len(data) if fits else 0)
+        middle = begin + len(data)
+        end = middle + len(body)
+        fits = end - begin <= self.note_bytes - 16
+        cells[word] |= 1
+        cells[word + 1] = end - begin if fits else 0
         if fits:
-            self._view[begin : begin + len(data)] = data
-        self._store(word, self._words[word] + 1)
+            self._view[begin:middle] = data
+            at, before = self._bodies.get(index, (0, b""))
+            if at != middle or before is not body:
+                self._view[middle:end] = body
+                self._bodies[index] = middle, body
+        cells[word] += 1
 
     def notes(self) -> list[bytes]:
         """Those that are whole."""

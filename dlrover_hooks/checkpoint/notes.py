@@ -15,9 +15,12 @@ class Notes:
     def __init__(self, line: Line, room: Room) -> None:
         self._line, self._room = line, room
 
-    def leave(self, place: int, data: bytes) -> None:
-        """Put a note at `place`. Nothing while there is no memory yet. As `Room.note`."""
-        self._room.note(place, data)
+    def leave(self, place: int, data: bytes, body: bytes = b"") -> None:
+        """Put the note `data + body` at `place`. Nothing while there is no memory yet. As `Room.note`.
+
+        A body that is the same object as the one before it there costs nothing.
+        """
+        self._room.note(place, data, body)
 
     def expect(self, nbytes: int) -> None:
         """So much of a note is beside random states: have memory for that. As `Room.prepare`."""

@@ -33,13 +33,14 @@ class Room:
         self, line: Line, allocated: Callable[[wire.Allocated], None], closing: Callable[[], None] = lambda: None
     ) -> None:
         self._line, self._allocated, self._closing = line, allocated, closing
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._arena: Arena | None = None
         self._next: Arena | None = None
         """Made ready, but not taken yet."""
         self._stale: list[Arena] = []
         """Made by keepers that are gone; not closed yet."""
-        self._notes: dict[int, bytes] = {}
+        self._notes: dict[int, tuple[bytes, bytes]] = {}
         self._note_bytes = NOTE_BYTES
         self._lives = 0
         self._wanted = 0
@@ -104,16 +105,18 @@ class Room:
         self.prepare(nbytes)
         self._changed.wait_for(lambda: self._helper is None or self._fits(nbytes), PREPARE_WAIT_S)
 
-    def note(self, place: int, data: bytes) -> None:
-        """Leave a note in the memory that there is, and in what comes later. Where there is none, it is asked for.
+    def note(self, place: int, data: bytes, body: bytes) -> None:
+        """Leave the note `data + body` in the memory that there is, and in what comes later.
+
+        Where there is none, it is asked for.
 
         Any thread, but one at a time.
         """
-        with self._changed:
-            self._notes[place] = data
+        with self._lock:
+            self._notes[place] = data, body
             for arena in (self._arena, self._next):
                 if arena is not None:
-                    arena.note(place, data)
+                    arena.note(place, data, body)
             if not self._fits(0):
                 self._see_to_it()
 
@@ -193,8 +196,8 @@ class Room:
             self._stale += [self._next] if self._next is not None else []
             self._next = arena
             old = [one for one in (self._arena, *self._stale) if one is not None and one.number != arena.number]
-            for place, data in self._notes.items():
-                arena.note(place, data)
+            for place, note in self._notes.items():
+                arena.note(place, *note)
                 for one in old:  # it may be read for a while yet
                     one.note(place, b"")
             self._changed.notify_all()

@@ -372,7 +372,7 @@ def _wrap(optimizer: Optimizer, name: str, act: Callable[..., Any]) -> None:
 
     @functools.wraps(now)
     def bound(*args: Any, **kwargs: Any) -> Any:
-        return method(ref(), *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        return act(plain, ref(), *args, **kwargs)
 
     vars(bound)["__func__"] = method
     setattr(optimizer, name, bound)

@@ -38,7 +38,7 @@ class Words:
     """
 
     def __init__(self, address: int, count: int, at: int) -> None:
-        self.address = address
+        self.address, self.nbytes = address, 4 * count
         self.mark: Mark = ctypes.c_uint64.from_address(address + at)
         self.copy: Callable[[], Any] = np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(address)).tobytes
 

@@ -23,49 +23,55 @@ _python: Any = random
 
 
 class States:
-    """Reads them. Made once in a process; on the thread that draws, or while that waits."""
+    """Reads them. Made once in a process; on the thread that draws, or while that waits.
+
+    Most steps draw nothing here, and the state taken last is still that of now. Whether it is shows in a few bytes at
+    both ends of each generator's words: a draw moves the index beside them or renews them all, and so does a seed.
+    """
 
     def __init__(self) -> None:
-        words = PythonGenerator().words
-        self._python = words if isinstance(words, Words) else None
         self._engine = _numpy.get_bit_generator()
-        self._numpy = _numpy_reader(self._engine)
-        self._torch = torch_reader(torch.default_generator)
+        python = PythonGenerator().words
+        numpy = NumpyGenerator().words if type(self._engine) is np.random.MT19937 else None
+        self._python = python if isinstance(python, Words) else None
+        self._numpy = numpy if isinstance(numpy, Words) else None
+        self._left_over = _left_over(self._engine) if self._numpy is not None else None
+        self._torch = torch_glance(torch.default_generator)
+        self._ends = [end for words in (self._python, self._numpy) if words is not None for end in _ends(words)]
         self._seen: tuple[Any, ...] = ()
         self._taken: rng.Taken | None = None
-        """Of `_seen`: most steps draw nothing here, and then it is the state of now."""
+        """Of `_seen`."""
 
     def take(self) -> rng.Taken:
         """The state of now."""
-        at_once = self._python is not None and self._numpy is not None and _numpy.get_bit_generator() is self._engine
-        if not at_once:
+        if self._python is None or self._left_over is None or _numpy.get_bit_generator() is not self._engine:
             return rng.take()
-        assert self._python is not None
-        assert self._numpy is not None
+        has, value = self._left_over
         cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
-        seen = self._python.copy(), _python._inst.gauss_next, self._numpy(), self._torch(), cuda
+        left = _python._inst.gauss_next, has.value, value.value
+        seen = [end.raw for end in self._ends], left, self._torch(), cuda
         if self._taken is None or seen != self._seen:
-            self._seen, self._taken = seen, _packed(*seen[:3], cuda)
+            self._seen, self._taken = seen, self._packed(*left, cuda)
         return self._taken
 
+    def _packed(self, gauss: float | None, has: int, value: float, cuda: bytes | None) -> rng.Taken:
+        assert self._python is not None
+        assert self._numpy is not None
+        words, key = self._python.copy(), self._numpy.copy()
+        python = random.Random.VERSION, words[4:] + words[:4], gauss
+        numpy = "MT19937", key[: 4 * WORDS], int.from_bytes(key[4 * WORDS :], sys.byteorder), has, value
+        return rng.Taken(rng.Packed(python, numpy, torch.default_generator.get_state().numpy().tobytes(), cuda))
 
-def _packed(words: bytes, gauss: float | None, numpy: tuple[bytes, int, float], cuda: bytes | None) -> rng.Taken:
-    torch_state = torch.default_generator.get_state().numpy().tobytes()
-    python = (random.Random.VERSION, words[4:] + words[:4], gauss)
-    key, has, value = numpy
-    numpy_state = "MT19937", key[: 4 * WORDS], int.from_bytes(key[4 * WORDS :], sys.byteorder), has, value
-    return rng.Taken(rng.Packed(python, numpy_state, torch_state, cuda))
+
+_Bytes = ctypes.Array[ctypes.c_char]
 
 
-def _numpy_reader(engine: Any) -> Callable[[], tuple[bytes, int, float]] | None:
-    """Of NumPy's global generator: its words, and the number left over of a pair. None where these are not found."""
-    if type(engine) is not np.random.MT19937:
-        return None
-    words, left = NumpyGenerator().words, _left_over(engine)
-    if not isinstance(words, Words) or left is None:
-        return None
-    has, value = left
-    return lambda: (words.copy(), has.value, value.value)
+def _ends(words: Words) -> tuple[_Bytes, _Bytes]:
+    return _at(words.address, 16), _at(words.address + words.nbytes - 16, 16)
+
+
+def _at(address: int, nbytes: int) -> _Bytes:
+    return (ctypes.c_char * nbytes).from_address(address)
 
 
 def _left_over(engine: np.random.BitGenerator) -> tuple[ctypes.c_int32, ctypes.c_double] | None:
@@ -86,36 +92,36 @@ def _left_over(engine: np.random.BitGenerator) -> tuple[ctypes.c_int32, ctypes.c
     return found if (found[0].value, found[1].value) == _numpy.get_state(legacy=True)[3:] else None
 
 
-def torch_reader(generator: torch.Generator) -> Callable[[], bytes]:
-    """What changes whenever the state of `generator` does: its memory, or its state where that is not understood.
+def torch_glance(generator: torch.Generator) -> Callable[[], Any]:
+    """What changes whenever the state of `generator` does: bytes of its memory, or its state where that is another.
 
     torch keeps the twister (`uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]`) and behind it
     what is left over of a pair of normal numbers, as `optional<float>` and `optional<double>`.
     """
-    trial = _torch_memory(torch.Generator())
-    memory = _torch_memory(generator)
-    if trial is None or memory is None or not _tells_left_over(*trial):
+    trial = torch.Generator()
+    known, words = torch_words(trial), torch_words(generator)
+    if known is None or words is None or not _tells_left_over(trial, _behind(known)):
         return lambda: generator.get_state().numpy().tobytes()
-    address = memory[1]
-    return lambda: ctypes.string_at(address, _TORCH_BYTES)
+    head, behind = _at(words.address - _SEED_BYTES, 16 + _SEED_BYTES), _behind(words)
+    return lambda: (head.raw, behind.raw)
 
 
-_TORCH_BYTES, _LEFT_OVER = 2544, 2520
+_SEED_BYTES, _LEFT_OVER_BYTES = 8, 24
 
 
-def _torch_memory(generator: torch.Generator) -> tuple[torch.Generator, int] | None:
-    words = torch_words(generator)
-    return None if words is None else (generator, words.address - 8)
+def _behind(words: Words) -> _Bytes:
+    """The last words of torch's twister, and what is left over."""
+    end = words.address + words.nbytes
+    return _at(end - 16, 16 + -end % 8 + _LEFT_OVER_BYTES)
 
 
-def _tells_left_over(generator: torch.Generator, address: int) -> bool:
+def _tells_left_over(generator: torch.Generator, behind: _Bytes) -> bool:
     """Half a pair is seen to come and go, of either sort; `generator` is of no other use."""
     for kind in (torch.float32, torch.float64):
-        empty = ctypes.string_at(address, _TORCH_BYTES)
-        torch.randn((), generator=generator, dtype=kind)
-        half = ctypes.string_at(address, _TORCH_BYTES)
-        torch.randn((), generator=generator, dtype=kind)
-        whole = ctypes.string_at(address, _TORCH_BYTES)
-        if half[_LEFT_OVER:] in (empty[_LEFT_OVER:], whole[_LEFT_OVER:]) or half[:_LEFT_OVER] != whole[:_LEFT_OVER]:
+        seen = [behind.raw]
+        for _ in range(2):
+            torch.randn((), generator=generator, dtype=kind)
+            seen.append(behind.raw)
+        if seen[1][16:] in (seen[0][16:], seen[2][16:]) or seen[1][:16] != seen[2][:16]:
             return False
     return True

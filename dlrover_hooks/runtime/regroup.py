@@ -176,9 +176,9 @@ class Membership:
         if self.engine is not None and nbytes:
             self.engine.notes.expect(nbytes)
 
-    def _note(self, place: int, note: bytes) -> None:
+    def _note(self, place: int, head: bytes, body: bytes) -> None:
         if self.engine is not None:
-            self.engine.notes.leave(place, note)
+            self.engine.notes.leave(place, head, body)
 
     def check(self, *, step_ends: bool) -> None:
         """At a quiet point, and ahead of an optimizer's step.

@@ -2,8 +2,9 @@
 
 A tiny model whose step takes about 1.5 ms, so that what is added to it shows. Each way of training (`step_worker.ARMS`)
 has processes of its own, of two workers over gloo under the launcher or of one alone; all live at once and train in
-turn, so that a busy machine hurts them alike. A figure is CPU time of the training thread per step, beyond that of the
-same loop without hooks: round by round, then the median; of two ranks the one that costs more counts.
+turn, so that a busy machine hurts them alike. Each way is there twice: where a process happens to lie in memory
+shifts its steps by some 50 us, for as long as it lives. A figure is CPU time of the training thread per step, beyond
+that of the same loop without hooks: round by round, then the median; of two ranks the one that costs more counts.
 Writes build/bench/step.json. BENCH_ARGS: `--rounds N` (11; at least 7), `--steps N` of each turn, `--only ARM` (several
 times), `--profile DIR` (cProfile's figures of each worker; costs are then those under the profiler).
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -30,7 +32,7 @@ from rich.console import Console
 from tests.benchmarks import step_worker
 from tests.benchmarks.report import REPOSITORY, Figures, report
 
-WORLD, START_S, TURN_S = 2, 120.0, 60.0
+WORLD, TIMES, START_S, TURN_S = 2, 2, 120.0, 60.0
 COSTS = {
     "hook": ("hooks", "plain"),
     "elastic": ("elastic", "plain"),
@@ -47,8 +49,8 @@ Turn = list[dict[str, float]]
 class World:
     """The processes of one way of training, and the lines to their training threads."""
 
-    def __init__(self, arm: str, folder: Path, profile: str | None) -> None:
-        self.arm, self._folder, self._lines = arm, folder / arm, dict[int, IO[str]]()
+    def __init__(self, arm: str, number: int, folder: Path, profile: str | None) -> None:
+        self.arm, self._folder, self._lines = arm, folder / f"{arm}-{number}", dict[int, IO[str]]()
         self._folder.mkdir()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(START_S)
@@ -56,7 +58,7 @@ class World:
         self._listener.bind(path)
         self._listener.listen()
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
-        env |= {"DLROVER_HOOKS_JOB": f"bench-step-{arm}"}
+        env |= {"DLROVER_HOOKS_JOB": f"bench-step-{arm}-{number}"}
         if profile is not None:
             env["BENCH_STEP_PROFILE"] = str(Path(profile).resolve())
         self._world = 1 if arm.endswith("alone") else WORLD
@@ -112,8 +114,8 @@ class World:
 def _worlds(arms: list[str], profile: str | None) -> Iterator[list[World]]:
     with tempfile.TemporaryDirectory(prefix="bench-step-") as name, contextlib.ExitStack() as stack:
         worlds = list[World]()
-        for arm in arms:  # one by one: all at once would start for as long, and hit deadlines
-            worlds.append(World(arm, Path(name), profile))
+        for number, arm in itertools.product(range(TIMES), arms):  # one by one: all at once would hit deadlines
+            worlds.append(World(arm, number, Path(name), profile))
             stack.callback(worlds[-1].close)
             worlds[-1].arrive()
         yield worlds
@@ -122,7 +124,7 @@ def _worlds(arms: list[str], profile: str | None) -> Iterator[list[World]]:
 
 
 def measure(arms: list[str], rounds: int, steps: int, profile: str | None) -> dict[str, list[Turn]]:
-    """By way of training its turns, one for each round. The first round is not counted; every other runs backwards."""
+    """By way of training its turns, `TIMES` in a round. The first round is not counted; every other runs backwards."""
     found: dict[str, list[Turn]] = {arm: [] for arm in arms}
     with _worlds(arms, profile) as worlds:
         for number in range(rounds + 1):
@@ -160,7 +162,7 @@ def _by_rank(turns: list[Turn], what: str) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", choices=step_worker.ARMS, action="append", help="a way of training, such as hooks")
     parser.add_argument("--profile", metavar="DIR", help="leave cProfile's figures of each worker there")
     given = parser.parse_args()

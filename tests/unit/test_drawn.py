@@ -24,8 +24,11 @@ class Kept:
 
     def __init__(self, rank: int = 1, world_size: int = 3, begun: int = 0) -> None:
         self.notes: dict[int, bytes] = {}
-        self.draws = drawn.Draws(self.notes.__setitem__)
+        self.draws = drawn.Draws(self._write)
         self.draws.begin(at(begun), rank, world_size)
+
+    def _write(self, place: int, head: bytes, body: bytes) -> None:
+        self.notes[place] = head + body
 
     def find(self, generation: Generation, rank: int = 1, world_size: int = 3) -> dict[str, Any] | None:
         found = drawn.find(self.notes.values(), generation, rank, world_size)
@@ -45,6 +48,27 @@ def test_the_last_two_steps_are_known(states: dict[str, Any]) -> None:
     for step, name in ((5, "five"), (6, "six"), (7, "seven")):
         kept.draws.over(step, rng.pack(states[name]))
     assert [kept.find(at(step)) for step in (5, 6, 7)] == [None, states["six"], states["seven"]]
+
+
+def test_what_stays_is_encoded_once() -> None:
+    """A note is written in two parts; the second one is the same object until something is drawn."""
+    written: list[tuple[bytes, bytes]] = []
+    draws = drawn.Draws(lambda _, head, body: written.append((head, body)))
+    draws.begin(at(0), 0, 2)
+    state = rng.take()
+    draws.take = lambda: state
+    for step in (1, 70_000):
+        draws.over(step, state.packed)
+        draws.ahead()
+    assert len({id(body) for _, body in written}) == 1
+    state = rng.take()
+    draws.statistics = lambda: (("0.mean", b"1234"),)
+    draws.ahead()
+    notes = [msgspec.msgpack.decode(head + body, type=drawn.Drawn) for head, body in written]
+    assert notes[:4] == [
+        drawn.Drawn(at(step), 0, 2, ahead, state.packed) for step in (1, 70_000) for ahead in (False, True)
+    ]
+    assert notes[4] == drawn.Drawn(at(70_000), 0, 2, ahead=True, state=state.packed, statistics=draws.statistics())
 
 
 def test_the_newest_word_on_a_step_counts(states: dict[str, Any]) -> None:
@@ -127,7 +151,7 @@ def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: di
 
 def test_nothing_is_noted_before_a_life_begins(states: dict[str, Any]) -> None:
     notes: dict[int, bytes] = {}
-    draws = drawn.Draws(notes.__setitem__)
+    draws = drawn.Draws(lambda place, head, body: notes.__setitem__(place, head + body))
     draws.over(5, rng.pack(states["five"]))
     draws.ahead()
     assert not notes

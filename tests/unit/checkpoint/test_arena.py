@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -119,21 +120,26 @@ def test_notes_as_large_as_they_were_asked_for() -> None:
     arena.close()
 
 
-def test_a_note_that_was_being_written_is_none(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its writer is killed between any two of its stores: the note before it is gone, others are not."""
+def test_a_body_that_stays_is_found_behind_whatever_stands_before_it(arena: Arena) -> None:
+    """It is not written again where the same object is there already, at the same place."""
+    one, other, long = b"one body" * 9, b"another body", b"x" * NOTE_BYTES
+    bodies = (b"a", one), (b"b", one), (b"long", one), (b"b", other), (b"c", b""), (b"b", one), (b"d", one)
+    for head, body in bodies:
+        arena.note(1, head, body)
+        assert arena.notes() == [head + body]
+        arena.note(1, head, long)
+        assert arena.notes() == []
+    arena.note(1, b"d", one)
+    assert arena.notes() == [b"d" + one]
+
+
+def test_a_note_that_was_being_written_is_none(arena: Arena) -> None:
+    """Its writer ended in the middle of it: the note before it is gone, others are not."""
     arena.note(1, b"another")
-    stores = iter(range(100))
-    whole = Arena._store
-
-    def store(self: Arena, word: int, value: int) -> None:
-        if next(stores) == 2:
-            raise KeyboardInterrupt
-        whole(self, word, value)
-
     arena.note(0, b"before")
-    monkeypatch.setattr(Arena, "_store", store)
-    with pytest.raises(KeyboardInterrupt):
-        arena.note(0, b"behind it")
+    broken: Any = "no bytes"
+    with pytest.raises(TypeError):
+        arena.note(0, b"behind it", broken)
     assert arena.notes() == [b"another"]
     arena.note(0, b"again")
     assert arena.notes() == [b"again", b"another"]
