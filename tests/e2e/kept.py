@@ -51,11 +51,12 @@ class Kept:
         ready: bool = True,
         before: tuple[str, ...] = (),
         job: str = "job",
+        **environment: str,
     ) -> subprocess.Popen[bytes]:
         """`before`: what is run instead, with the module's name and its options behind it."""
         command = [sys.executable, *(before or ("-m",)), "dlrover_hooks.checkpoint.keeper"]
         command += ["--job", job, "--node", "node", *options]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment
         process = subprocess.Popen(command, pass_fds=pass_fds, stderr=subprocess.DEVNULL, env=environment)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)

@@ -41,9 +41,20 @@ def train_for_ever(attempt: int, size: int) -> NoReturn:
         os._exit(1)
 
 
+def stopped_in_a_copy(pid: int, arena: Arena) -> int:
+    """Stop child `pid` while it writes a slot: which one. Seen from here alone, the copy may be over by the kill."""
+    while True:
+        until(lambda: any(slot.torn for slot in arena.slots()), "a copy")
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)  # all its threads stand still
+        if torn := [slot.index for slot in arena.slots() if slot.torn]:
+            return torn[0]
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
-    """20 SIGKILLs, each while a slot is being written: another slot is restored, bit-exact."""
-    keeper, size, inside, seed = kept.keeper(), 4 << 20, 0, random.randrange(1 << 30)
+    """22 SIGKILLs, each while a slot is being written: another slot is restored, bit-exact."""
+    keeper, size, seed = kept.keeper(), 4 << 20, random.randrange(1 << 30)
     reader = kept.trainer(1)
     chance = random.Random(seed)
     for attempt in range(1, 23):
@@ -61,11 +72,11 @@ def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
         for _ in range(chance.randrange(4)):
             until(lambda arena=arena: not any(slot.torn for slot in arena.slots()), "a pause")
             until(lambda arena=arena: any(slot.torn for slot in arena.slots()), "a copy")
-        torn = until(lambda arena=arena: [slot for slot in arena.slots() if slot.torn], "a copy")[0]
+        torn = stopped_in_a_copy(pid, arena)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        after, whole = arena.slot(torn.index), newest()
-        inside += after.torn or after.generation is None
+        after, whole = arena.slot(torn), newest()
+        assert after.torn or after.generation is None, "the keeper frees it as soon as it notices"
         held = [one.generation for one in reader.held()]
         assert whole is not None
         assert max(held) == whole, f"seed {seed}, attempt {attempt}"
@@ -76,7 +87,6 @@ def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
             assert (tree["rank"]["rng"] == generation.step).all()
         assert not any(slot.torn for slot in arena.slots())
         arena.close()
-    assert inside >= 20, f"only {inside} of 22 kills landed inside a copy (seed {seed})"
 
 
 def test_a_restarted_trainer_continues_in_the_same_pages(kept: Kept) -> None:
