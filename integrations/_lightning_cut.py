@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from lightning.pytorch import Trainer
 
+from dlrover_hooks import protocol as p
 from dlrover_hooks.integrations import _lightning_names as names
 from dlrover_hooks.integrations import _lightning_private as private
 from dlrover_hooks.integrations._lightning_own import OwnLoaders
@@ -38,13 +39,36 @@ def cut(
     }
 
 
+class _CountsForm(msgspec.Struct):
+    total: dict[str, Any]
+    current: dict[str, Any]
+
+
+class _SteppedForm(msgspec.Struct):
+    _batches_that_stepped: p.Step
+
+
+class _FitForm(msgspec.Struct):
+    epoch_progress: _CountsForm
+    batch_progress: _CountsForm = msgspec.field(name="epoch_loop.batch_progress")
+    stepped: _SteppedForm = msgspec.field(name="epoch_loop.state_dict")
+
+
+class _LoopsForm(msgspec.Struct):
+    fit_loop: _FitForm
+
+
 class _TrainerForm(msgspec.Struct):
     """Of the `Trainer`'s own checkpoint what is used here, or by Lightning without a question."""
 
     state_dict: dict[str, Any]
     optimizer_states: list[OptimizerForm]
-    loops: dict[str, Any]
-    global_step: int
+    loops: _LoopsForm
+    global_step: p.Step
+    epoch: p.Step
+    version: str = msgspec.field(name="pytorch-lightning_version")
+    lr_schedulers: list[dict[str, Any]] = []
+    callbacks: dict[str, Any] = {}
 
 
 class _CutForm(msgspec.Struct):

@@ -416,6 +416,14 @@ def _refuse_evaluation(loader: ElasticLoader) -> None:
         )
 
 
+class _PartsForm(msgspec.Struct):
+    """What the parts' own `load_state_dict` relies on."""
+
+    model: list[dict[str, Any]] = []
+    optimizer: list[OptimizerForm] = []
+    scheduler: list[dict[str, Any]] = []
+
+
 class _LoopForm(msgspec.Struct):
     """What `Loop.state` gives; an older version left some of it out."""
 
@@ -450,4 +458,4 @@ def _taken(restored: Restored | None) -> dict[str, Any]:
 def _check_state(state: Any) -> None:
     own_state(state, "parts", "Accelerate or Fabric")
     require(state, _LoopForm, "the state")
-    require(state["parts"].get("optimizer", []), list[OptimizerForm], "the state of the optimizers")
+    require(state["parts"], _PartsForm, "the parts of the state")

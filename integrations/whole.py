@@ -42,14 +42,18 @@ def bare(model: nn.Module) -> nn.Module:
     return model
 
 
+class GroupForm(msgspec.Struct):
+    params: list[int | str]
+
+
 class OptimizerForm(msgspec.Struct):
-    """Of the state of a `torch.optim.Optimizer` what is relied on here."""
+    """Of the state of a `torch.optim.Optimizer` what is relied on here and by torch."""
 
     state: dict[Any, Any]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[GroupForm]
 
 
-class _GroupForm(msgspec.Struct):
+class _NamedGroupForm(msgspec.Struct):
     params: list[str]
 
 
@@ -57,7 +61,7 @@ class _NamedForm(msgspec.Struct):
     """What `NamedOptimizer.state_dict` gives."""
 
     state: dict[Any, Any]
-    param_groups: list[_GroupForm]
+    param_groups: list[_NamedGroupForm]
 
 
 class WholeState:

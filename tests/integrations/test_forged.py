@@ -33,7 +33,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def without(*path: str) -> Callable[[dict[str, Any]], None]:
+def without(*path: str | int) -> Callable[[dict[str, Any]], None]:
     def change(skeletons: dict[str, Any]) -> None:
         at: Any = skeletons
         for key in path[:-1]:
@@ -43,7 +43,7 @@ def without(*path: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def other(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
+def other(value: Any, *path: str | int) -> Callable[[dict[str, Any]], None]:
     def change(skeletons: dict[str, Any]) -> None:
         at: Any = skeletons
         for key in path[:-1]:
