@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import random
@@ -74,4 +75,5 @@ def _let_go() -> None:
         _HELD.pop().release()
 
 
+atexit.register(_let_go)
 os.register_at_fork(after_in_child=_let_go)  # DataLoader workers may outlive the round

@@ -71,4 +71,5 @@ def test_a_row_that_was_cut_short_does_not_stay(tmp_path: Path, torn: str, left:
     assert (path.read_text() if path.exists() else None) == left
     logger.log_metrics({"epoch": 0, "loss": 0.125}, step=3)
     logger.save()
-    assert list(csv.DictReader(path.open()))[-1] == {"epoch": "0", "loss": "0.125", "step": "3"}
+    with path.open(newline="") as file:
+        assert list(csv.DictReader(file))[-1] == {"epoch": "0", "loss": "0.125", "step": "3"}
