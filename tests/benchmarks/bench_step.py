@@ -3,8 +3,10 @@
 A tiny model whose step takes about 1.5 ms, so that what is added to it shows. Each way of training (`step_worker.ARMS`)
 has processes of its own, of two workers over gloo under the launcher or of one alone; all live at once and train in
 turn, so that a busy machine hurts them alike. Each way is there twice: where a process happens to lie in memory
-shifts its steps by some 50 us, for as long as it lives. A figure is CPU time of the training thread per step, beyond
-that of the same loop without hooks: round by round, then the median; of two ranks the one that costs more counts.
+shifts its steps by some 50 us, for as long as it lives. Each core is kept awake by a process that runs where nothing
+else does (SCHED_IDLE): a virtual core that sleeps comes back with cold caches, and that is charged to the next thread.
+A figure is CPU time of the training thread per step, beyond that of the same loop without hooks: round by round, then
+the median; of two ranks the one that costs more counts.
 Writes build/bench/step.json. BENCH_ARGS: `--rounds N` (11; at least 7), `--steps N` of each turn, `--only ARM` (several
 times), `--profile DIR` (cProfile's figures of each worker; costs are then those under the profiler).
 """
@@ -110,6 +112,28 @@ class World:
         return f"{self.arm}:\n{self._log.read()}"
 
 
+_SPIN = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+@contextlib.contextmanager
+def _awake() -> Iterator[None]:
+    """No core of this machine sleeps."""
+    with contextlib.ExitStack() as stack:
+        for core in os.sched_getaffinity(0):
+            spinning = subprocess.Popen([sys.executable, "-c", _SPIN, str(core)])
+            stack.callback(spinning.wait)
+            stack.callback(spinning.kill)
+        yield
+
+
 @contextlib.contextmanager
 def _worlds(arms: list[str], profile: str | None) -> Iterator[list[World]]:
     with tempfile.TemporaryDirectory(prefix="bench-step-") as name, contextlib.ExitStack() as stack:
@@ -126,7 +150,7 @@ def _worlds(arms: list[str], profile: str | None) -> Iterator[list[World]]:
 def measure(arms: list[str], rounds: int, steps: int, profile: str | None) -> dict[str, list[Turn]]:
     """By way of training its turns, `TIMES` in a round. The first round is not counted; every other runs backwards."""
     found: dict[str, list[Turn]] = {arm: [] for arm in arms}
-    with _worlds(arms, profile) as worlds:
+    with _worlds(arms, profile) as worlds, _awake():
         for number in range(rounds + 1):
             for world in worlds if number % 2 else worlds[::-1]:
                 turn = world.turn(steps)
