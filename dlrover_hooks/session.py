@@ -86,7 +86,7 @@ class Session:
         self._rng: dict[str, Any] | None = None
         self._pace = Pace()
         self.at_step_end = False  # a step was made, and no batch requested since
-        self._prepared, self._cut_at = False, -1
+        self._prepared, self._cut_at, self._looked = False, -1, -1
         self._left, self._here, self._end = False, Here(), End.DURABLE
         self._caller = standing.caller(config, self._incarnation, self.membership)
         self._engine = standing.engine(config, place, self, self.membership) if checkpoint else None
@@ -194,19 +194,27 @@ class Session:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
-        self.parting.look(step, self._caller)
+        self._look(step)
         if self._rng is None and self._cut_due(step):
             self._rng = rng.capture()
+
+    def _look(self, step: int) -> None:
+        """Once for each step: within it the answer stays."""
+        if step != self._looked:
+            self.parting.look(step, self._caller)
+            self._looked = step
 
     def batch_requested(self, step: int) -> bool:
         """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
         if not self._here:
             self._surface.say(HooksError(f"process {os.getpid()} was forked from this worker: nothing of it is saved"))
             return False
-        self._surface.raise_if_met()
+        engine = self._engine
+        if self._courier.error is not None or (engine is not None and (engine.stale or engine.error) is not None):
+            self._surface.raise_if_met()
         self._data.commit()
         self._time_step(step)
-        self.parting.look(step, self._caller)
+        self._look(step)
         if self.parting.here and self._engine is None:
             self._part(step, None)
         due, self.at_step_end = self._cut_due(step), False

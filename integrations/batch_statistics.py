@@ -31,8 +31,9 @@ class BatchStatistics:
 
     def take(self) -> Statistics:
         """As they are now."""
-        small = self._small() if self.nbytes else ()
-        return tuple((name, ctypes.string_at(one.data_ptr(), one.nbytes)) for name, one in small)
+        if not self.nbytes:
+            return ()
+        return tuple((name, ctypes.string_at(one.data_ptr(), one.nbytes)) for name, one in self._small())
 
     @torch.no_grad()
     def put_back(self, taken: Statistics) -> bool:

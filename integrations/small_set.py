@@ -54,6 +54,7 @@ class SmallSet:
         self.random: rng.Taken
         """The random state that goes with it."""
         self._copies = _Copies()
+        self._saved_buffers = list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]]()
         self._gate = Gate(self._steps.begins)
 
     def keep(
@@ -71,8 +72,9 @@ class SmallSet:
         """
         self.step, self._steps.begun = step, False
         self.random = random
-        self._saved_buffers = [(live, dict(live)) for live in self._buffers]
-        self._copies.take([tensor for _, saved in self._saved_buffers for tensor in saved.values()])
+        if self._buffers:
+            self._saved_buffers = [(live, dict(live)) for live in self._buffers]
+            self._copies.take([tensor for _, saved in self._saved_buffers for tensor in saved.values()])
         self._groups = [_settings(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         self._large = list[tuple[torch.Tensor, int]]()
         self._extra = self._copied((extra or self._read_extra)())

@@ -245,13 +245,28 @@ class AsyncCheckpointer:
     def _share_gradients(self, ddp: DistributedDataParallel) -> None:
         """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
         loaders = self._loaders  # not this object: what DDP holds in C++ must not hold DDP
-        alone = 1 / torch.distributed.get_world_size(ddp.process_group)
-        weighed = weigh_gradients(ddp, lambda: lead.weight if (lead := leader(loaders)) is not None else alone)
+        weighed = weigh_gradients(ddp, self._weight(1 / torch.distributed.get_world_size(ddp.process_group)))
         for window in self._accumulations:
             window.reduced(weighed=bool(weighed))
         if not weighed and not self._accumulations and loaders:
             log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
-        self._sync = SyncAtEnds(ddp, lambda: lead.step_ends if (lead := leader(loaders)) is not None else True)
+        self._sync = SyncAtEnds(ddp, self._step_ends())
+
+    def _weight(self, alone: float) -> Callable[[], float]:
+        """Of the step that is on; `alone` without a loader of ours."""
+        loaders = self._loaders
+        if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):  # asked for in each forward
+            progress = loaders[0].sampler.progress
+            return lambda: progress.weight
+        return lambda: lead.weight if (lead := leader(loaders)) is not None else alone
+
+    def _step_ends(self) -> Callable[[], bool]:
+        """With the micro-batch last received; true without a loader of ours."""
+        loaders = self._loaders
+        if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):
+            progress = loaders[0].sampler.progress
+            return lambda: progress.step_ends
+        return lambda: lead.step_ends if (lead := leader(loaders)) is not None else True
 
     def _unshare_gradients(self) -> None:
         if self._ddp is not None:
@@ -296,7 +311,9 @@ class AsyncCheckpointer:
 
     def _stepped(self, session: Session) -> None:
         self.step += 1
-        self._own_states, self._asked = [one.state_dict() for one in self._own], True
+        if self._own:
+            self._own_states = [one.state_dict() for one in self._own]
+        self._asked = True
         session.stepped()
 
     def _before_forward(self) -> None:

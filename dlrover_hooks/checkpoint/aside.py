@@ -36,6 +36,8 @@ class Aside:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        self.idle = self._idle.is_set
+        """Nothing is being copied."""
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None], nbytes: int) -> None:

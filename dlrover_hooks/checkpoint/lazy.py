@@ -144,6 +144,8 @@ class LazyWriter(Writer):
         self._split = None
 
     def _before_step(self) -> None:
+        if self.aside.idle() and self._traces is None and not device.capturing():
+            return
         if not self.aside.here:  # a forked child has no CUDA, and copies nothing
             return
         captured = device.capturing()

@@ -33,7 +33,7 @@ class Batches(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         for first, ids in self.elastic.batches():
-            yield self._handed(first, ids)
+            yield ids if self._dice is None or not self._dice.seeded else self._handed(first, ids)
             while self._again:
                 self._again = False
                 yield self._handed(first, ids)
@@ -51,8 +51,7 @@ class Batches(BatchSampler):
         self._again = True
 
     def _handed(self, first: int, ids: Any) -> Any:
-        if self._dice is None or not self._dice.seeded:
-            return ids
+        assert self._dice is not None
         if self.watch is not None:
             self.watch.for_batch(first)
         elif self.elastic.yield_batches:

@@ -188,7 +188,7 @@ class ElasticLoader:
     def _quiet(self) -> None:
         if self._accumulation is not None:
             self._accumulation.requested()
-        self.sampler.commit()
+        self.sampler.progress.commit()
         for call in tuple(self.before_batch):
             call()
 
@@ -208,7 +208,7 @@ class ElasticLoader:
                 f"loader {self.name!r} ended its epoch early, at position {self.sampler.progress.position()}",
                 hint="the inner DataLoader must not drop or regroup samples (drop_last, batch_size)",
             )
-        self.sampler.on_batch()
+        self.sampler.progress.on_batch()
         if self._accumulation is not None:
             self._accumulation.received(self)
         return batch

@@ -20,6 +20,7 @@ is fetched once more, seeded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from dlrover_hooks.data.feistel import Indices, splitmix
 from dlrover_hooks.data.generators import Generator, generators
 
 _SAMPLE, _BATCH = 0x5A3D, 0xBA7C
+_value = attrgetter("value")
 
 
 class Dice:
@@ -64,11 +66,11 @@ class Watch(Dice):
         """`take()` fetches a micro-batch, the same again after `repeat()`; here on generators of its own."""
         if self._drawn is not None:
             return self._first_fetch(take)
-        marks = [mark.value for mark in self._marks]
+        marks = list(map(_value, self._marks))
         if marks != self._seen:  # the loop has drawn
             self._seen, self._before = marks, [one.words.copy() for one in self._quiet]
         batch = self._seeded_fetch(take) if self.seeded else take()
-        if [mark.value for mark in self._marks] == marks:
+        if list(map(_value, self._marks)) == marks:
             return batch
         self._wake(marks)
         repeat()

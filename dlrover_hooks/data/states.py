@@ -10,6 +10,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from dlrover_hooks import rng
 from dlrover_hooks.data.generators import WORDS, NumpyGenerator, PythonGenerator, Words, torch_words
 
+_raw = attrgetter("raw")
 _numpy: Any = np.random
 _python: Any = random
 
@@ -49,7 +51,7 @@ class States:
         has, value = self._left_over
         cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
         left = _python._inst.gauss_next, has.value, value.value
-        seen = [end.raw for end in self._ends], left, self._torch(), cuda
+        seen = list(map(_raw, self._ends)), left, self._torch(), cuda
         if self._taken is None or seen != self._seen:
             self._seen, self._taken = seen, self._packed(*left, cuda)
         return self._taken

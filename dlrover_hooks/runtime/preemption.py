@@ -185,7 +185,7 @@ class Preemption:
                 self._give_up()
             else:
                 self._ask(caller)
-        unheard = self.overdue and not self._held
+        unheard = self.mine and self.overdue and not self._held
         return passage is Passage.LEAVE or self.alone or unheard
 
     def stay(self) -> None:

@@ -186,7 +186,7 @@ class Membership:
         Raises:
             RoundEnded: the round is broken or, where a step ends, newcomers wait.
         """
-        if self.broken:
+        if self._broken >= max(self.round, 1):  # `broken`, without a call in each step
             raise RoundEnded(f"round {self.round} of job {self.config.job} lost a member")
         if step_ends and self._waiting and not self.unsupported:  # the agents let newcomers in
             raise RoundEnded(f"newcomers wait to join job {self.config.job}")
