@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover_hooks.data.indices import ElasticIndices as ElasticIndices
+    from dlrover_hooks.data.leased.dataset import ShardDataset as ShardDataset
     from dlrover_hooks.data.loader import elastic_loader as elastic_loader
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
-    from dlrover_hooks.data.shards import ShardDataset as ShardDataset
-    from dlrover_hooks.integrations.elastic import elastic_run as elastic_run
-    from dlrover_hooks.integrations.torch import AsyncCheckpointer as AsyncCheckpointer
+    from dlrover_hooks.elastic.in_process_recovery import elastic_run as elastic_run
     from dlrover_hooks.protocol import Retention as Retention
+    from dlrover_hooks.pytorch.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
     from dlrover_hooks.session import Session as Session
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "AsyncCheckpointer": "dlrover_hooks.integrations.torch",
+    "AsyncCheckpointer": "dlrover_hooks.pytorch.async_checkpointer",
     "ElasticIndices": "dlrover_hooks.data.indices",
     "ElasticSampler": "dlrover_hooks.data.sampler",
     "Retention": "dlrover_hooks.protocol",
     "Session": "dlrover_hooks.session",
-    "ShardDataset": "dlrover_hooks.data.shards",
+    "ShardDataset": "dlrover_hooks.data.leased.dataset",
     "elastic_loader": "dlrover_hooks.data.loader",
-    "elastic_run": "dlrover_hooks.integrations.elastic",
+    "elastic_run": "dlrover_hooks.elastic.in_process_recovery",
 }
 
 

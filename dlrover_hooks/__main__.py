@@ -1,5 +1,5 @@
 """`python -m dlrover_hooks` is the `dlrover-hooks` command."""
 
-from dlrover_hooks.cli import main
+from dlrover_hooks.cli.main import main
 
 main()

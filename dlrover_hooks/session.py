@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks import rng, standing, testing
-from dlrover_hooks.checkpoint import stock
-from dlrover_hooks.checkpoint.cadence import Pace, save_due
-from dlrover_hooks.checkpoint.restoring import Fitting
-from dlrover_hooks.checkpoint.stock import Restored as Restored
-from dlrover_hooks.checkpoint.wire import SaveNotice
+from dlrover_hooks import rng, testing
+from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
+from dlrover_hooks.checkpoint.restore.generation_loader import Fitting
+from dlrover_hooks.checkpoint.save.schedule import Pace, save_due
 from dlrover_hooks.config import Config, Place, drill, use_seat
-from dlrover_hooks.courier import Courier
-from dlrover_hooks.data.cut import Cut, Leased, Source, united
+from dlrover_hooks.data.data_state import Cut, Leased, Source, united
 from dlrover_hooks.errors import (
     CheckpointError,
     HooksError,
@@ -37,16 +34,18 @@ from dlrover_hooks.errors import (
     StorageFailed,
     UsageError,
 )
-from dlrover_hooks.forks import Here
-from dlrover_hooks.last_save import End, LastSave, say_farewell
-from dlrover_hooks.parting import Parting
-from dlrover_hooks.runtime import regroup
-from dlrover_hooks.runtime.preemption import Preempted as Preempted
-from dlrover_hooks.surface import Surface
+from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.worker import membership, session_parts, startup
+from dlrover_hooks.worker.deferred_errors import Surface
+from dlrover_hooks.worker.emergency_save import Parting
+from dlrover_hooks.worker.final_save import End, LastSave, say_farewell
+from dlrover_hooks.worker.preemption import Preempted as Preempted
+from dlrover_hooks.worker.reporter import Courier
+from dlrover_hooks.worker.startup import Restored as Restored
 
 if TYPE_CHECKING:
-    from dlrover_hooks.alone import Ear
-    from dlrover_hooks.watching import Watcher
+    from dlrover_hooks.client.in_process_master import Ear
+    from dlrover_hooks.client.liveness_connection import Watcher
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -77,19 +76,19 @@ class Session:
                 "or run `python -m dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
             )
         self.config, self.place = config, place
-        self.membership = regroup.entered(self, config)
+        self.membership = membership.entered(self, config)
         self.run, self.attempt = "", 0
         self._incarnation = place.incarnation or uuid.uuid4().hex
         self._data = Cut()
         self._restored: Restored | None = None
-        self.found = standing.Noted()  # what was noted beside it
+        self.found = session_parts.Noted()  # what was noted beside it
         self._rng: dict[str, Any] | None = None
         self._pace = Pace()
         self.at_step_end = False  # a step was made, and no batch requested since
         self._prepared, self._cut_at, self._looked = False, -1, -1
         self._left, self._here, self._end = False, Here(), End.DURABLE
-        self._caller = standing.caller(config, self._incarnation, self.membership)
-        self._engine = standing.engine(config, place, self, self.membership) if checkpoint else None
+        self._caller = session_parts.caller(config, self._incarnation, self.membership)
+        self._engine = session_parts.engine(config, place, self, self.membership) if checkpoint else None
         seat = (self._incarnation, place.rank, place.world_size)
         self._courier = Courier(self._caller, config.job, seat, self._engine)
         self._surface = Surface(config, place, self._engine, self._courier)
@@ -101,15 +100,15 @@ class Session:
     def join(self) -> None:
         """Take a seat: ask for one unless the launcher did, attach, and hold the liveness connection open."""
         if not self.place.incarnation:
-            stock.take_fixed_seat(self._caller.call, self.config, self.place, self._incarnation, FORM_S)
+            startup.take_fixed_seat(self._caller.call, self.config, self.place, self._incarnation, FORM_S)
         use_seat()
         kept = self.membership
         survives = kept is not None and kept.survives
         recovers = kept is not None and not kept.unsupported
-        attach = stock.attach(
+        attach = startup.attach(
             self.config, self.place, self._incarnation, self._engine, speaks=survives, recovers=recovers
         )
-        attached = stock.seated_alike(self._caller.call(attach, timeout_s=60.0), self.config.job, self.place)
+        attached = startup.seated_alike(self._caller.call(attach, timeout_s=60.0), self.config.job, self.place)
         self.run = attached.run
         if kept is None:
             self._watcher = self._caller.watch(self.config.job, self._noticed)
@@ -133,17 +132,17 @@ class Session:
         """
         plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
         while plan.phase is not p.Phase.TRAINING:
-            plan = stock.next_plan(self._caller.call, self.config.job, self._incarnation, plan, deadline)
+            plan = startup.next_plan(self._caller.call, self.config.job, self._incarnation, plan, deadline)
             if plan.phase is p.Phase.BROKEN and self.membership is not None:
                 raise RoundEnded(f"round {plan.round} of job {self.config.job} lost a member before all had loaded")
-            stock.follow(plan, self._engine)
+            startup.follow(plan, self._engine)
             if plan.refused is not None:
-                raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint=stock.instead(plan))
+                raise NoCheckpoint(f"job {self.config.job}: {plan.refused}", hint=startup.instead(plan))
             if plan.phase is p.Phase.RESTORING and plan.restore is not None:
                 tried = True
                 self._load(plan, plan.restore, fitting, check)
         if plan.restore is None and (tried or plan.attempt == 1):
-            stock.refuse_nothing(self.config)
+            startup.refuse_nothing(self.config)
         self._begin(plan)
         return self._restored
 
@@ -168,7 +167,7 @@ class Session:
     def draw_from(self, note: bytes) -> None:
         """This rank's random state was noted on another node: what follows the restore is drawn from there."""
         if self._restored is not None and self.membership is not None:
-            self._restored = standing.drawing(self._restored, note, self.place, self.attempt)
+            self._restored = session_parts.drawing(self._restored, note, self.place, self.attempt)
             self.membership.draws.took(note)
 
     def forget_restored(self) -> None:
@@ -337,20 +336,20 @@ class Session:
     def _load(self, plan: p.Plan, choice: p.Restore, fitting: Fitting | None, check: Callable[[Any], object]) -> None:
         """Load the choice and say so; what cannot be loaded is reported and the master chooses again."""
         assert self._engine is not None
-        stock.say_fallbacks(plan, self.config, self.place, self._surface.said)
+        startup.say_fallbacks(plan, self.config, self.place, self._surface.said)
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
         try:
             found = self._engine.load(choice, fitting)
             check(found.tree["state"])
             cuts = {} if choice.weights else united(found.leases)
-            restored = stock.restored(choice, found)
+            restored = startup.restored(choice, found)
         except CheckpointError as error:
             log.warning("job %s rank %d cannot load %s: %s", self.config.job, self.place.rank, choice.generation, error)
             ok, reason, cuts, self._restored = False, error.message, {}, None
         else:
             self._restored = restored
             # before anybody trains, and writes over what the dead have noted
-            self.found = standing.noted(self._restored, self.place, self._engine, self.membership)
+            self.found = session_parts.noted(self._restored, self.place, self._engine, self.membership)
             ok, reason = True, ""
         said = p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts)
         try:
@@ -361,17 +360,17 @@ class Session:
     def _begin(self, plan: p.Plan) -> None:
         self.run, self.attempt = plan.run, plan.attempt
         if plan.restore is None:
-            self._restored, self.found = None, standing.Noted()
+            self._restored, self.found = None, session_parts.Noted()
         if self._engine is not None:
             if self._restored is not None:
                 self._engine.fill()
-            stock.take_seat(self.config, self._engine, plan, self.place)
+            startup.take_seat(self.config, self._engine, plan, self.place)
             self._engine.others.hopeless = frozenset()  # the master is there
         if self._restored is not None:
-            self._restored = standing.drawing(self._restored, self.found.note, self.place, self.attempt)
-            stock.say(self._restored, self.config, self.place)
+            self._restored = session_parts.drawing(self._restored, self.found.note, self.place, self.attempt)
+            startup.say(self._restored, self.config, self.place)
         if self.membership is not None:
-            standing.notes(plan, self.place, self._engine, self.membership, self.found.note)
+            session_parts.notes(plan, self.place, self._engine, self.membership, self.found.note)
         self.parting.begin(self._restored)
         self._courier.start(plan.cadence)
         if orders := drill():

@@ -56,7 +56,7 @@ def routes() -> str:
     return "\n".join(rows)
 
 
-cli = ("-c", "from dlrover_hooks.cli import main; main(prog_name='dlrover-hooks')")
+cli = ("-c", "from dlrover_hooks.cli.main import main; main(prog_name='dlrover-hooks')")
 myst_substitutions = {
     "run_help": help_of(*cli, "run"),
     "rehearse_help": help_of(*cli, "rehearse"),

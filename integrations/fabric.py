@@ -29,12 +29,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.accumulation import hold_back
-from dlrover_hooks.data.leased import LeasedLoader
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.even import Around
-from dlrover_hooks.integrations.filling import left_alone
-from dlrover_hooks.integrations.loop import Loop, Window, is_leased, is_training, keeps_own_state
+from dlrover_hooks.pytorch.even_batches import Around
+from dlrover_hooks.pytorch.tensor_loading import left_alone
+from dlrover_hooks.pytorch.training_loop import Loop, Window, is_leased, is_training, keeps_own_state
 from dlrover_hooks.session import Preempted
 
 log = logging.getLogger("dlrover_hooks")

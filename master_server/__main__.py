@@ -23,13 +23,14 @@ import msgspec
 import uvicorn
 import uvloop
 
+from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
+from dlrover_hooks.config.duration import interval
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
 from dlrover_hooks.master.connections import Connection, Limits, Strangers
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.periods import interval
 
 USAGE = 78
 """Exit code (EX_CONFIG) for what the caller can mend."""
@@ -175,6 +176,7 @@ async def _serve(options: Options, listener: socket.socket, journal: Journal) ->
     metrics = Metrics()
     runtime = Runtime(
         journal,
+        storage=CommittedStorage(),
         lease_s=options.lease_s,
         open_lease_s=options.open_lease_s,
         forget_after_s=options.forget_after_s,

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dlrover_hooks.errors import HooksError, JournalFailed, UsageError
-from dlrover_hooks.master.core import events, jobs
-from dlrover_hooks.master.core.jobs import Master
+from dlrover_hooks.master.core import events, job_registry
+from dlrover_hooks.master.core.job_registry import Master
 
 log = logging.getLogger("dlrover_hooks.master")
 SNAPSHOT_EVERY = 10_000
@@ -186,7 +186,7 @@ class Journal:
         for seq, state, crc in rows:
             try:
                 _check(seq, state, crc)
-                return int(seq), jobs.decode(state), bad
+                return int(seq), job_registry.decode(state), bad
             except Exception as error:
                 bad = bad or f"its snapshot at event {seq}: {type(error).__name__}: {error}"
         return 0, Master(), bad
@@ -208,7 +208,7 @@ class Journal:
     def _replay(self, state: Master, number: int, record: bytes) -> None:
         try:
             envelope = events.decode(record)
-            jobs.apply(state, envelope.event, envelope.now, envelope.key)
+            job_registry.apply(state, envelope.event, envelope.now, envelope.key)
         except HooksError as error:
             log.warning("journal %s: event %d is passed over, this release refuses it: %s", self.path, number, error)
 

@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, MasterError
+from dlrover_hooks.master.checkpoint_store import Storage
 from dlrover_hooks.master.clock import REAL, Clock, Uptime
-from dlrover_hooks.master.core import events, jobs, views
+from dlrover_hooks.master.core import events, job_registry, views
 from dlrover_hooks.master.core.effects import (
     CommitGeneration,
     Deadline,
@@ -33,12 +34,11 @@ from dlrover_hooks.master.core.effects import (
     WriteFinished,
 )
 from dlrover_hooks.master.core.events import Envelope, ForgetFinished, Key, Tick
-from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.views import Poll
-from dlrover_hooks.master.deposits import Deposits
-from dlrover_hooks.master.folders import Folders, Storage
+from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
-from dlrover_hooks.master.liveness import Liveness
+from dlrover_hooks.master.storage_worker import Deposits
 from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
@@ -65,7 +65,7 @@ class Runtime:
         self,
         journal: Journal,
         *,
-        storage: Storage | None = None,
+        storage: Storage,
         lease_s: float = 10.0,
         suspicion_s: float = 0.5,
         open_lease_s: float = 60.0,
@@ -79,7 +79,7 @@ class Runtime:
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
         self._deposits = Deposits(
-            storage or Folders(), owner=journal.owner, inform=self._inform, writes=self._writes, wall=clock.wall
+            storage, owner=journal.owner, inform=self._inform, writes=self._writes, wall=clock.wall
         )
         self._snapshot_every, self._forget_after_s = snapshot_every, forget_after_s
         self._observe_commit = observe_commit
@@ -116,7 +116,7 @@ class Runtime:
         for name, job in sorted(self.state.jobs.items()):
             if job.writes and job.settings.save_to is not None:
                 self._deposits.claim_again(name, job.settings.save_to, job.settings.options)
-        for effect in jobs.unfinished_effects(self.state):
+        for effect in job_registry.unfinished_effects(self.state):
             self._do(effect)
         self._liveness.start()
         if self._forget_after_s < math.inf:
@@ -152,7 +152,7 @@ class Runtime:
 
     async def _attach(self, event: Attach, url: str, key: Key | None) -> Message:
         """The claim comes first. The job may have ended by then: nobody else would give it up."""
-        jobs.check_attach(self.state, event)
+        job_registry.check_attach(self.state, event)
         await self._deposits.claim(event.job, url, event.storage_options)
         try:
             await self._writable()
@@ -163,13 +163,13 @@ class Runtime:
         return await asyncio.shield(done)
 
     def _writes(self, job: str) -> bool:
-        return jobs.writes(self.state, job)
+        return job_registry.writes(self.state, job)
 
     def _enqueue(self, event: Message, key: Key | None) -> asyncio.Future[Message]:
         now = self._now()
         record = _encoded(Envelope(now=now, event=event, key=key))
         try:
-            outcome = jobs.apply(self.state, event, now, key)
+            outcome = job_registry.apply(self.state, event, now, key)
         except HooksError:
             raise
         except Exception as error:
@@ -243,7 +243,7 @@ class Runtime:
     def _snapshot(self) -> bytes | None:
         """The state for the journal. None if it cannot be encoded: the events alone give it, too."""
         try:
-            return jobs.encode(self.state)
+            return job_registry.encode(self.state)
         except Exception:
             log.critical("the state cannot be encoded, so the journal keeps growing: please report this", exc_info=True)
             return None
@@ -303,7 +303,7 @@ class Runtime:
         state = await self._loop.run_in_executor(self._writer, self.journal.load)
         for entry in self._queue:
             envelope = events.decode(entry.record)
-            jobs.apply(state, envelope.event, envelope.now, envelope.key)
+            job_registry.apply(state, envelope.event, envelope.now, envelope.key)
         self.state, self._reloading = state, None
         self._liveness.rolled_back()
         done.set_result(None)
@@ -453,7 +453,7 @@ class Runtime:
         now = self._now()
         if now >= self._forgot_at + min(_FORGET_EVERY_S, self._forget_after_s / 10) and not self._halted:
             self._forgot_at, before = now, now - self._forget_after_s
-            if jobs.finished_before(self.state, before):
+            if job_registry.finished_before(self.state, before):
                 with contextlib.suppress(HooksError):  # the next look finds them again
                     self._enqueue(ForgetFinished(before=before), None)
         self._forgetting = self._loop.call_later(self._uptime.tick_s, self._forget_finished)

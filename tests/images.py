@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_hooks.checkpoint.copying import Copier, place_of
-from dlrover_hooks.checkpoint.header import Inside
-from dlrover_hooks.checkpoint.image import Layout, TensorSpec, header_bytes, plan
-from dlrover_hooks.checkpoint.place import Place
-from dlrover_hooks.checkpoint.recipe import Recipe
-from dlrover_hooks.checkpoint.stored import StoredImage
+from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
+from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
+from dlrover_hooks.checkpoint.state.safetensors_writer import Layout, TensorSpec, header_bytes, plan
+from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.protocol import Generation, Manifest
 
 

@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlrover_hooks.checkpoint import link
+from dlrover_hooks.checkpoint.ipc import keeper_connection
 
 WHERE = "TESTS_KEEPERS"
 """Names the server's socket to this process and those below it."""
 _ROOM = 1000
 _ANSWER_S = 60.0
-_start = link._spawned
+_start = keeper_connection._spawned
 
 
 class Detached:
@@ -53,7 +53,7 @@ def spawned(job: str, node: str, linger_s: float) -> Any:
 
 def forked() -> None:
     """From here on, in this process, where a server runs."""
-    link._spawned = spawned
+    keeper_connection._spawned = spawned
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def serving() -> Iterator[None]:
 
 
 def main() -> None:
-    from dlrover_hooks.checkpoint import keeper
+    from dlrover_hooks.checkpoint.keeper import __main__ as keeper
 
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads) - 1} threads"

@@ -6,10 +6,10 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dlrover_hooks import courier
-from dlrover_hooks.checkpoint import room
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer, Saved
+from dlrover_hooks.checkpoint.save import segment_client
 from dlrover_hooks.protocol import Generation
+from dlrover_hooks.worker import reporter
 
 WAIT_S = 20.0
 save = Checkpointer.save
@@ -43,5 +43,5 @@ def pace() -> None:
     memory is there before the first save, however slow the machine.
     """
     Checkpointer.save = paced_save
-    room.PREPARE_WAIT_S = WAIT_S
-    courier.BEAT_S = 0.02
+    segment_client.PREPARE_WAIT_S = WAIT_S
+    reporter.BEAT_S = 0.02

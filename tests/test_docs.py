@@ -55,7 +55,7 @@ def help_of(*command: str) -> str:
     return done.stdout
 
 
-CLI = ("-c", "from dlrover_hooks.cli import main; main(prog_name='dlrover-hooks')")
+CLI = ("-c", "from dlrover_hooks.cli.main import main; main(prog_name='dlrover-hooks')")
 
 
 @pytest.mark.parametrize(("place", "text"), [(place, text) for place, text, _ in blocks("python")])
@@ -136,7 +136,8 @@ def test_callback_arguments_are_the_documented_ones() -> None:
 
 def public() -> list[object]:
     """What a user can import and is promised: the lazy names and each adapter's own."""
-    from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader
+    from dlrover_hooks.integrations.accelerate import ElasticAccelerator
+    from dlrover_hooks.integrations.accelerate.accelerator import PreparedLoader
     from dlrover_hooks.integrations.fabric import ElasticFabric, SetUpLoader
     from dlrover_hooks.integrations.lightning import ElasticCallback
 

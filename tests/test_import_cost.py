@@ -39,8 +39,8 @@ def test_the_master_loads_no_framework() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("dlrover_hooks.checkpoint.keeper", "dlrover_hooks.cli", "dlrover_hooks.client"),
-        *("dlrover_hooks.runtime.launch", "dlrover_hooks.runtime.standbys"),
+        *("dlrover_hooks.checkpoint.keeper", "dlrover_hooks.cli.main", "dlrover_hooks.client"),
+        *("dlrover_hooks.launcher.launcher", "dlrover_hooks.launcher.warm.standby_pool"),
     ],
 )
 def test_processes_beside_the_trainer_load_no_framework(module: str) -> None:
@@ -49,7 +49,7 @@ def test_processes_beside_the_trainer_load_no_framework(module: str) -> None:
 
 
 def test_the_command_line_loads_no_server() -> None:
-    assert loaded("import dlrover_hooks.cli") & {"starlette", "uvicorn", "fsspec"} == set()
+    assert loaded("import dlrover_hooks.cli.main") & {"starlette", "uvicorn", "fsspec"} == set()
 
 
 @pytest.mark.parametrize("name", ["AsyncCheckpointer", "ElasticSampler", "Retention", "Session", "elastic_loader"])

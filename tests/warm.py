@@ -3,7 +3,8 @@
     python -m tests.warm SOCKET MODULE...
 
 has imported the modules, and forks one process for each order. It has a single thread, and a child of it goes on as
-`dlrover_hooks.runtime.boot` does: from there on it is the program, with its environment, its `__main__`, and its end.
+`dlrover_hooks.launcher.warm.bootstrap` does: from there on it is the program, with its environment,
+its `__main__`, and its end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from dlrover_hooks.runtime import boot
+from dlrover_hooks.launcher.warm import bootstrap
 from tests import keepers
 
 _ANSWER_S = 120.0
@@ -177,11 +178,11 @@ def main() -> None:
         assert len(threads) == 1, f"{sys.argv[2:]} started {len(threads) - 1} threads"
         gc.freeze()
         arguments = _serve(line)
-    what = boot.program(arguments)
-    boot.forget_cwd()
-    boot.enter(what)
-    boot._correct_ranks()
-    boot.run(what)
+    what = bootstrap.program(arguments)
+    bootstrap.forget_cwd()
+    bootstrap.enter(what)
+    bootstrap._correct_ranks()
+    bootstrap.run(what)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,23 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.checkpoint import progress, storage, wire
-from dlrover_hooks.checkpoint.arena import Arena
-from dlrover_hooks.checkpoint.image import PARTS, Inside
-from dlrover_hooks.checkpoint.line import Line
-from dlrover_hooks.checkpoint.link import KeeperLink
-from dlrover_hooks.checkpoint.lone import WHOSE, Lone
-from dlrover_hooks.checkpoint.mode import EAGER, Mode
-from dlrover_hooks.checkpoint.neighbours import Locate, Neighbours
-from dlrover_hooks.checkpoint.notes import Notes
-from dlrover_hooks.checkpoint.recipe import Recipe
-from dlrover_hooks.checkpoint.restoring import Fitting, Restored, Restorer
-from dlrover_hooks.checkpoint.reuse import NO_SLOT, Heard, NoSlot, Others
-from dlrover_hooks.checkpoint.room import Room
-from dlrover_hooks.checkpoint.saving import Changed, Shot, Target, Writer
-from dlrover_hooks.checkpoint.tree import Memo, OnUnsupported, flatten
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, Neighbours
+from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.slot_policy import NO_SLOT, Heard, NoSlot, Others
+from dlrover_hooks.checkpoint.restore.generation_loader import Fitting, Restored, Restorer
+from dlrover_hooks.checkpoint.save import progress_log
+from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
+from dlrover_hooks.checkpoint.save.segment_client import Room
+from dlrover_hooks.checkpoint.save.single_rank_image import WHOSE, Lone
+from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, Target, Writer
+from dlrover_hooks.checkpoint.save.worker_notes import Notes
+from dlrover_hooks.checkpoint.state.pytree import Memo, OnUnsupported, flatten
+from dlrover_hooks.checkpoint.state.safetensors_writer import PARTS, Inside
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.errors import HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Retention, Source
 
@@ -61,13 +63,13 @@ class Checkpointer:
         keep: int | Retention = 2,
         linger_s: float = 600.0,
         locate: Locate = lambda *_: Located(),
-        notify: Callable[[wire.SaveNotice], None] = lambda _: None,
+        notify: Callable[[keeper_messages.SaveNotice], None] = lambda _: None,
         start_keeper: bool = True,
         deadline_s: float = 30.0,
         mode: str = EAGER,
     ) -> None:
         self.job, self.node, self.seat = job, node, seat
-        self.save_to = storage.absolute(save_to) if save_to is not None else None
+        self.save_to = generations.absolute(save_to) if save_to is not None else None
         self.storage_options = dict(storage_options or {})
         self.error: HooksError | None = None
         """Why the newest save was skipped, None after a good one."""
@@ -76,7 +78,7 @@ class Checkpointer:
         self._skipping_since: float | None = None
         self.stale: Stale | None = None
         """Another process has this seat: what is saved here counts no more. Set by any thread."""
-        self.damaged: wire.Damaged | None = None
+        self.damaged: keeper_messages.Damaged | None = None
         """The newest word that a slot no longer holds what was left in it: everything must be copied again."""
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
@@ -103,7 +105,7 @@ class Checkpointer:
     def _make_writer(self, mode: str) -> Writer:
         if "torch" not in sys.modules:
             return Writer()
-        from dlrover_hooks.checkpoint.lazy import LazyWriter
+        from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 
         return LazyWriter(Mode(mode), self._skip, lambda: self.parameters())
 
@@ -137,7 +139,7 @@ class Checkpointer:
     def drop(self) -> None:
         """Forget what this node holds of other runs: a fresh one begins. Takes the seat; living ones are spared."""
         self.take_seat()
-        self._line.ask(lambda ref: wire.Drop(ref=ref, run=self._run))
+        self._line.ask(lambda ref: keeper_messages.Drop(ref=ref, run=self._run))
         if self._newest_complete is not None and self._newest_complete.run != self._run:
             self._newest_complete = None
 
@@ -284,7 +286,9 @@ class Checkpointer:
 
         def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
             arena.publish(slot, shot.generation, rank, world_size, size)
-            message = wire.Published(slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged)
+            message = keeper_messages.Published(
+                slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged
+            )
             if not self._line.tell(message):
                 raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
 
@@ -307,7 +311,7 @@ class Checkpointer:
         where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
         return flatten(tree, where=where, on_unsupported=on_unsupported, memo=self._memo)
 
-    def _allocated(self, reply: wire.Allocated) -> None:
+    def _allocated(self, reply: keeper_messages.Allocated) -> None:
         """What the keeper says beside new memory. Any thread."""
         self._persisting |= set(reply.persisting).difference(self._ended)
         if reply.complete is not None and self._newest_complete is None:
@@ -326,7 +330,7 @@ class Checkpointer:
     def complete(self, generation: Generation) -> None:
         """`generation` is memory-complete over all ranks. Any thread."""
         self._newest_complete = generation
-        self._line.tell(wire.Complete(generation=generation))
+        self._line.tell(keeper_messages.Complete(generation=generation))
 
     def hold(self, generation: Generation, *, last: bool = False) -> bool:
         """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice.
@@ -350,8 +354,8 @@ class Checkpointer:
             raise UsageError("nothing can be made durable without `save_to`")
         self._persisting.add(generation)
         which = {"generation": generation, "rank": self._rank, "world_size": self._world_size}
-        if not self._line.tell(wire.Persist(**which, url=self.save_to, options=self.storage_options)):
-            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
+        if not self._line.tell(keeper_messages.Persist(**which, url=self.save_to, options=self.storage_options)):
+            self._noticed(keeper_messages.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
 
     def close(self, finished: bool = False) -> None:
         """Leave; `finished`: nobody will need what this node holds in memory. Idempotent; nothing in a forked child."""
@@ -376,30 +380,34 @@ class Checkpointer:
         self._keeper_gone()
         self._room.lose()
 
-    def _hello(self, ref: int) -> wire.Hello:
-        return wire.Hello(
+    def _hello(self, ref: int) -> keeper_messages.Hello:
+        return keeper_messages.Hello(
             ref=ref, seat=self.seat, job=self.job, master=self._master, run=self._run, attempt=self._attempt,
             save_to=self.save_to, storage_options=self.storage_options, keep=self._keep,
             replicate=self.neighbours.order,
         )  # fmt: skip
 
-    def _noticed(self, notice: wire.Notice) -> None:
+    def _noticed(self, notice: keeper_messages.Notice) -> None:
         """Hand on what is about this life's saves; the keeper also tells how those of the life before went."""
-        if isinstance(notice, wire.Replaced):
+        if isinstance(notice, keeper_messages.Replaced):
             self.stale = Stale(
                 f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
                 hint="this process is an old life of that worker: end it",
             )
             return
-        if isinstance(notice, (wire.Unreplicated, wire.Space, wire.Damaged)):
-            progress.warn(self.job, self._rank, notice)
-            self.damaged = notice if isinstance(notice, wire.Damaged) else self.damaged
+        if isinstance(notice, (keeper_messages.Unreplicated, keeper_messages.Space, keeper_messages.Damaged)):
+            progress_log.warn(self.job, self._rank, notice)
+            self.damaged = notice if isinstance(notice, keeper_messages.Damaged) else self.damaged
             return
-        if isinstance(notice, (wire.Storing, wire.Persisted)) and self._rank == 0 and self.save_to is not None:
-            progress.say(self.job, self.save_to, notice)
-        if isinstance(notice, wire.Storing) or self._lone.takes(notice):
+        if (
+            isinstance(notice, (keeper_messages.Storing, keeper_messages.Persisted))
+            and self._rank == 0
+            and self.save_to is not None
+        ):
+            progress_log.say(self.job, self.save_to, notice)
+        if isinstance(notice, keeper_messages.Storing) or self._lone.takes(notice):
             return
-        if isinstance(notice, (wire.Persisted, wire.PersistFailed)):
+        if isinstance(notice, (keeper_messages.Persisted, keeper_messages.PersistFailed)):
             self._ended.append(notice.generation)
             self._persisting.discard(notice.generation)
         if (notice.generation.run, notice.generation.attempt) == (self._run, self._attempt):
@@ -408,4 +416,4 @@ class Checkpointer:
     def _keeper_gone(self) -> None:
         """What was to be persisted will never be answered for: report it. Any thread."""
         for generation in tuple(self._persisting):
-            self._noticed(wire.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
+            self._noticed(keeper_messages.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from dlrover_hooks.data.batch import Plan
+from dlrover_hooks.data.batch_plan import Plan
 from dlrover_hooks.errors import UsageError
 
 if TYPE_CHECKING:

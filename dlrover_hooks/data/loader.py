@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import config
 from dlrover_hooks.data.accumulation import Accumulation, accumulation_of
-from dlrover_hooks.data.batch import Tail
-from dlrover_hooks.data.batches import END, Batches
-from dlrover_hooks.data.leased import is_leased, leased_loader
-from dlrover_hooks.data.marks import mark_on_step
+from dlrover_hooks.data.batch_plan import Tail
+from dlrover_hooks.data.batch_sampler import END, Batches
+from dlrover_hooks.data.leased.leased_loader import is_leased, leased_loader
 from dlrover_hooks.data.order import Kind
-from dlrover_hooks.data.refusals import refusal
 from dlrover_hooks.data.sampler import ElasticSampler
+from dlrover_hooks.data.step_marks import mark_on_step
+from dlrover_hooks.data.unsupported_loaders import refusal
 from dlrover_hooks.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def elastic_loader(
         global_batch_size: samples per step over all ranks; None = the environment's, else what the first start had.
         order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
         tail: None = "drop" where the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
-        seed_samples: random numbers drawn by the dataset come from (seed, position), see `dlrover_hooks.data.seeds`.
+        seed_samples: random numbers drawn by the dataset come from (seed, position), see `data.sample_seeds`.
         fixed_length: refuse a loader whose epochs differ in length.
 
     An ElasticSampler that is there is kept, with its sizes, order, seed and tail. Raises UsageError, see `supports`.

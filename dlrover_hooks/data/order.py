@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dlrover_hooks.data.blocks import KEYS, Blocks
+from dlrover_hooks.data.block_shuffle import KEYS, Blocks
 from dlrover_hooks.data.feistel import Feistel, Indices, keys
 from dlrover_hooks.errors import UsageError
 
@@ -36,9 +36,9 @@ KINDS = ("shuffle", "blocks", "sequential")
 class Order:
     """The order of n samples in every epoch. Keeps the key or table of the epoch asked for last, no other.
 
-    order: `"shuffle"`, a permutation of all samples; `"blocks"`, see `dlrover_hooks.data.blocks`; `"sequential"`. True
-    and False mean the first and the last. block, window: samples in a block and blocks in a window, for `"blocks"`
-    only; None = 1024 and 64. Raises UsageError for others.
+    order: `"shuffle"`, a permutation of all samples; `"blocks"`, see `dlrover_hooks.data.block_shuffle`;
+    `"sequential"`. True and False mean the first and the last. block, window: samples in a block and blocks in a
+    window, for `"blocks"` only; None = 1024 and 64. Raises UsageError for others.
     """
 
     def __init__(

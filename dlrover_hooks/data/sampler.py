@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from dlrover_hooks import config
-from dlrover_hooks.data.batch import Plan, Slice, Tail, fitting
+from dlrover_hooks.data.batch_plan import Plan, Slice, Tail, fitting
+from dlrover_hooks.data.cursor import Progress
 from dlrover_hooks.data.feistel import Indices
 from dlrover_hooks.data.fingerprint import refuse_other
 from dlrover_hooks.data.order import Kind, Order
-from dlrover_hooks.data.progress import Progress
 from dlrover_hooks.errors import UsageError
 
 CHUNK = 16384  # samples computed at a time: below 4096 numpy's call overhead dominates
@@ -39,9 +39,9 @@ class ElasticSampler(DistributedSampler[Any]):
     global batch must be shared by more ranks, or was another at the first start.
     global_batch_size: samples per optimizer step over all ranks; None = what the first start had (batch_size * world
     size), or what a loaded state says. order, block, window: see `dlrover_hooks.data.order`; None = as `shuffle` says.
-    tail: the last step of an epoch, see `dlrover_hooks.data.batch`. yield_batches: yield micro-batches, each an int64
-    array of at most batch_size ids, for `DataLoader(dataset, batch_size=None, sampler=sampler)` and a dataset that
-    takes arrays. num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
+    tail: the last step of an epoch, see `dlrover_hooks.data.batch_plan`. yield_batches: yield micro-batches, each an
+    int64 array of at most batch_size ids, for `DataLoader(dataset, batch_size=None, sampler=sampler)` and a dataset
+    that takes arrays. num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
 
     Somebody must count: `on_batch()` for each micro-batch the loop received, `mark()` when the optimizer stepped,
     `commit()` at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch of which
@@ -243,7 +243,7 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @property
     def weight(self) -> float:
-        """Weight of this rank's gradient in that step, for a SUM over ranks (DL-88; see `dlrover_hooks.data.batch`)."""
+        """Weight of this rank's gradient in that step, for a SUM over ranks, see `dlrover_hooks.data.batch_plan`."""
         return self.progress.weight
 
     @property

@@ -6,28 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover_hooks.testing.bucket import Bucket as Bucket
-    from dlrover_hooks.testing.bucket import FaultyStore as FaultyStore
-    from dlrover_hooks.testing.bucket import faulty_store as faulty_store
-    from dlrover_hooks.testing.drill import arm as arm
     from dlrover_hooks.testing.fakes import Hold as Hold
     from dlrover_hooks.testing.fakes import ManualClock as ManualClock
     from dlrover_hooks.testing.fakes import MasterFake as MasterFake
     from dlrover_hooks.testing.fakes import StorageFake as StorageFake
-    from dlrover_hooks.testing.faults import Fault as Fault
-    from dlrover_hooks.testing.faults import Kind as Kind
-    from dlrover_hooks.testing.faults import Moment as Moment
-    from dlrover_hooks.testing.faults import Target as Target
-    from dlrover_hooks.testing.inject import InjectedFault as InjectedFault
-    from dlrover_hooks.testing.proxy import Proxy as Proxy
+    from dlrover_hooks.testing.faults.drill import arm as arm
+    from dlrover_hooks.testing.faults.fault_actions import InjectedFault as InjectedFault
+    from dlrover_hooks.testing.faults.fault_plan import Fault as Fault
+    from dlrover_hooks.testing.faults.fault_plan import Kind as Kind
+    from dlrover_hooks.testing.faults.fault_plan import Moment as Moment
+    from dlrover_hooks.testing.faults.fault_plan import Target as Target
+    from dlrover_hooks.testing.object_store import Bucket as Bucket
+    from dlrover_hooks.testing.object_store import FaultyStore as FaultyStore
+    from dlrover_hooks.testing.object_store import faulty_store as faulty_store
+    from dlrover_hooks.testing.tcp_proxy import Proxy as Proxy
 
 _PUBLIC = {
     **dict.fromkeys(("Hold", "ManualClock", "MasterFake", "StorageFake"), "fakes"),
-    **dict.fromkeys(("Bucket", "FaultyStore", "faulty_store"), "bucket"),
-    **dict.fromkeys(("Fault", "Kind", "Moment", "Target"), "faults"),
-    "InjectedFault": "inject",
-    "arm": "drill",
-    "Proxy": "proxy",
+    **dict.fromkeys(("Bucket", "FaultyStore", "faulty_store"), "object_store"),
+    **dict.fromkeys(("Fault", "Kind", "Moment", "Target"), "faults.fault_plan"),
+    "InjectedFault": "faults.fault_actions",
+    "arm": "faults.drill",
+    "Proxy": "tcp_proxy",
 }
 
 

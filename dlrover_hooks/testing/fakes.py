@@ -6,9 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_hooks.alone import Alone
+from dlrover_hooks.client.in_process_master import Alone
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
-from dlrover_hooks.master.folders import Storage
+from dlrover_hooks.master.checkpoint_store import Storage
 from dlrover_hooks.protocol import Manifest, Retention
 
 

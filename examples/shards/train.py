@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks import ShardDataset, elastic_loader
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.data.sources import TextRecords
+from dlrover_hooks.data.leased.sources import TextRecords
 from dlrover_hooks.protocol import ShowLedger
 
 LIBRARY = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:50]

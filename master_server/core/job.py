@@ -10,8 +10,9 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import checkpoints, rounds, seating
-from dlrover_hooks.master.core.checkpoints import Commit, Saves, Settings
+from dlrover_hooks.master.core.checkpoints import votes
+from dlrover_hooks.master.core.checkpoints.restore_sources import Offers, Refusal
+from dlrover_hooks.master.core.checkpoints.votes import Commit, Saves, Settings
 from dlrover_hooks.master.core.effects import (
     CommitGeneration,
     Deadline,
@@ -21,10 +22,11 @@ from dlrover_hooks.master.core.effects import (
     plan_topic,
     watch_topic,
 )
-from dlrover_hooks.master.core.kv import Keys
-from dlrover_hooks.master.core.ledger import Ledgers
-from dlrover_hooks.master.core.restore import Offers, Refusal
-from dlrover_hooks.master.core.rounds import Member, Round, Rounds
+from dlrover_hooks.master.core.leased_data.ledger import Ledgers
+from dlrover_hooks.master.core.rounds import rank_assignment
+from dlrover_hooks.master.core.rounds import rendezvous as rounds
+from dlrover_hooks.master.core.rounds.key_value_store import Keys
+from dlrover_hooks.master.core.rounds.rendezvous import Member, Round, Rounds
 from dlrover_hooks.protocol import Ending, Phase, Restore, Secret, Source
 
 Effects = list[Effect]
@@ -165,7 +167,7 @@ def persist_due_at(job: Job) -> float:
     """When a persist is due, if the job trains, votes do not tell, and it is not announced yet; else `inf`."""
     current = job.rounds.round
     trains = current is not None and current.phase is Phase.TRAINING and current.attempt > 0 and not job.finished
-    return checkpoints.persist_due_at(job.saves, job.settings) if trains else math.inf
+    return votes.persist_due_at(job.saves, job.settings) if trains else math.inf
 
 
 EVERY_S = 1.0
@@ -174,7 +176,7 @@ EVERY_S = 1.0
 
 def arm(job: Job, now: float, effects: Effects) -> None:
     """Have the job's one `Deadline` come in time for whatever is due first."""
-    forming = seating.due(job.rounds)
+    forming = rank_assignment.due(job.rounds)
     soonest = job.ledgers.expired_at + EVERY_S
     dues = [max(ledger.heap[0][0], soonest) for ledger in job.ledgers.named.values() if ledger.heap]
     if forming is not None and forming > now:
@@ -212,6 +214,6 @@ def finishing(job: Job) -> Effects:
 def unfinished_effects(job: Job) -> Effects:
     """Effects whose outcome is not journaled yet."""
     effects: Effects = [committing(job, commit) for commit in job.saves.committing]
-    if (at := min(job.alarm, seating.due(job.rounds) or math.inf)) < math.inf:
+    if (at := min(job.alarm, rank_assignment.due(job.rounds) or math.inf)) < math.inf:
         effects.append(Deadline(job=job.name, at=at))
     return effects + finishing(job)

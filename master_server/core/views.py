@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import GivenUp, Stale
-from dlrover_hooks.master.core import checkpoints, kv, preemption, replicas, rounds, shards
+from dlrover_hooks.master.core.checkpoints import replica_ring, votes
 from dlrover_hooks.master.core.effects import (
     key_topic,
     parting_topic,
@@ -15,9 +15,11 @@ from dlrover_hooks.master.core.effects import (
     shards_topic,
     watch_topic,
 )
+from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job, in_round, knows
-from dlrover_hooks.master.core.jobs import Master, job_named
-from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.master.core.job_registry import Master, job_named
+from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.rounds import departure, key_value_store, rendezvous
 from dlrover_hooks.protocol import (
     AwaitKeys,
     AwaitParting,
@@ -61,7 +63,7 @@ def topics(state: Master, request: Poll) -> tuple[str, ...]:
     if isinstance(request, AwaitShards):
         return (shards_topic(request.job, request.name),)
     if isinstance(request, AwaitKeys):
-        key = kv.missing(job_named(state, request.job).keys, request.keys)
+        key = key_value_store.missing(job_named(state, request.job).keys, request.keys)
         return (key_topic(request.job, key or ""), watch_topic(request.job))
     return (_TOPIC[type(request)](request.job),)
 
@@ -98,19 +100,19 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         finished_step=job.finished_step if job.finished else None,
         begun_step=_begun_step(job, current),
         save_to=job.settings.save_to,
-        parting=preemption.told(job),
+        parting=departure.told(job),
         ending=job.ending,
         failures=job.failures,
     )
 
 
-def _begun_step(job: Job, current: rounds.Round | None) -> int | None:
+def _begun_step(job: Job, current: rendezvous.Round | None) -> int | None:
     if current is None or current.attempt == 0:
         return None
     return job.plan.restore.generation.step if job.plan.restore is not None else 0
 
 
-def _member(nodes: Nodes, job: str, member: rounds.Member) -> MemberView:
+def _member(nodes: Nodes, job: str, member: rendezvous.Member) -> MemberView:
     pulse = nodes.pulses.get((job, member.incarnation))
     return MemberView(
         incarnation=member.incarnation,
@@ -134,14 +136,14 @@ def _round(state: Master, nodes: Nodes, request: AwaitRound) -> Seated | None:
         raise Stale(f"Job {job.name!r} is finished: no round will form any more.", hint="Join again to hear the rest.")
     if job.ending is not None and request.incarnation in job.rounds.waiting:
         raise GivenUp(f"Job {job.name!r} was given up: {job.ending.why}", hint="Launch it again on all nodes.")
-    return rounds.seated(job.rounds, job.name, request.incarnation, request.after)
+    return rendezvous.seated(job.rounds, job.name, request.incarnation, request.after)
 
 
 def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
     del nodes
     job = job_named(state, request.job)
     current = job.rounds.round
-    member = rounds.member_of(job.rounds, job.name, request.incarnation)
+    member = rendezvous.member_of(job.rounds, job.name, request.incarnation)
     if current is None or current.phase is Phase.ATTACHING or job.plan.number <= request.after:
         return None
     return Plan(
@@ -150,20 +152,20 @@ def _plan(state: Master, nodes: Nodes, request: AwaitPlan) -> Plan | None:
         phase=current.phase,
         attempt=job.attempt,
         run=job.run,
-        restore=replicas.restore_for(job, member),
+        restore=replica_ring.restore_for(job, member),
         cadence=job.saves.cadence,
         refused=job.plan.refused,
         fallbacks=job.plan.fallbacks,
         lost=job.plan.lost,
-        replication=replicas.replication_of(job, member),
+        replication=replica_ring.replication_of(job, member),
     )
 
 
 def _locate(state: Master, nodes: Nodes, request: Locate) -> Located:
     del nodes
     job = job_named(state, request.job)
-    rounds.member_of(job.rounds, job.name, request.incarnation)
-    return replicas.located(job, request.generation, request.rank)
+    rendezvous.member_of(job.rounds, job.name, request.incarnation)
+    return replica_ring.located(job, request.generation, request.rank)
 
 
 def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
@@ -171,14 +173,14 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
     job = job_named(state, request.job)
     current = job.rounds.round
     if not knows(job, request.incarnation):
-        rounds.member_of(job.rounds, job.name, request.incarnation)
+        rendezvous.member_of(job.rounds, job.name, request.incarnation)
     return Beat(
         round=current.number if current else 0,
         broken=current is not None and current.phase is Phase.BROKEN,
         newest_complete=job.saves.newest_complete,
         cadence=job.saves.cadence,
-        may_complete=checkpoints.may_complete(job.saves),
-        parting=preemption.summons(job),
+        may_complete=votes.may_complete(job.saves),
+        parting=departure.summons(job),
         waiting=job.rounds.newcomers,
     )
 
@@ -190,7 +192,7 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
     if not knows(job, request.incarnation):
         if job.finished:
             return Notice(round=job.rounds.number, finished=True)
-        raise Stale(f"Incarnation {request.incarnation!r} is in no round of job {job.name!r}.", hint=rounds.REJOIN)
+        raise Stale(f"Incarnation {request.incarnation!r} is in no round of job {job.name!r}.", hint=rendezvous.REJOIN)
     if current is None:
         return None
     broken = current.phase is Phase.BROKEN
@@ -199,26 +201,26 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
     if job.ending is not None and request.incarnation not in current.members:
         return Notice(round=current.number, finished=True)
     waiting = job.rounds.newcomers
-    if waiting == request.waiting or not rounds.regroups(current, request.incarnation):
+    if waiting == request.waiting or not rendezvous.regroups(current, request.incarnation):
         return None
     return Notice(round=current.number, waiting=waiting)
 
 
 def _parting(state: Master, nodes: Nodes, request: AwaitParting) -> Parting | None:
     del nodes
-    return preemption.awaited(job_named(state, request.job), request)
+    return departure.awaited(job_named(state, request.job), request)
 
 
 def _shards(state: Master, nodes: Nodes, request: AwaitShards) -> Leases | None:
     del nodes
-    return shards.state(job_named(state, request.job), request)
+    return job_ledgers.state(job_named(state, request.job), request)
 
 
 def _keys(state: Master, nodes: Nodes, request: AwaitKeys) -> KeyValues | None:
     del nodes
     job = job_named(state, request.job)
     current = in_round(job, request.incarnation, request.round)
-    key = kv.missing(job.keys, request.keys)
+    key = key_value_store.missing(job.keys, request.keys)
     if key is None:
         return KeyValues(tuple(job.keys.values[name] for name in request.keys))
     if current.phase is Phase.BROKEN:
@@ -238,7 +240,7 @@ def _key_names(state: Master, nodes: Nodes, request: ListKeys) -> KeyNames:
 
 def _ledger(state: Master, nodes: Nodes, request: ShowLedger) -> LedgerView:
     del nodes
-    return shards.view(job_named(state, request.job), request.name)
+    return job_ledgers.view(job_named(state, request.job), request.name)
 
 
 _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {

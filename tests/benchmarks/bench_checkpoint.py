@@ -24,8 +24,9 @@ import psutil
 import torch
 from rich.console import Console
 
-from dlrover_hooks.checkpoint import storage, wire
-from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.protocol import Manifest, Restore, Source
 from tests.benchmarks import dlrover, loop, peers, steps
 from tests.benchmarks.report import REPOSITORY, report
@@ -157,9 +158,9 @@ def restore_storage(pairs: int) -> Figures:
         ours.save(state)
         generation = ours.hashed()
         ours.checkpointer.persist(generation)
-        file = ours.notice(wire.Persisted).file
+        file = ours.notice(keeper_messages.Persisted).file
         manifest = Manifest(ours.checkpointer.job, generation, 1, (file,), time.time())
-        storage.commit(f"{folder}/saved", {}, manifest, 2)
+        generations.commit(f"{folder}/saved", {}, manifest, 2)
         os.sync()
         fitting = steps.in_place(state)
 
@@ -207,7 +208,7 @@ def keeper(pairs: int) -> Figures:
         for _ in range(rounds):
             ours.save(state)
             ours.checkpointer.persist(ours.hashed())
-            ours.notice(wire.Persisted)
+            ours.notice(keeper_messages.Persisted)
         seconds, readable = sum(process.cpu_times()[:2]) - before, rounds * nbytes(state) / 1e9
     return {
         "keeper_cpu_s_per_gb": seconds / readable,

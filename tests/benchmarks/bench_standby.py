@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from dlrover_hooks.config import worker_environment
-from dlrover_hooks.runtime.standbys import Standbys
+from dlrover_hooks.launcher.warm.standby_pool import Standbys
 from tests.benchmarks.report import report
 
 SCRIPT = """
@@ -33,7 +33,7 @@ model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(2, 64)).sum().backward()
 optimizer.step()
-from dlrover_hooks.runtime import preload
+from dlrover_hooks.worker import imported_modules as preload
 preload.tell()
 with open(sys.argv[1], "w") as file:
     file.write(f"{first} {time.time()}")
@@ -60,7 +60,7 @@ def rounds(folder: Path, number: int) -> dict[str, float]:
         subprocess.run([*python, *boot, *command], env=env, check=True)
 
     def booted(command: list[str]) -> None:
-        cold(command, "-m", "dlrover_hooks.runtime.boot", "--")
+        cold(command, "-m", "dlrover_hooks.launcher.warm.bootstrap", "--")
 
     def warm(command: list[str]) -> None:
         worker = standbys.take("worker", ["--", *command], env)

@@ -9,7 +9,7 @@ import random
 import time
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import Key
 
 SAMPLES = 10**9
@@ -22,7 +22,7 @@ class Load:
     """A job of free holders on one dataset. `turn` is one request: acknowledge the oldest lease, take another."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.state, self.now, self.requests = jobs.Master(), 1000.0, 0
+        self.state, self.now, self.requests = job_registry.Master(), 1000.0, 0
         self.names = [f"worker-{index}" for index in range(WORKERS)]
         self.held: dict[str, list[p.Lease]] = {}
         self._random = random.Random(seed)
@@ -34,7 +34,7 @@ class Load:
             self.held[name] = list(self._send(p.TakeLeases("job", name, "data", 1, HELD)).leases)
 
     def _send(self, event: p.OpenLedger | p.TakeLeases) -> p.Leases:
-        return jobs.apply(self.state, event, self.now, self._key(event)).reply  # pyright: ignore[reportReturnType]
+        return job_registry.apply(self.state, event, self.now, self._key(event)).reply  # pyright: ignore[reportReturnType]
 
     def _key(self, event: p.OpenLedger | p.TakeLeases) -> Key:
         self.requests += 1
@@ -51,7 +51,7 @@ class Load:
         names = self._random.sample(self.names, requests)
         events = [(event := self._request(name), self._key(event)) for name in names]
         began = time.process_time()
-        replies = [jobs.apply(self.state, event, self.now, key).reply for event, key in events]
+        replies = [job_registry.apply(self.state, event, self.now, key).reply for event, key in events]
         took_s = time.process_time() - began
         for name, reply in zip(names, replies, strict=True):
             self._taken(name, reply)  # pyright: ignore[reportArgumentType]
@@ -101,4 +101,6 @@ if __name__ == "__main__":
     print(f"cut_bytes_1e9_10k_workers {cut_bytes_1e9_10k_workers()}")
     state = half_way().state
     began = time.perf_counter()
-    print(f"snapshot {len(jobs.encode(state)) / 2**20:.1f} MiB in {1000 * (time.perf_counter() - began):.0f} ms")
+    print(
+        f"snapshot {len(job_registry.encode(state)) / 2**20:.1f} MiB in {1000 * (time.perf_counter() - began):.0f} ms"
+    )

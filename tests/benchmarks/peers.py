@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from dlrover_hooks.integrations.dcp_write import FlashStager, FlashWriter
-from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
+from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
+from dlrover_hooks.pytorch.dcp_writer import FlashStager, FlashWriter
 
 
 class TorchSave:

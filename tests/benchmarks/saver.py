@@ -15,10 +15,10 @@ import psutil
 import torch
 from torch import nn
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.copying import Copier
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.protocol import Generation
 
 WAIT_S = 120.0
@@ -118,7 +118,7 @@ class Engine:
 
     def hashed(self) -> Generation:
         """The last save is complete, and the keeper idle again."""
-        generation = self.notice(wire.Hashed).generation
+        generation = self.notice(keeper_messages.Hashed).generation
         self.checkpointer.complete(generation)
         return generation
 
@@ -126,7 +126,7 @@ class Engine:
         self.checkpointer._writer.copier = copier
 
     def keeper(self) -> psutil.Process:
-        reply, _ = self.checkpointer._line.ask(lambda ref: wire.Inventory(ref=ref))
+        reply, _ = self.checkpointer._line.ask(lambda ref: keeper_messages.Inventory(ref=ref))
         return psutil.Process(reply.pid)
 
     def close(self) -> None:

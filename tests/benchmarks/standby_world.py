@@ -99,7 +99,7 @@ class Job:
         in_seats, count = {row["pid"] for row in self.steps()}, 0
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
-                count += "dlrover_hooks.runtime.standby" in child.cmdline() and child.pid not in in_seats
+                count += "dlrover_hooks.launcher.warm.fork_server" in child.cmdline() and child.pid not in in_seats
         return count - 1
 
     def world_after(self, number: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dlrover_hooks.checkpoint.cadence import Pace
+from dlrover_hooks.checkpoint.save.schedule import Pace
 
 WARM_UP = 20
 """Steps at the beginning of a turn that are not timed: caches are those of another process."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from dlrover_hooks.checkpoint.arena import Arena
-from dlrover_hooks.checkpoint.copying import Copier, Pieces, place_of
-from dlrover_hooks.checkpoint.lazy import LazyWriter
-from dlrover_hooks.checkpoint.mode import MOST_PAIRS, WARM_UP
-from dlrover_hooks.checkpoint.restoring import Opening
-from dlrover_hooks.checkpoint.tree import flatten
-from dlrover_hooks.integrations.filling import Filling
+from dlrover_hooks.checkpoint.memory.memcpy import Copier, Pieces, place_of
+from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.restore.generation_loader import Opening
+from dlrover_hooks.checkpoint.save.overlap_policy import MOST_PAIRS, WARM_UP
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
+from dlrover_hooks.checkpoint.state.pytree import flatten
+from dlrover_hooks.pytorch.tensor_loading import Filling
 from tests.benchmarks.saver import Engine, Gpt, engine, timed
 
 Row = tuple[float, float, float]

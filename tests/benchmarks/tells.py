@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from dlrover_hooks import rng
 from dlrover_hooks.config import Place
-from dlrover_hooks.drawn import Draws
-from dlrover_hooks.integrations.batch_statistics import ALL_BYTES
-from dlrover_hooks.integrations.told import told
+from dlrover_hooks.elastic.batch_statistics import ALL_BYTES
+from dlrover_hooks.elastic.rng_replication import told
 from dlrover_hooks.protocol import Generation
+from dlrover_hooks.rng.rank_journal import Draws
 from tests.benchmarks.report import Figures
 from tests.ranks import free_port
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dlrover_hooks.runtime.ports import free_port
+from dlrover_hooks.host.ports import free_port
 from tests.benchmarks.report import Figures
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.torchruns import Lives, Torchruns

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.client import MasterClient
 from tests.chaos.board import NOTHING, Age, Board, age
 from tests.chaos.traps import Phase
@@ -273,7 +273,7 @@ class Cluster:
     def committed(self) -> Age:
         """The newest whole generation in storage."""
         url = self.settings.get("save_to")
-        found = storage.scan(url, None, self.job).manifests if url else ()
+        found = generations.scan(url, None, self.job).manifests if url else ()
         return age(found[0].generation) if found else NOTHING
 
     def floor(self) -> Age:
@@ -320,13 +320,13 @@ def left_in_storage(cluster: Cluster) -> None:
     """Whole generations that `keep` keeps, and three small files."""
     if (url := cluster.settings.get("save_to")) is None:
         return
-    found = storage.scan(url, None, cluster.job)
-    homes = {storage.folder(one.generation) for one in found.manifests}
+    found = generations.scan(url, None, cluster.job)
+    homes = {generations.folder(one.generation) for one in found.manifests}
     assert found.damaged == ()
     assert {path.name for path in Path(url).iterdir()} == homes | {"latest.json", "finished.json", ".owner.lock"}
     assert len(homes) <= int(cluster.settings.get("keep", 2))
     for one in found.manifests:
-        files = {path.name for path in (Path(url) / storage.folder(one.generation)).iterdir()}
+        files = {path.name for path in (Path(url) / generations.folder(one.generation)).iterdir()}
         assert files == {file.name for file in one.files} | {"MANIFEST.json"}
 
 

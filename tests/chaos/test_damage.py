@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.checkpoint import storage, wire
-from dlrover_hooks.checkpoint.catalog import MANIFEST, folder
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
-from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.catalog import MANIFEST, folder
 from dlrover_hooks.errors import Corrupt, SaveToBusy
 from dlrover_hooks.protocol import Generation, Held, Manifest
 from tests.chaos.board import Age, age
@@ -32,7 +33,7 @@ def held(cluster: Cluster) -> list[Held]:
     for node in cluster.nodes:
         link = KeeperLink.connect(cluster.job, node, notify=lambda _: None, start=False)
         with contextlib.closing(link):
-            found += link.call(lambda ref: wire.Inventory(ref=ref))[0].held
+            found += link.call(lambda ref: keeper_messages.Inventory(ref=ref))[0].held
     return found
 
 
@@ -123,7 +124,7 @@ def test_damaged_in_storage(how: str, chaos_seed: int, runtime: Path, tmp_path: 
 
 def newer(cluster: Cluster, than: Age) -> list[Generation]:
     """Durable ones, newest first."""
-    found = storage.scan(str(cluster.settings["save_to"]), None, cluster.job).manifests
+    found = generations.scan(str(cluster.settings["save_to"]), None, cluster.job).manifests
     return [one.generation for one in found if age(one.generation) > than]
 
 
@@ -149,8 +150,8 @@ def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
     url, run, data = str(tmp_path), "0" * 32, image_around(os.urandom(5000), Generation(1, 2, "0" * 32))
     for step in (1, 2):
         generation = Generation(1, step, run)
-        file = storage.write_shard(url, None, generation, 0, 1, [memoryview(data)], len(data), job="job")
-        storage.commit(url, None, Manifest("job", generation, 1, (file,), 1.0), 2)
+        file = generations.write_shard(url, None, generation, 0, 1, [memoryview(data)], len(data), job="job")
+        generations.commit(url, None, Manifest("job", generation, 1, (file,), 1.0), 2)
     path = tmp_path / folder(generation) / MANIFEST
     good, harmless = path.read_bytes(), 0
     for at in range(len(good)):
@@ -162,7 +163,7 @@ def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
 
 def seen_through(url: str, generation: Generation, data: bytes) -> bool:
     """True if the flip changes nothing of what is read."""
-    found = storage.scan(url, None, "job")
+    found = generations.scan(url, None, "job")
     assert generation.step - 1 in {one.generation.step for one in found.manifests}, "the one before stays"
     flipped = [one for one in found.manifests if one.generation.step != generation.step - 1]
     if not flipped:
@@ -183,7 +184,7 @@ def seen_through(url: str, generation: Generation, data: bytes) -> bool:
 def refused(url: str) -> bool:
     """The job's name was hit: nobody may write there."""
     try:
-        storage.refuse_others(url, None, "job")
+        generations.refuse_others(url, None, "job")
     except SaveToBusy:
         return True
     return False

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.storage import generations
 from tests.chaos.cluster import Cluster, chosen, left_nothing
 from tests.chaos.traps import RESTORING, Phase
 
@@ -163,5 +163,5 @@ def calm(cluster: Cluster, persist: int) -> None:
     goal = cluster.board.newest(cluster.world)
     cluster.until(lambda: cluster.committed() >= goal, f"{goal} committed, {cluster.committed()} is")
     cluster.until(lambda: cluster.committed() >= (goal[0], goal[1] + persist), "one more interval")
-    found = storage.scan(str(cluster.settings["save_to"]), None, cluster.job)
+    found = generations.scan(str(cluster.settings["save_to"]), None, cluster.job)
     assert found.damaged == ()

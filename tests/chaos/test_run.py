@@ -17,11 +17,11 @@ from random import Random
 
 import pytest
 
-from dlrover_hooks.testing import faults
-from dlrover_hooks.testing.faults import Fault, Kind, Target
-from dlrover_hooks.testing.inject import Struck
-from dlrover_hooks.testing.trace import Run
-from dlrover_hooks.testing.verdicts import Evidence, judge, saved
+from dlrover_hooks.rehearsal.comparison import Evidence, judge, saved
+from dlrover_hooks.testing.faults import fault_plan
+from dlrover_hooks.testing.faults.fault_actions import Struck
+from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
+from dlrover_hooks.testing.faults.step_trace import Run
 from tests.chaos.run_worker import SAMPLES, STEPS_PER_EPOCH, WORLD
 from tests.e2e.launched import Launched, all_gone
 
@@ -49,7 +49,7 @@ class Drilled:
         folder.mkdir()
         temporary.mkdir()
         self._file, self.trace = folder / "faults", Run(folder / "trace")
-        self._file.write_text(faults.written(schedule))
+        self._file.write_text(fault_plan.written(schedule))
         job, self.said = f"chaos-{uuid.uuid4().hex[:8]}", ""
         self.codes: list[int] = []
         self.told: list[dict] = []
@@ -106,8 +106,8 @@ def test_a_run_with_every_kind_of_fault_ends_as_if_there_had_been_none(
     rounds: int = pytestconfig.getoption("chaos_run_rounds")  # pyright: ignore[reportAssignmentType]
     epochs = EPOCHS * rounds
     steps = epochs * STEPS_PER_EPOCH
-    schedule = faults.random(chaos_seed, steps=steps, world=WORLD, count=rounds * len(faults.MENU))
-    print(f"seed {chaos_seed}\n{faults.written(schedule)}")
+    schedule = fault_plan.random(chaos_seed, steps=steps, world=WORLD, count=rounds * len(fault_plan.MENU))
+    print(f"seed {chaos_seed}\n{fault_plan.written(schedule)}")
     calm = Drilled(tmp_path / "calm", epochs, (), runtime / "calm")
     hit = Drilled(tmp_path / "hit", epochs, schedule, runtime / "hit")
     for one in (calm, hit):
@@ -134,10 +134,10 @@ def test_a_job_launched_again_and_again_at_other_world_sizes_trains_the_same_ste
     worlds = [chance.choice((1, 2, 3))]
     for _ in range(rounds):
         worlds.append(chance.choice([world for world in (1, 2, 3) if world != worlds[-1]]))
-    schedule = faults.random(
+    schedule = fault_plan.random(
         chaos_seed, steps=steps, world=1, count=rounds, menu=[(Kind.KILL, Target.LAUNCHER)]
     )  # rank 0 is in every world
-    print(f"seed {chaos_seed}, workers {worlds}\n{faults.written(schedule)}")
+    print(f"seed {chaos_seed}, workers {worlds}\n{fault_plan.written(schedule)}")
     hit = Drilled(tmp_path / "hit", EPOCHS, schedule, runtime / "hit", tuple(worlds))
     assert hit.codes == [-signal.SIGKILL] * rounds + [0], hit.story()
     ended_well(hit, EPOCHS, worlds[-1])

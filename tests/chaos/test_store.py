@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint import storage
-from dlrover_hooks.checkpoint.catalog import LATEST, Latest
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.catalog import LATEST, Latest
 from tests.chaos.board import Age, age
 from tests.chaos.cluster import WAIT_S, Cluster, Notice, left_nothing
 from tests.chaos.test_damage import held, up, whole
@@ -66,7 +66,7 @@ def counted(cluster: Cluster) -> None:
 def latest_is_whole(url: str, job: str) -> Any:
     """What `latest` names, read to the last byte."""
     latest = msgspec.json.decode((Path(url) / LATEST).read_bytes(), type=Latest)
-    manifest = storage.manifest_of(url, None, latest.generation)
+    manifest = generations.manifest_of(url, None, latest.generation)
     for rank in range(manifest.world_size):
         read_back(url, manifest, rank)
     return manifest.job == job

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from dlrover_hooks import config
-from dlrover_hooks.checkpoint import keeper as keeper_process
-from dlrover_hooks.checkpoint.arena import Slot
+from dlrover_hooks.checkpoint.keeper import __main__ as keeper_process
+from dlrover_hooks.checkpoint.memory.segment import Slot
 from dlrover_hooks.errors import HooksError, MasterAway
 from dlrover_hooks.master.__main__ import command
 from dlrover_hooks.protocol import Departure

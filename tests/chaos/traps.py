@@ -110,11 +110,12 @@ class Traps:
 
 
 def in_trainer(traps: Traps) -> None:
-    from dlrover_hooks.checkpoint import stock, wire
-    from dlrover_hooks.checkpoint.arena import Arena
-    from dlrover_hooks.checkpoint.line import Line
-    from dlrover_hooks.checkpoint.restoring import Restorer
-    from dlrover_hooks.checkpoint.saving import Writer
+    from dlrover_hooks.checkpoint.ipc import keeper_messages
+    from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+    from dlrover_hooks.checkpoint.memory.segment import Arena
+    from dlrover_hooks.checkpoint.restore.generation_loader import Restorer
+    from dlrover_hooks.checkpoint.save.slot_writer import Writer
+    from dlrover_hooks.worker import startup
 
     real = Writer.fill
 
@@ -126,16 +127,17 @@ def in_trainer(traps: Traps) -> None:
 
     Writer.fill = fill
     traps.before(Arena, "publish", Phase.COPIED)
-    traps.before(Line, "tell", Phase.PUBLISHED, lambda _, message: isinstance(message, wire.Published))
+    traps.before(Line, "tell", Phase.PUBLISHED, lambda _, message: isinstance(message, keeper_messages.Published))
     traps.before(Restorer, "load", Phase.BEFORE_LOAD)
     traps.behind(Restorer, "load", Phase.LOADED)
-    traps.before(stock, "take_seat", Phase.TAKING_SEAT)
+    traps.before(startup, "take_seat", Phase.TAKING_SEAT)
 
 
 def in_keeper(traps: Traps) -> None:
-    from dlrover_hooks.checkpoint import direct, durable, hashes
+    from dlrover_hooks.checkpoint.keeper import hasher
+    from dlrover_hooks.checkpoint.storage import direct_io, shard_writer
 
-    real = direct.write
+    real = direct_io.write
 
     def write(part: str, pieces: Iterable[memoryview]) -> None:
         real(part, _trapped(pieces))
@@ -146,16 +148,17 @@ def in_keeper(traps: Traps) -> None:
             traps.store()
             traps.at(Phase.PERSISTING)
 
-    direct.write = write
-    traps.before(hashes, "prove", Phase.HASHING)
-    traps.behind(hashes, "prove", Phase.HASHED)
-    traps.behind(durable.storage, "write_shard", Phase.PERSISTED)
-    traps.before(durable, "verify", Phase.OPENING)
+    direct_io.write = write
+    traps.before(hasher, "prove", Phase.HASHING)
+    traps.behind(hasher, "prove", Phase.HASHED)
+    traps.behind(shard_writer.generations, "write_shard", Phase.PERSISTED)
+    traps.before(shard_writer, "verify", Phase.OPENING)
     in_master(traps)  # the last will commits, too
 
 
 def in_master(traps: Traps) -> None:
-    from dlrover_hooks.checkpoint import place, retention, storage
+    from dlrover_hooks.checkpoint.storage import filesystem as place
+    from dlrover_hooks.checkpoint.storage import generations, retention
 
     def write_small(path: str, data: bytes) -> None:
         traps.store()
@@ -171,5 +174,5 @@ def in_master(traps: Traps) -> None:
 
     real = retention.remove
     retention.remove = remove
-    traps.before(storage, "_make_exist", Phase.BEFORE_MANIFEST)
-    traps.before(storage, "_point_latest", Phase.BEFORE_LATEST)
+    traps.before(generations, "_make_exist", Phase.BEFORE_MANIFEST)
+    traps.before(generations, "_point_latest", Phase.BEFORE_LATEST)

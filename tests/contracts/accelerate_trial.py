@@ -7,7 +7,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
-from dlrover_hooks.integrations.even import leader
+from dlrover_hooks.pytorch.even_batches import leader
 from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_hooks.alone import Alone
+from dlrover_hooks.client.in_process_master import Alone
 from dlrover_hooks.testing import MasterFake, StorageFake
 from tests.contracts.masters import CallerOf
 from tests.e2e.master_process import LiveMaster

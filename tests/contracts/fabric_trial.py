@@ -9,8 +9,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricDataLoader
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.fabric import ElasticFabric
+from dlrover_hooks.pytorch.even_batches import leader
 from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from dlrover_hooks.pytorch.even_batches import leader
 from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale, UnknownDataset, UnknownJob
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.protocol.ranges import Ranges
 from tests.contracts.masters import CallerOf, started
 from tests.e2e.job_script import attach, join, stored
 

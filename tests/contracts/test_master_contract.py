@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.alone import Alone
+from dlrover_hooks.client.in_process_master import Alone
 from dlrover_hooks.errors import BadRequest, SaveToBusy, Stale, UnknownJob
 from tests.contracts.masters import CallerOf, started
 from tests.e2e.job_script import attach, held, join, stored, vote

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.runtime.rendezvous import get_handler
-from dlrover_hooks.runtime.torchrun import Rendezvous, terms
+from dlrover_hooks.torchrun.entry_point import get_handler
+from dlrover_hooks.torchrun.rendezvous_handler import Rendezvous, terms
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.test_meeting import die, until
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.runtime.store import MasterStore
+from dlrover_hooks.torchrun.round_store import MasterStore
 from tests.e2e.master_process import LiveMaster
 from tests.unit.master.test_kv import agent
 

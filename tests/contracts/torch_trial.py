@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from dlrover_hooks.pytorch.even_batches import leader
 from tests.contracts.trial import Crash, Given, Report, Setup, joint_loss, keywords
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint import link, room
+from dlrover_hooks.checkpoint.ipc import keeper_connection
+from dlrover_hooks.checkpoint.save import segment_client
 from tests import disks, keepers
 from tests.e2e.house import House
 from tests.e2e.kept import WAIT_S, Kept, runtime_folder
@@ -22,7 +23,7 @@ from tests.e2e.master_process import LiveMaster
 @pytest.fixture(autouse=True)
 def memory_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save finds its memory, and is not skipped, however slow the machine."""
-    monkeypatch.setattr(room, "PREPARE_WAIT_S", WAIT_S)
+    monkeypatch.setattr(segment_client, "PREPARE_WAIT_S", WAIT_S)
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def kept(runtime: Path) -> Iterator[Kept]:
 @pytest.fixture
 def house(live_master: LiveMaster, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     """One node's keeper and lives, in that runtime folder."""
-    monkeypatch.setattr(link, "_spawned", keepers.spawned)
+    monkeypatch.setattr(keeper_connection, "_spawned", keepers.spawned)
     made = House(live_master)
     yield made
     made.close()

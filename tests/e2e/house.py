@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena
-from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.memory.segment import Arena
 from tests.e2e.kept import segment
 from tests.e2e.life_process import LifeProcess
 from tests.e2e.master_process import LiveMaster
@@ -37,7 +37,7 @@ class House:
     def keeper_pid(self) -> int:
         link = KeeperLink.connect(self.job, "node", notify=lambda _: None, start=False)
         try:
-            return link.call(lambda ref: wire.Inventory(ref=ref))[0].pid
+            return link.call(lambda ref: keeper_messages.Inventory(ref=ref))[0].pid
         finally:
             link.close()
 

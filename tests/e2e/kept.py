@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.errors import Corrupt
 from tests.e2e.session_life import pause
 
@@ -113,7 +113,7 @@ class Kept:
     def keeper_pid(self) -> int:
         link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
         try:
-            return link.call(lambda ref: wire.Inventory(ref=ref))[0].pid
+            return link.call(lambda ref: keeper_messages.Inventory(ref=ref))[0].pid
         finally:
             link.close()
 

@@ -9,8 +9,9 @@ import contextlib
 import os
 import sys
 
-from dlrover_hooks.checkpoint import keeper, space
-from dlrover_hooks.memory import Free
+from dlrover_hooks.checkpoint.keeper import __main__ as keeper
+from dlrover_hooks.checkpoint.storage import capacity
+from dlrover_hooks.host.memory_limit import Free
 
 
 def free(proc: str = "/proc") -> Free:
@@ -30,5 +31,5 @@ def _segment_bytes() -> int:
 
 
 if __name__ == "__main__":
-    space.memory_of_machine = free
+    capacity.memory_of_machine = free
     sys.exit(keeper.main(sys.argv[2:]))

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Located, Replication, Secret
 from tests.e2e.session_life import until
@@ -80,7 +80,7 @@ class Node:
         """Bytes that depend on step and rank; returns when they are hashed."""
         assert self.trainer.save(step, state(100 * step + self.rank, **more)) is not None, self.trainer.error
         notice = self.notices.get(timeout=WAIT_S)
-        assert isinstance(notice, wire.Hashed)
+        assert isinstance(notice, keeper_messages.Hashed)
         assert (notice.generation.step, notice.rank) == (step, self.rank)
         return notice.generation
 

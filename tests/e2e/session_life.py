@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dlrover_hooks import config
-from dlrover_hooks.checkpoint import room
+from dlrover_hooks.checkpoint.save import segment_client
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.protocol import Departure, Generation, JobView, ShowJob
 from dlrover_hooks.session import Restored, Session
@@ -150,7 +150,7 @@ class Life:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    room.PREPARE_WAIT_S = WAIT_S  # as in tests/e2e/conftest.py
+    segment_client.PREPARE_WAIT_S = WAIT_S  # as in tests/e2e/conftest.py
     np.random.seed(1000 + given.get("rank", 0))
     life = Life(**given)
     print(json.dumps(life.told()), flush=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dlrover_hooks import ShardDataset, elastic_loader
-from dlrover_hooks.data.sources import Table
+from dlrover_hooks.data.leased.sources import Table
 from dlrover_hooks.errors import DataMismatch
 
 

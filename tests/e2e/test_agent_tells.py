@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.runtime.agent import Agent
-from dlrover_hooks.runtime.options import Options
-from dlrover_hooks.runtime.speaker import Station
-from dlrover_hooks.runtime.verdict import End
+from dlrover_hooks.launcher.agent import Agent
+from dlrover_hooks.launcher.failures import End
+from dlrover_hooks.launcher.master_requests import Station
+from dlrover_hooks.launcher.options import Options
 from tests.e2e.job_script import attach, join
 from tests.e2e.master_process import LiveMaster
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.runtime import preload
+from dlrover_hooks.worker import imported_modules
 from tests.e2e.launched import REPOSITORY
 from tests.e2e.master_process import LiveMaster
 
-BOOT = ("-m", "dlrover_hooks.runtime.boot", "--")
+BOOT = ("-m", "dlrover_hooks.launcher.warm.bootstrap", "--")
 
 
 def ended(folder: Path, command: Sequence[str], **environment: str) -> tuple[int, str, str]:
@@ -135,10 +135,12 @@ def test_what_a_worker_had_imported_is_imported_ahead(tmp_path: Path) -> None:
     """Modules of well-known packages, from the same files; a folder of the user's called alike is not mistaken."""
     file = tmp_path / "preload"
     write(tmp_path / "datasets" / "__init__.py", "print('mine')\n")
-    tells = "import numpy.linalg, datasets; from dlrover_hooks.runtime import preload; preload.tell()\n"
+    tells = (
+        "import numpy.linalg, datasets; from dlrover_hooks.worker import imported_modules as preload; preload.tell()\n"
+    )
     write(tmp_path / "first.py", tells)
     assert ended(tmp_path, ["first.py"], DLROVER_HOOKS_PRELOAD=str(file)) == (0, "mine\n", "")
-    told = preload.told(str(file))
+    told = imported_modules.told(str(file))
     assert "numpy.linalg" in told.modules
     assert set(told.packages) == {"numpy", "dlrover_hooks", "datasets"}
     write(

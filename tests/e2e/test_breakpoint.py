@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint import storage, wire
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation, Restore, Source
 from tests.e2e.kept import RUN, Kept, segment, state, until
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def committed(url: Path) -> list[Generation]:
-    return [manifest.generation for manifest in storage.scan(str(url), None, "job").manifests]
+    return [manifest.generation for manifest in generations.scan(str(url), None, "job").manifests]
 
 
 def test_a_killed_trainers_newest_generation_becomes_durable(kept: Kept, tmp_path: Path) -> None:
@@ -39,9 +40,9 @@ def test_all_ranks_of_a_node_are_written_when_one_dies(kept: Kept, tmp_path: Pat
     given: dict[str, Any] = {"master": "http://one", "save_to": str(tmp_path)}
     alive = kept.trainer(1, rank=1, world=2, **given)
     alive.save(3, state(3))
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     kept.dead_trainer(3, 0, world=2, **given)
-    assert kept.notice(wire.Persisted).file.rank == 1
+    assert kept.notice(keeper_messages.Persisted).file.rank == 1
     assert committed(tmp_path) == [Generation(0, 3, RUN)]
     assert alive.save(4, state(4)) is not None
 
@@ -83,7 +84,7 @@ def test_damage_is_found_when_the_next_life_opens_it(kept: Kept) -> None:
     first = kept.trainer()
     for step in (1, 2):
         first.save(step, state(step))
-        kept.notice(wire.Hashed)
+        kept.notice(keeper_messages.Hashed)
     arena = segment(keeper.pid)
     slot = next(slot for slot in arena.slots() if slot.generation == Generation(0, 2, RUN))
     arena.view(slot.index)[slot.image_bytes - 5] ^= 4

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import reach
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.unix_socket import reach
 from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.protocol import Restore, Source
 from tests.e2e.kept import WAIT_S, Kept, memfds, state
@@ -30,7 +30,7 @@ def test_memory_is_shared_all_the_same(kept: Kept, calls: str) -> None:
     tree = second.load(Restore(held.generation, 1, Source.MEMORY)).tree
     assert (tree["state"]["w"] == 1).all()
     second.save(2, state(2, 1 << 20))
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     assert sorted(one.generation.step for one in second.held()) == [1, 2]
     assert len(memfds(keeper.pid)) == (0 if "memfd_create" in calls else 1)
     files = [path for path in links(keeper.pid) if path.startswith("/dev/shm/")]
@@ -60,7 +60,7 @@ def test_a_launchers_pipe_is_taken_over_without_descriptors_on_sockets(kept: Kep
 def test_only_what_was_named_is_opened(tmp_path: Path) -> None:
     """The number of a process may have gone to another one meanwhile."""
     fd = os.memfd_create("named")
-    path, device, inode = wire.whereabouts(fd)
+    path, device, inode = keeper_messages.whereabouts(fd)
     os.close(reach((path, device, inode)))
     for wrong in ((path, device, inode + 1), (path, device + 1, inode), (f"{tmp_path}/none", device, inode)):
         with pytest.raises(KeeperAway, match="memory") as refused:
@@ -75,7 +75,7 @@ def test_another_user_gets_no_word_and_no_memory(kept: Kept, runtime: Path) -> N
     keeper = kept.keeper()
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     for path in (runtime.parent, runtime, *runtime.glob("*.sock")):
         path.chmod(0o777)
     (socket_path,) = runtime.glob("*.sock")
@@ -100,7 +100,7 @@ def stranger(path: Path, keeper: int) -> int:
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
         try:
-            line.sendall(wire.frame(wire.Inventory(ref=1)))
+            line.sendall(keeper_messages.frame(keeper_messages.Inventory(ref=1)))
             said = line.recv(1)
         except OSError:
             said = b""

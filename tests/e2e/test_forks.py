@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.checkpoint import storage
-from dlrover_hooks.checkpoint.aside import Aside
-from dlrover_hooks.data.leased import LeasedLoader
-from dlrover_hooks.data.shards import ShardDataset
+from dlrover_hooks.checkpoint.save.copy_thread import Aside
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.write_queue import Behind
+from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.behind import Behind
 from tests.e2e.launched import Launched
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import ROOT
@@ -27,7 +27,7 @@ SCRIPT = """
 import gc, os, signal, sys, threading, torch
 from torch.utils.data import DataLoader, TensorDataset
 from dlrover_hooks import AsyncCheckpointer, elastic_loader
-from dlrover_hooks.checkpoint.lazy import LazyWriter
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 
 torch.set_num_threads(1)  # its thread pool does not outlive a fork
 go, fill = threading.Event(), LazyWriter.fill
@@ -84,7 +84,7 @@ assert twin or c.step == 14, c.step
 
 
 def _whole(url: str) -> list[int]:
-    return [one.generation.step for one in storage.scan(url, None, None).manifests]
+    return [one.generation.step for one in generations.scan(url, None, None).manifests]
 
 
 def test_a_launched_worker_outlives_whatever_its_children_do(launch: Callable[..., Launched], tmp_path: Path) -> None:

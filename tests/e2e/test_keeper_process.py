@@ -17,13 +17,16 @@ import psutil
 import pytest
 
 from dlrover_hooks import config
-from dlrover_hooks.checkpoint import link, stock, storage, wire
-from dlrover_hooks.checkpoint.address import address, welcome
-from dlrover_hooks.checkpoint.arena import PAGE, Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.ipc import keeper_connection as link
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.ipc.unix_socket import address, welcome
+from dlrover_hooks.checkpoint.memory.segment import PAGE, Arena
+from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Restore, Secret, Source
+from dlrover_hooks.worker import startup
 from tests import keepers
 from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, segment, state, until
 
@@ -101,7 +104,7 @@ def test_a_restarted_trainer_continues_in_the_same_pages(kept: Kept) -> None:
     second = kept.trainer()
     assert [one.generation.step for one in second.held()] == [1]
     second.save(2, state(2, 1 << 20))
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     assert len(memfds(keeper.pid)) == 1
     assert sorted(one.generation.step for one in second.held()) == [1, 2]
 
@@ -110,10 +113,10 @@ def test_a_grown_state_keeps_the_old_segment_until_complete(kept: Kept) -> None:
     kept.keeper()
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    old = kept.notice(wire.Hashed).generation
+    old = kept.notice(keeper_messages.Hashed).generation
     trainer.complete(old)
     trainer.save(2, state(2, 1 << 20))
-    new = kept.notice(wire.Hashed).generation
+    new = kept.notice(keeper_messages.Hashed).generation
     assert {one.generation.step for one in trainer.held()} == {1, 2}
     assert trainer.load(Restore(old, 1, Source.MEMORY)).tree["state"]["step"] == 1
     trainer.complete(new)
@@ -124,7 +127,7 @@ def test_loaded_tree_does_not_alias_the_segment(kept: Kept) -> None:
     keeper = kept.keeper()
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    tree = trainer.load(Restore(kept.notice(wire.Hashed).generation, 1, Source.MEMORY)).tree
+    tree = trainer.load(Restore(kept.notice(keeper_messages.Hashed).generation, 1, Source.MEMORY)).tree
     arena = segment(keeper.pid)
     for slot in arena.slots():
         arena.view(slot.index)[:] = bytes(arena.slot_bytes)
@@ -140,12 +143,12 @@ def test_killed_keeper_does_not_stop_training(kept: Kept, runtime: Path) -> None
         pid = kept.keeper_pid()
         kept.kill_at_end(pid)
         assert trainer.save(step, state(step)) is not None
-        kept.notice(wire.Hashed)
+        kept.notice(keeper_messages.Hashed)
         assert step in {one.generation.step for one in trainer.held()}
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: ended(pid), "the keeper's end")
         until(lambda step=step: saved_anew(trainer, 100 + step), "a save in a new keeper")
-        kept.notice(wire.Hashed)
+        kept.notice(keeper_messages.Hashed)
     assert trainer.save(3, state(3)) is not None
     kept.kill_at_end(kept.keeper_pid())
     assert trainer.error is None
@@ -166,7 +169,7 @@ def test_a_stopped_keeper_costs_a_second_not_the_training(kept: Kept, caplog: py
     keeper, longest = kept.keeper(), 0.0
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     os.kill(keeper.pid, signal.SIGSTOP)
     step = 1
     while trainer.skipped < 20:
@@ -178,7 +181,7 @@ def test_a_stopped_keeper_costs_a_second_not_the_training(kept: Kept, caplog: py
     assert isinstance(trainer.error, KeeperAway)
     os.kill(keeper.pid, signal.SIGCONT)
     until(lambda: trainer.save(9999, state(9999)), "a save")
-    while kept.notice(wire.Hashed).generation.step != 9999:
+    while kept.notice(keeper_messages.Hashed).generation.step != 9999:
         pass
     assert caplog.text == ""
 
@@ -204,7 +207,7 @@ def test_launched_keeper_makes_the_last_generation_durable(kept: Kept, runtime: 
     if how == "SIGTERM":
         os.close(ours)
     assert list(runtime.iterdir()) == []
-    (manifest,) = storage.scan(url, None, "job").manifests
+    (manifest,) = generations.scan(url, None, "job").manifests
     assert manifest.generation == Generation(0, 2, RUN)
     assert {file.rank for file in manifest.files} == {0, 1}
     assert manifest.files[1].nbytes < manifest.files[0].nbytes
@@ -234,7 +237,7 @@ def test_unlaunched_keeper_lingers_then_writes(kept: Kept, runtime: Path, tmp_pa
     trainer.save(1, state(1))
     trainer.close()
     assert keeper.wait(WAIT_S) == 0
-    assert storage.scan(str(tmp_path), None, "job").manifests[0].generation.step == 1
+    assert generations.scan(str(tmp_path), None, "job").manifests[0].generation.step == 1
     assert list(runtime.iterdir()) == []
 
 
@@ -251,12 +254,12 @@ def test_two_jobs_of_one_node_have_a_keeper_each(kept: Kept) -> None:
     trainers = [kept.trainer(job=job) for job in ("one", "two")]
     for step, trainer in enumerate(trainers, 1):
         trainer.save(step, state(step))
-        kept.notice(wire.Hashed)
+        kept.notice(keeper_messages.Hashed)
     assert [[one.generation.step for one in trainer.held()] for trainer in trainers] == [[1], [2]]
     keepers[0].kill()
     keepers[0].wait()
     trainers[1].save(3, state(3))
-    assert kept.notice(wire.Hashed).generation.step == 3
+    assert kept.notice(keeper_messages.Hashed).generation.step == 3
     assert [one.generation.step for one in trainers[1].held()] == [2, 3]
 
 
@@ -283,7 +286,7 @@ def test_garbage_on_the_socket_ends_that_line_only(kept: Kept) -> None:
     keeper = kept.keeper()
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    for garbage in (b"\xff" * 8, b"\x02\0\0\0{}", wire.frame(wire.Allocate(ref=1, slot_bytes=1))):
+    for garbage in (b"\xff" * 8, b"\x02\0\0\0{}", keeper_messages.frame(keeper_messages.Allocate(ref=1, slot_bytes=1))):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address("job", "node").socket)
             connection.sendall(garbage)
@@ -296,7 +299,7 @@ def test_fresh_run_forgets_and_reuses_the_pages(kept: Kept) -> None:
     kept.keeper()
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    generation = kept.notice(wire.Hashed).generation
+    generation = kept.notice(keeper_messages.Hashed).generation
     trainer.drop()
     assert [one.generation for one in trainer.held()] == [generation], "what this very run has saved stays"
     trainer.begin(uuid.uuid4().hex, 1, 0, 1)
@@ -335,18 +338,18 @@ def test_an_order_that_cannot_be_done_costs_no_memory(
     trainer = kept.trainer()
     saved = trainer.save(1, state(1))
     assert saved is not None
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     link = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
     order: dict[str, Any] = {"node": "n", "host": "127.0.0.1"}
-    answer, _ = link.call(lambda ref: wire.Replicate(ref=ref, **order | wrong))
-    assert isinstance(answer, wire.Refused)
+    answer, _ = link.call(lambda ref: keeper_messages.Replicate(ref=ref, **order | wrong))
+    assert isinstance(answer, keeper_messages.Refused)
     assert "cannot listen on" in answer.reason
     away: dict[str, Any] = (
         {"host": "127.0.0.1"} | wrong | {"port": 1}
     )  # a message with a port that cannot be is refused
     there = KeeperAddress("m", **away)
-    answer, _ = link.call(lambda ref: wire.Replicate(ref=ref, secret=Secret("a" * 64), to=there, **order))
-    assert isinstance(answer, wire.Replicating)
+    answer, _ = link.call(lambda ref: keeper_messages.Replicate(ref=ref, secret=Secret("a" * 64), to=there, **order))
+    assert isinstance(answer, keeper_messages.Replicating)
     until(lambda: "cannot be reached" in caplog.text, "the trainer hears that its image has no replica")
     link.close()
     assert [one.generation for one in trainer.held()] == [saved.generation]
@@ -358,7 +361,7 @@ def test_a_removed_runtime_folder_costs_no_memory(kept: Kept, runtime: Path) -> 
     trainer = kept.trainer()
     saved = trainer.save(1, state(1))
     assert saved is not None
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     shutil.rmtree(runtime)
     trainer.close()
     second = kept.trainer()
@@ -369,12 +372,12 @@ def test_a_launched_worker_without_a_keeper_goes_on_from_storage(tmp_path: Path)
     """It has no keeper to start: that is the launcher's. Another worker starts its own, or says why it cannot."""
     given, launched = config.load({}, job="job", save_to=str(tmp_path)), {"DLROVER_HOOKS_INCARNATION": "one"}
     trainer = Checkpointer("job", "node", 0, start_keeper=False, deadline_s=0.1)
-    assert stock.attach(given, config.place(launched), "one", trainer).held == ()
+    assert startup.attach(given, config.place(launched), "one", trainer).held == ()
     trainer.begin(RUN, 0, 0, 1)
     assert trainer.save(1, state(1)) is None
     assert trainer.skipped == 1
     with pytest.raises(KeeperAway):
-        stock.attach(given, config.place({}), "one", trainer)
+        startup.attach(given, config.place({}), "one", trainer)
     trainer.close()
 
 
@@ -423,7 +426,7 @@ def test_a_descriptor_that_comes_too_late_is_closed(kept: Kept) -> None:
     line = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
     late: queue.SimpleQueue[Any] = queue.SimpleQueue()
     read, write = os.pipe()
-    late.put((wire.Done(ref=7), write))  # between the end of the wait and its being given up
+    late.put((keeper_messages.Done(ref=7), write))  # between the end of the wait and its being given up
     line._give_up(7, late)
     assert os.read(read, 1) == b""
     os.close(read)
@@ -443,7 +446,7 @@ def test_a_keeper_that_a_worker_started_leaves_its_log_if_it_failed(
         save_to.write_text("a file, where a folder should be")
     keeper, at = psutil.Process(kept.keeper_pid()), address("job", "node")
     assert trainer.save(1, state(1)) is not None
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     trainer.complete(Generation(0, 1, RUN))
     trainer.close()
     keeper.wait(WAIT_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.storage import generations
 from tests.e2e.launched import ALIVE, Launched, pause
 
 SCRIPT = """
@@ -62,7 +62,7 @@ def test_keeper_then_worker_killed(tmp_path: Path) -> None:
         assert (life["source"], life["right"]) == ("memory", True)
         assert life["at"] >= newest
         run.wait_for(lambda _: bool(list(url.glob("step-*/MANIFEST.json"))))
-        assert life["at"] in {one.generation.step for one in storage.scan(str(url), None, run.job).manifests}
+        assert life["at"] in {one.generation.step for one in generations.scan(str(url), None, run.job).manifests}
     finally:
         run.process.send_signal(signal.SIGINT)
         run.end()

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dlrover_hooks.checkpoint import aside, snapshot, wire
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.lazy import LazyWriter
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.save import copy_thread
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
+from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.protocol import Restore, Source
 from tests.e2e.kept import WAIT_S, Kept, segment, until
 
@@ -82,7 +84,7 @@ class Run:
             self.optimizer.step()
 
     def loaded(self, kept: Kept) -> dict[str, Any]:
-        generation = kept.notice(wire.Hashed).generation
+        generation = kept.notice(keeper_messages.Hashed).generation
         self.engine.complete(generation)
         return self.engine.load(Restore(generation, 1, Source.MEMORY)).tree["state"]
 
@@ -214,10 +216,10 @@ def test_weights_that_are_swapped_are_saved_as_they_were(kept: Kept, held_back: 
 
 GIVES_BACK = """
 import sys, threading, torch, uuid
-from dlrover_hooks.checkpoint import aside
-from dlrover_hooks.checkpoint.aside import Aside
+from dlrover_hooks.checkpoint.save import copy_thread as aside
+from dlrover_hooks.checkpoint.save.copy_thread import Aside
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.lazy import LazyWriter
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 
 go, fill, wait, drain, given_up = threading.Event(), LazyWriter.fill, Aside.wait, Aside.drain, sys.argv[2]
 aside.WAIT_S = 0.0 if given_up else 60.0
@@ -272,8 +274,8 @@ def test_a_copy_that_hangs_costs_saves_but_not_the_run(
     """The optimizer waits for a fixed time and in proportion to the bytes, once: that save is lost."""
     run = Run(kept.trainer(mode="lazy"))
     nbytes = 3 * 4 * (1024 * 64 + 64)
-    monkeypatch.setattr(aside, "WAIT_S", 0.1)
-    monkeypatch.setattr(aside, "COPY_BYTES_PER_S", nbytes / 0.1)
+    monkeypatch.setattr(copy_thread, "WAIT_S", 0.1)
+    monkeypatch.setattr(copy_thread, "COPY_BYTES_PER_S", nbytes / 0.1)
     assert run.save(1) is not None
     run.step()
     writer = cast(LazyWriter, run.engine._writer)
@@ -283,7 +285,7 @@ def test_a_copy_that_hangs_costs_saves_but_not_the_run(
     assert "has not ended yet" in str(run.engine.error)
     run.step()
     assert 0.2 <= writer.aside.waited_s < WAIT_S / 2
-    monkeypatch.setattr(aside, "WAIT_S", WAIT_S)
+    monkeypatch.setattr(copy_thread, "WAIT_S", WAIT_S)
     held_back.set()
     until(lambda: run.engine.skipped == 2, "the end of the copy")
     saved = until(lambda: run.save(3), "a save")
@@ -307,7 +309,7 @@ def test_memory_that_is_given_up_under_the_copy_is_read_to_the_end(kept: Kept, h
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_a_tensor_of_another_form_at_the_same_address_is_laid_out_anew(kept: Kept, mode: str) -> None:
     """A lazy save looks at all forms in one pass before it returns, an eager one at the latest while it copies."""
-    if mode == "lazy" and (snapshot._look is None or snapshot._EXCHANGE is None):
+    if mode == "lazy" and (torch_backend._look is None or torch_backend._EXCHANGE is None):
         pytest.skip("no C helper, or a torch that does not tell it: see the next test")
     run = Run(kept.trainer(mode=mode))
     for number, shape in enumerate(((64, 1024), (64, 1024), (32, 2048), (32, 2048), (64, 1024)), 1):
@@ -319,7 +321,7 @@ def test_a_tensor_of_another_form_at_the_same_address_is_laid_out_anew(kept: Kep
 
 def test_a_tensor_of_another_form_at_the_same_address_is_noticed(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python, names, addresses and sizes are all that it looks at; the rest is asked before the copy counts."""
-    monkeypatch.setattr(snapshot, "_look", None)
+    monkeypatch.setattr(torch_backend, "_look", None)
     run = Run(kept.trainer(mode="lazy"))
     for number in (1, 2):
         run.save(number)

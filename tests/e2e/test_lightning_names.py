@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from dlrover_hooks.integrations._lightning_names import _go_on, written_by
+from dlrover_hooks.integrations.lightning.output_names import _go_on, written_by
 from tests.e2e.launched import REPOSITORY, Launched
 from tests.integrations.names_trial import fit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint.wire import Hashed
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
 from dlrover_hooks.protocol import Generation, Held, Restore, Source
 from tests.e2e.kept import RUN, WAIT_S, Kept, state, until
 

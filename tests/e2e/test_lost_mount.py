@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint import mounts, storage, wire
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.storage import generations, mounts
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest
 from tests.e2e.kept import Kept, state
 
 pytestmark = pytest.mark.usefixtures("runtime")
 RELAUNCHED = (
-    "import sys; from dlrover_hooks.checkpoint.storage import Claim; Claim.take(sys.argv[1], None, 'job', 'again')"
+    "import sys; from dlrover_hooks.checkpoint.storage.url_claim import Claim\n"
+    "Claim.take(sys.argv[1], None, 'job', 'again')"
 )
 
 
@@ -59,30 +61,30 @@ def test_a_lost_mount_fails_the_persist_and_nothing_is_written(
     """
     kept.keeper()
     trainer = kept.trainer(save_to=str(url))
-    claim = storage.Claim.take(str(url), None, "job", "test")
+    claim = generations.Claim.take(str(url), None, "job", "test")
 
     def saved(step: int) -> tuple[Generation, Any]:
         trainer.save(step, state(step))
-        generation = kept.notice(wire.Hashed).generation
+        generation = kept.notice(keeper_messages.Hashed).generation
         trainer.persist(generation)
-        return generation, kept.notice((wire.Persisted, wire.PersistFailed))
+        return generation, kept.notice((keeper_messages.Persisted, keeper_messages.PersistFailed))
 
-    def commit(generation: Generation, said: wire.Persisted) -> Manifest:
+    def commit(generation: Generation, said: keeper_messages.Persisted) -> Manifest:
         manifest = Manifest("job", generation, 1, (said.file,), 1.0)
-        storage.commit(str(url), None, manifest, 2)
+        generations.commit(str(url), None, manifest, 2)
         return manifest
 
     first, said = saved(1)
-    assert isinstance(said, wire.Persisted)
+    assert isinstance(said, keeper_messages.Persisted)
     manifest = commit(first, said)
     shutil.copytree(mounted, tmp_path / "kept")
     unmount(mounted)
     for _ in range(2):
         _, failed = saved(2)
-        assert isinstance(failed, wire.PersistFailed)
+        assert isinstance(failed, keeper_messages.PersistFailed)
         assert f"{url} is on another file system than before: its mount is gone" in failed.reason
         assert "mount it again" in failed.hint
-        for write in (lambda: commit(first, said), lambda: storage.finish(str(url), None, "job", first.run, 1)):
+        for write in (lambda: commit(first, said), lambda: generations.finish(str(url), None, "job", first.run, 1)):
             with pytest.raises(StorageFailed, match="another file system"):
                 write()
         assert not list(mounted.glob("**/step-*"))
@@ -90,18 +92,18 @@ def test_a_lost_mount_fails_the_persist_and_nothing_is_written(
     mount(mounted)
     shutil.copytree(tmp_path / "kept", mounted, dirs_exist_ok=True)
     second, said = saved(3)
-    assert isinstance(said, wire.Persisted)
+    assert isinstance(said, keeper_messages.Persisted)
     commit(second, said)
-    found = storage.scan(str(url), None, "job").manifests
+    found = generations.scan(str(url), None, "job").manifests
     assert [one.generation for one in found] == [second, manifest.generation]
     claim.release()
 
 
 def test_a_folder_that_is_made_again_on_the_same_disk_is_no_lost_mount(tmp_path: Path) -> None:
-    place = storage.Place(str(tmp_path / "tree"))
-    claim = storage.Claim.take(place.url, None, "job", "test")
+    place = generations.Place(str(tmp_path / "tree"))
+    claim = generations.Claim.take(place.url, None, "job", "test")
     claim.release()
     shutil.rmtree(place.root)
     mounts.demand_same(place)
-    storage.Claim.take(place.url, None, "job", "test").release()
+    generations.Claim.take(place.url, None, "job", "test").release()
     mounts.demand_same(place)

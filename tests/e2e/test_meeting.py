@@ -11,8 +11,8 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterAway, Unauthorized
-from dlrover_hooks.runtime.meeting import JobOver, Meeting, NotFormed, Terms
-from dlrover_hooks.runtime.ports import free_port
+from dlrover_hooks.host.ports import free_port
+from dlrover_hooks.torchrun.agent_rounds import JobOver, Meeting, NotFormed, Terms
 from tests.e2e.launched import pause
 from tests.e2e.master_process import LiveMaster
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.ipc import keeper_messages
 from tests.e2e.kept import Kept, segment, state, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -17,9 +17,9 @@ def test_notes_outlive_whom_they_are_of_and_its_memory(kept: Kept) -> None:
     first.notes.leave(0, b"there is no memory yet")
     assert first.save(1, state(1)) is not None
     first.notes.leave(2, b"in the step")
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     assert first.save(2, state(2, 1 << 20)) is not None
-    first.complete(kept.notice(wire.Hashed).generation)
+    first.complete(kept.notice(keeper_messages.Hashed).generation)
     assert {one.generation.step for one in first.held()} == {2}, "the smaller memory is gone"
     first.close()
     assert sorted(second.notes.recall()) == [b"in the step", b"there is no memory yet"]

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks.runtime.eviction import last_code
-from dlrover_hooks.runtime.requeue import here
+from dlrover_hooks.launcher.interruption import last_code
+from dlrover_hooks.launcher.requeue import here
 from tests.e2e.launched import Launched
 
 SCRIPT = f"""
@@ -67,7 +67,7 @@ def test_one_of_two_under_lightning(launch: Callable[..., Launched]) -> None:
 
 
 LEAVES = """
-    from dlrover_hooks.runtime.preemption import Preemption, Signals
+    from dlrover_hooks.worker.preemption import Preemption, Signals
     import select
     attach()
     part = Preemption(conf.job, place.incarnation, place.node, conf.grace_s)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.arena import Arena
-from dlrover_hooks.checkpoint.link import KeeperLink
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Held
 from tests.e2e.life_process import LifeProcess
@@ -53,7 +53,7 @@ class House:
         """Its pid, and what it holds."""
         link = KeeperLink.connect(self.job, node, notify=lambda _: None, start=False)
         try:
-            answer = link.call(lambda ref: wire.Inventory(ref=ref))[0]
+            answer = link.call(lambda ref: keeper_messages.Inventory(ref=ref))[0]
             return answer.pid, answer.held
         finally:
             link.close()
@@ -89,7 +89,7 @@ class House:
     def keeper_now(self, node: str) -> int:
         link = KeeperLink.connect(self.job, node, notify=lambda _: None, start=False, deadline_s=0.0)
         with contextlib.closing(link):
-            return link.call(lambda ref: wire.Inventory(ref=ref))[0].pid
+            return link.call(lambda ref: keeper_messages.Inventory(ref=ref))[0].pid
 
 
 @pytest.fixture

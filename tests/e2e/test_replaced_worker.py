@@ -19,7 +19,7 @@ Node = Callable[..., Launched]
 
 SURVIVOR = textwrap.dedent("""
     import queue
-    from dlrover_hooks.runtime.seat import join_request, take_seat
+    from dlrover_hooks.worker.join import join_request, take_seat
     heard = queue.Queue()
 
     def say(seated, **more):
@@ -216,7 +216,7 @@ def test_a_warm_standby_takes_the_seat(
 
     Without a flag there is one for each worker, and what that costs is said.
     """
-    script = "from dlrover_hooks.runtime import preload; preload.tell()\n" + STAY
+    script = "from dlrover_hooks.worker import imported_modules as preload; preload.tell()\n" + STAY
     if not recovers:
         script = script.replace("survive()", "attach(); beat(1); note(now=place.rank); threading.Event().wait(600)")
     run = launch(SURVIVOR + script, "-n", "2", *options, member=True)
@@ -224,7 +224,7 @@ def test_a_warm_standby_takes_the_seat(
     ready = "1 warm standby is" if options else "2 warm standbys are"
     assert run.says(f"{ready} ready to replace workers at once, for ")
     launcher = psutil.Process(run.process.pid)
-    warm = {one.pid for one in launcher.children() if "dlrover_hooks.runtime.standby" in one.cmdline()}
+    warm = {one.pid for one in launcher.children() if "dlrover_hooks.launcher.warm.fork_server" in one.cmdline()}
     assert len(warm) == (2 if options else 3), "the server, and those that wait"
     os.kill(first[1]["pid"], signal.SIGKILL)
     lives = run.wait_for(lambda lives: len(lives) == 4)
@@ -241,12 +241,12 @@ def test_a_warm_standby_takes_the_seat(
 
 def test_no_standby_where_the_user_says_so(launch: Callable[..., Launched]) -> None:
     """`--standby 0`: a replacement starts cold, and no process but those of the job is there."""
-    script = "from dlrover_hooks.runtime import preload; preload.tell()\n" + STAY
+    script = "from dlrover_hooks.worker import imported_modules as preload; preload.tell()\n" + STAY
     run = launch(SURVIVOR + script, "-n", "2", "--standby", "0", member=True)
     first = run.wait_for(lambda lives: len(lives) == 2)
     os.kill(first[1]["pid"], signal.SIGKILL)
     lives = run.wait_for(lambda lives: len(lives) == 4)
     children = psutil.Process(run.process.pid).children()
-    assert not any("dlrover_hooks.runtime.standby" in one.cmdline() for one in children)
+    assert not any("dlrover_hooks.launcher.warm.fork_server" in one.cmdline() for one in children)
     assert first[0]["pid"] in {life["pid"] for life in lives[2:]}
     stop(run)

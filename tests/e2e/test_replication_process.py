@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint import replicate as r
-from dlrover_hooks.checkpoint.channel import Channel, Declined, NotAdmitted, call
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
-from dlrover_hooks.checkpoint.door import Door
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
+from dlrover_hooks.checkpoint.replication import replica_protocol as r
+from dlrover_hooks.checkpoint.replication.listener import Door
+from dlrover_hooks.checkpoint.replication.peer_channel import Channel, Declined, NotAdmitted, call
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Restore, Secret, Source
 from tests.e2e.nodes import RUN, SECRET, WAIT_S, Node, Proxy, same

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from dlrover_hooks.checkpoint import line, room, wire
-from dlrover_hooks.checkpoint.room import PREPARE_WAIT_S
+from dlrover_hooks.checkpoint.ipc import keeper_client, keeper_messages
+from dlrover_hooks.checkpoint.save import segment_client
+from dlrover_hooks.checkpoint.save.segment_client import PREPARE_WAIT_S
 from tests.e2e.kept import Kept, ended, memfds, state, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -34,7 +35,7 @@ def test_memory_under_way_skips_saves_and_blocks_none(kept: Kept, monkeypatch: p
     """The keeper is stopped meanwhile: `prepare` does not wait, a save PREPARE_WAIT_S, counted and said. Whoever waits
     for the keeper waits for minutes.
     """
-    monkeypatch.setattr(room, "PREPARE_WAIT_S", PREPARE_WAIT_S)
+    monkeypatch.setattr(segment_client, "PREPARE_WAIT_S", PREPARE_WAIT_S)
     keeper = kept.keeper()
     trainer = kept.trainer()
     trainer.take_seat()
@@ -50,7 +51,7 @@ def test_memory_under_way_skips_saves_and_blocks_none(kept: Kept, monkeypatch: p
     until(lambda: trainer.ready, "the memory")
     assert trainer.save(2, state(2)) is not None
     assert trainer.error is None
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
 
 
 def test_a_larger_segment_is_prepared_beside_the_old_one(kept: Kept) -> None:
@@ -58,14 +59,14 @@ def test_a_larger_segment_is_prepared_beside_the_old_one(kept: Kept) -> None:
     keeper = kept.keeper()
     trainer = kept.trainer()
     trainer.save(1, state(1))
-    old = kept.notice(wire.Hashed).generation
+    old = kept.notice(keeper_messages.Hashed).generation
     trainer.complete(old)
     trainer.prepare(8 << 20)
     trainer.save(2, state(2))
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
     until(lambda: trainer.ready and len(memfds(keeper.pid)) == 2, "the second segment")
     trainer.save(3, state(3, 1 << 20))
-    new = kept.notice(wire.Hashed).generation
+    new = kept.notice(keeper_messages.Hashed).generation
     assert old in {one.generation for one in trainer.held()}
     trainer.complete(new)
     assert {one.generation for one in trainer.held()} == {new}
@@ -73,12 +74,12 @@ def test_a_larger_segment_is_prepared_beside_the_old_one(kept: Kept) -> None:
     assert trainer.skipped == 0
 
 
-@pytest.mark.parametrize("reconnect_s", [line.RECONNECT_S, 0.05])
+@pytest.mark.parametrize("reconnect_s", [keeper_client.RECONNECT_S, 0.05])
 def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(
     kept: Kept, monkeypatch: pytest.MonkeyPatch, reconnect_s: float
 ) -> None:
     """DL-90: also one that takes longer to start than a try waits, as on a loaded machine: a later try finds it."""
-    monkeypatch.setattr(line, "RECONNECT_S", reconnect_s)
+    monkeypatch.setattr(keeper_client, "RECONNECT_S", reconnect_s)
     trainer = kept.trainer(start_keeper=True, linger_s=0)
     trainer.prepare(1 << 20)
     until(lambda: trainer.ready, "the memory")
@@ -94,7 +95,7 @@ def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(
     until(prepared, "memory in a new keeper")
     kept.kill_at_end(kept.keeper_pid())
     assert trainer.save(1, state(1)) is not None
-    kept.notice(wire.Hashed)
+    kept.notice(keeper_messages.Hashed)
 
 
 def test_closing_ends_what_is_under_way(kept: Kept) -> None:

@@ -10,8 +10,8 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.runtime.options import Options
-from dlrover_hooks.runtime.speaker import Speaker, Station
+from dlrover_hooks.launcher.master_requests import Speaker, Station
+from dlrover_hooks.launcher.options import Options
 
 
 class Slow(http.server.BaseHTTPRequestHandler):

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dlrover_hooks import memory
-from dlrover_hooks.checkpoint import wire
+from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.host import memory_limit
 from dlrover_hooks.protocol import Generation
 from tests.e2e.kept import RUN, Kept, state, until
 
@@ -68,7 +68,7 @@ def small(request: pytest.FixtureRequest) -> Limited:
 
 def mine() -> Iterator[Path]:
     rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    for kind, root, mounted in memory._mounts("/proc"):
+    for kind, root, mounted in memory_limit._mounts("/proc"):
         for _, names, path in rows:
             if (kind == "cgroup" and "memory" in names.split(",")) or (kind == "cgroup2" and not names):
                 yield Path(mounted + path.removeprefix(root.rstrip("/")))
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(small: Limited, kept: Kept) -> None:
     assert "does not fit" in trainer.error.message
     assert f"{small.where} sets the limit" in trainer.error.hint
     trainer.save(2, state(2, LIMIT // 8 // 4))
-    assert kept.notice(wire.Hashed).generation.step == 2
+    assert kept.notice(keeper_messages.Hashed).generation.step == 2
     assert small.keeper.poll() is None
     kept.close()
 
@@ -97,7 +97,7 @@ def test_a_state_that_grows_gives_old_slots_up_but_the_newest_complete_one(
 
     def save(step: int, nbytes: int) -> None:
         until(lambda: trainer.save(step, state(step, nbytes // 4)), f"a save of step {step}")
-        assert kept.notice(wire.Hashed).generation.step == step
+        assert kept.notice(keeper_messages.Hashed).generation.step == step
 
     for step in (1, 2, 3):
         save(step, LIMIT // 4)

@@ -18,14 +18,14 @@ import msgspec
 import psutil
 import pytest
 
-from dlrover_hooks.runtime import preload
+from dlrover_hooks.worker import imported_modules
 from tests.e2e.launched import REPOSITORY, all_gone, pause
 from tests.e2e.test_boot import SCRIPTS
 
 LAUNCHER = """
 import json, logging, os, select, signal, subprocess, sys, time
 import psutil
-from dlrover_hooks.runtime.standbys import Standbys
+from dlrover_hooks.launcher.warm.standby_pool import Standbys
 
 logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
 ENV = dict(os.environ)
@@ -50,7 +50,7 @@ def say(**what):
 class Launcher:
     """Python code that keeps standbys, as a process; `said` are its lines."""
 
-    def __init__(self, folder: Path, code: str, wanted: preload.Imported, **environment: str) -> None:
+    def __init__(self, folder: Path, code: str, wanted: imported_modules.Imported, **environment: str) -> None:
         file = folder / "preload"
         file.write_bytes(msgspec.json.encode(wanted))
         env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"} | environment
@@ -78,10 +78,10 @@ def launcher(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     def start(code: str, *modules: str, **environment: str) -> Launcher:
         """`modules`: what a worker says that it has imported."""
         packages = {name.partition(".")[0] for name in modules}
-        origins = {name: origin for name in packages if (origin := preload.origin(name)) is not None}
+        origins = {name: origin for name in packages if (origin := imported_modules.origin(name)) is not None}
         local = {name: str(tmp_path / f"{name}.py") for name in packages - set(origins)}
         local |= {name: str(tmp_path / name / "__init__.py") for name in local if (tmp_path / name).is_dir()}
-        wanted = preload.Imported(origins | local, list(modules))
+        wanted = imported_modules.Imported(origins | local, list(modules))
         started.append(Launcher(tmp_path, code, wanted, **environment))
         return started[-1]
 
@@ -113,7 +113,7 @@ def test_its_last_words_are_heard(launcher: Callable[..., Launcher], tmp_path: P
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "einops.py").write_text("")
     code = """
-        from dlrover_hooks.runtime.last_words import LastWords
+        from dlrover_hooks.launcher.processes.worker_errors import LastWords
         standbys, words = warm(), LastWords()
         child = standbys.take("one", ["--", "script.py"], ENV | words.environment, words=words.pass_fds)
         words.started()
@@ -367,8 +367,8 @@ def test_what_ends_first_when_memory_runs_out(launcher: Callable[..., Launcher],
 def test_standbys_are_given_up_while_memory_is_short(launcher: Callable[..., Launcher]) -> None:
     """Only those that nobody asked for; they come back once there is room, and it is said once."""
     code = """
-        from dlrover_hooks import memory
-        from dlrover_hooks.runtime import standbys as module
+        from dlrover_hooks.host import memory_limit as memory
+        from dlrover_hooks.launcher.warm import standby_pool as module
         module._AGAIN_S = 0.0
         def left(mib):
             memory.free = lambda: memory.Free(mib << 20, "the machine")
@@ -405,7 +405,7 @@ def test_a_fork_that_fails_costs_neither_server_nor_run(launcher: Callable[..., 
         "os.fork = once\n"
     )
     code = """
-        from dlrover_hooks.runtime import standbys as module
+        from dlrover_hooks.launcher.warm import standby_pool as module
         module._AGAIN_S = 0.0
         standbys = warm()
         assert standbys._starts == 1
@@ -426,7 +426,7 @@ def test_packages_are_imported_with_the_variables_that_the_script_sets(
     (tmp_path / "script.py").write_text(
         "import json, os\nbefore = os.environ.get('HF_HOME')\nos.environ['HF_HOME'] = '/own'\nimport einops\n"
         "print(json.dumps([before, einops.HOME, os.environ['EINOPS_WAS_HERE']]))\n"
-        "from dlrover_hooks.runtime import preload\npreload.tell()\n"
+        "from dlrover_hooks.worker import imported_modules as preload\npreload.tell()\n"
     )
     code = """
         os.unlink(ENV["DLROVER_HOOKS_PRELOAD"])
@@ -451,7 +451,8 @@ def test_a_script_that_tells_nothing_is_read_for_its_imports(launcher: Callable[
     )
     (tmp_path / "project" / "helper.py").write_text("open('helped', 'a').write('x')\n")
     code = """
-        from dlrover_hooks.runtime import preload, standbys as module
+        from dlrover_hooks.worker import imported_modules as preload
+        from dlrover_hooks.launcher.warm import standby_pool as module
         told = ENV["DLROVER_HOOKS_PRELOAD"]
         os.rename(told, "aside")
         module._UNTOLD_S = 0.0
@@ -478,7 +479,7 @@ def test_nothing_is_started_before_a_worker_has_told_its_imports(tmp_path: Path)
         assert psutil.Process().children() == []
         standbys.close()
     """
-    code, _, errors = Launcher(tmp_path, code, preload.Imported({}, [])).end()
+    code, _, errors = Launcher(tmp_path, code, imported_modules.Imported({}, [])).end()
     assert code == 0, errors
 
 

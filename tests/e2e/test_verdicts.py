@@ -167,7 +167,7 @@ def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: str, 
     """The step that is durable, where, and how to go on; nothing is claimed that is not there (DL-57, DL-90)."""
     script = f"""
         from pathlib import Path
-        from dlrover_hooks.checkpoint import catalog, storage
+        from dlrover_hooks.checkpoint.storage import catalog, generations as storage
         folder = os.path.abspath("saved")
         attach(save_to=folder)
         which, latest = p.Generation(1, 7, "run"), Path(folder, catalog.LATEST)

@@ -283,6 +283,6 @@ def master(fd: int, journal: str, flags: list[str]) -> None:
 
 
 def keeper(job: str, node: str) -> int:
-    from dlrover_hooks.checkpoint import keeper
+    from dlrover_hooks.checkpoint.keeper import __main__ as keeper
 
     return keeper.main(["--job", job, "--node", node, "--linger-s", "1000"])

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dlrover_hooks import AsyncCheckpointer, ShardDataset, elastic_loader
-from dlrover_hooks.integrations.even import EvenLoader
+from dlrover_hooks.pytorch.even_batches import EvenLoader
 
 if TYPE_CHECKING:
     from tests.elastic.worker import Worker

@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrover_hooks.elastic.collective_abort import Connections
+from dlrover_hooks.elastic.process_groups import Groups, rendezvous
 from dlrover_hooks.errors import RoundEnded
-from dlrover_hooks.integrations.groups import Groups, rendezvous
-from dlrover_hooks.runtime.sockets import Connections
 from tests.ranks import ended, free_port, started
 
 PEER = """
 import sys, threading, torch, torch.distributed as dist
-from dlrover_hooks.integrations.groups import Groups
+from dlrover_hooks.elastic.process_groups import Groups
 rank = int(__import__("os").environ["RANK"])
 groups = Groups(lambda: None)
 with groups.watched():

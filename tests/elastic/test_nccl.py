@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrover_hooks.integrations.groups import Groups
+from dlrover_hooks.elastic.process_groups import Groups
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

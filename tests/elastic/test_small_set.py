@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from dlrover_hooks import rng
+from dlrover_hooks.elastic.step_snapshot import SMALL_BYTES, SmallSet
 from dlrover_hooks.errors import RoundEnded
-from dlrover_hooks.integrations.small_set import SMALL_BYTES, SmallSet
 
 
 class Made:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_hooks.checkpoint import link, room
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.ipc import keeper_connection
+from dlrover_hooks.checkpoint.save import segment_client
 from tests import keepers
 from tests.pace import WAIT_S, paced_save
 
@@ -15,9 +16,9 @@ from tests.pace import WAIT_S, paced_save
 @pytest.fixture(autouse=True)
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `tests.pace` and `tests.keepers`."""
-    monkeypatch.setattr(link, "_spawned", keepers.spawned)
+    monkeypatch.setattr(keeper_connection, "_spawned", keepers.spawned)
     monkeypatch.setattr(Checkpointer, "save", paced_save)
-    monkeypatch.setattr(room, "PREPARE_WAIT_S", WAIT_S)
+    monkeypatch.setattr(segment_client, "PREPARE_WAIT_S", WAIT_S)
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations import ddp as ddp_module
-from dlrover_hooks.integrations.ddp import BucketOrder, weigh_gradients
-from dlrover_hooks.integrations.even import EvenLoader, TokenMean
-from dlrover_hooks.runtime import regroup
+from dlrover_hooks.pytorch import ddp as ddp_module
+from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.even_batches import EvenLoader, TokenMean
+from dlrover_hooks.worker import membership as regroup
 
 Tensors = list[torch.Tensor]
 

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from dlrover_hooks.pytorch.even_batches import EvenLoader
 
 SAMPLES, BATCH = 24, 12
 

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
+from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.accelerate import ElasticAccelerator, PreparedLoader, _keep_pace
+from dlrover_hooks.integrations.accelerate import ElasticAccelerator
+from dlrover_hooks.integrations.accelerate.accelerator import PreparedLoader, _keep_pace
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from tests.contracts.trial import Crash, Given, Numbers, Setup, loss_of
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
-from dlrover_hooks.integrations.accelerate_saves import Saves
+from dlrover_hooks.integrations.accelerate.async_save import Saves
 from tests.contracts.trial import Given, Setup, loss_of
 from tests.disks import small_disk
 from tests.e2e.master_process import LiveMaster
@@ -66,7 +66,7 @@ class Run:
 
     def hold(self) -> threading.Event:
         """What is saved from here on waits behind this event."""
-        from dlrover_hooks.integrations.accelerate_saves import Saves
+        from dlrover_hooks.integrations.accelerate.async_save import Saves
 
         gate = threading.Event()
         self.accelerator._saves = Saves(self.accelerator.accelerator)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlrover_hooks.integrations import batch_statistics
-from dlrover_hooks.integrations.batch_statistics import BatchStatistics
+from dlrover_hooks.elastic import batch_statistics
+from dlrover_hooks.elastic.batch_statistics import BatchStatistics
 
 
 class Own(nn.Module):

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from dlrover_hooks.checkpoint.save.staging import Copies
+from dlrover_hooks.checkpoint.storage import atomic_files
+from dlrover_hooks.checkpoint.storage.atomic_files import SUFFIX, put_back, whole_file, whole_folder
+from dlrover_hooks.checkpoint.storage.write_queue import Behind
 from dlrover_hooks.errors import CheckpointError, StorageFailed, UnsupportedState
-from dlrover_hooks.integrations import atomic
-from dlrover_hooks.integrations.atomic import SUFFIX, put_back, whole_file, whole_folder
-from dlrover_hooks.integrations.behind import Behind
-from dlrover_hooks.integrations.copies import Copies
 from tests.ranks import ROOT
 
 
@@ -168,7 +168,7 @@ def test_a_folder_replaces_another_and_keeps_what_is_not_its_own(
 ) -> None:
     """NFS cannot exchange two folders: two renames do."""
     if not exchanges:
-        monkeypatch.setattr(atomic, "_EXCHANGE", 1 << 30)  # flags that the kernel refuses: EINVAL, as NFS does
+        monkeypatch.setattr(atomic_files, "_EXCHANGE", 1 << 30)  # flags that the kernel refuses: EINVAL, as NFS does
     part, path = tmp_path / "part", tmp_path / "saved"
     for folder, names in ((path, ("model", "notes")), (part, ("model", "new"))):
         folder.mkdir()
@@ -198,7 +198,7 @@ def test_a_folder_whose_replacement_was_killed_halfway_is_put_back(
         rename(one, other)
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "_EXCHANGE", 1 << 30)
+        patch.setattr(atomic_files, "_EXCHANGE", 1 << 30)
         patch.setattr(os, "rename", killed)
         with pytest.raises(Killed):
             whole_folder(str(part), str(path))
@@ -210,8 +210,8 @@ def test_a_folder_whose_replacement_was_killed_halfway_is_put_back(
 SCRIPT = """
     import signal, sys, threading
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may have it ignored
-    from dlrover_hooks.integrations.behind import Behind
-    from dlrover_hooks.integrations.atomic import whole_file
+    from dlrover_hooks.checkpoint.storage.write_queue import Behind
+    from dlrover_hooks.checkpoint.storage.atomic_files import whole_file
 
     def write():
         with whole_file(sys.argv[1]) as part:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.checkpoint.lazy import LazyWriter
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
 from dlrover_hooks.integrations.lightning import ElasticCallback

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.errors import NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
 from dlrover_hooks.integrations.dcp import FlashReader, FlashStager, FlashWriter, saved_values
 from tests.images import read_back
@@ -34,19 +34,19 @@ def save(url: Path | str, state: dict[str, Any], step: int, **options: Any) -> F
 
 
 def whole(url: Path | str) -> list[int]:
-    return [manifest.generation.step for manifest in storage.scan(str(url), None, None).manifests]
+    return [manifest.generation.step for manifest in generations.scan(str(url), None, None).manifests]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_stock_dcp_reads_what_sharded_ranks_wrote_behind_the_step(tmp_path: Path, world: int) -> None:
     """FSDP2 over gloo, uneven shards; the parameters are spoilt as soon as `async_save` has returned."""
     (weights,) = run([*TRIAL, str(tmp_path)], world, timeout_s=200, warm=WARM)
-    found = storage.scan(str(tmp_path), None, None)
+    found = generations.scan(str(tmp_path), None, None)
     assert [manifest.generation.step for manifest in found.manifests] == [3, 2]
     manifest = found.manifests[0]
     for rank in range(world):
         read_back(str(tmp_path), manifest, rank)  # every hash is right
-    folder = str(tmp_path / storage.folder(manifest.generation))
+    folder = str(tmp_path / generations.folder(manifest.generation))
     for reader in (HuggingFaceStorageReader(folder), FlashReader(tmp_path)):
         model, optimizer = model_and_optimizer()
         step(model, optimizer)

@@ -12,7 +12,7 @@ import pytest
 from tests import ranks
 
 CASES = Path(__file__).with_name("ddp_cases.py")
-WARM = ("torch._dynamo", "torch.distributed.fsdp", "dlrover_hooks.integrations.ddp")
+WARM = ("torch._dynamo", "torch.distributed.fsdp", "dlrover_hooks.pytorch.ddp")
 EXACT = 1e-12
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks import AsyncCheckpointer, elastic_loader
 from dlrover_hooks.testing import InjectedFault
-from dlrover_hooks.testing.trace import Run
+from dlrover_hooks.testing.faults.step_trace import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -21,16 +21,18 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover_hooks import cli
-from dlrover_hooks.checkpoint import snapshot, storage, tree
-from dlrover_hooks.checkpoint.header import Inside, Whole
-from dlrover_hooks.checkpoint.image import TensorSpec, plan
+from dlrover_hooks.checkpoint.state import pytree
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, Whole
+from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec, plan
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.tensors import torch_backend
+from dlrover_hooks.cli import main
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.integrations import export
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Generation, Manifest
+from dlrover_hooks.pytorch import export
 from tests.images import image_with
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,7 +46,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(form: str, url: str | Path, dest: str | Path, *more: str) -> Result:
-    return CliRunner().invoke(cli.main, ["ckpt", "export", "--to", form, str(url), str(dest), *more])
+    return CliRunner().invoke(main.main, ["ckpt", "export", "--to", form, str(url), str(dest), *more])
 
 
 class Tied(nn.Module):
@@ -218,15 +220,15 @@ def shard(url: str, rank: int, height: int = 4) -> Any:
     which, rows = Generation(0, 7, "a" * 32), torch.arange(12.0).view(4, 3)[2 * rank : 2 * rank + 2].contiguous()
     spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), Whole((height, 3), "F32", sharded=True))
     layout = plan([spec])
-    skeleton = msgspec.Raw(tree.flatten({"model": {"w": rows}}, where="state").skeleton)
+    skeleton = msgspec.Raw(pytree.flatten({"model": {"w": rows}}, where="state").skeleton)
     image = memoryview(image_with(layout, Inside(which, rank, 2, {"state": skeleton}), rows.numpy().tobytes()))
-    return storage.write_shard(url, None, which, rank, 2, [image], len(image), job="sharded")
+    return generations.write_shard(url, None, which, rank, 2, [image], len(image), job="sharded")
 
 
 def test_shards_of_all_ranks_become_whole_tensors(tmp_path: Path) -> None:
     url = str(tmp_path / "ck")
     files = (shard(url, 0), shard(url, 1))
-    storage.commit(url, None, Manifest("sharded", Generation(0, 7, "a" * 32), 2, files, 1.0), 2)
+    generations.commit(url, None, Manifest("sharded", Generation(0, 7, "a" * 32), 2, files, 1.0), 2)
     assert exported("hf", url, tmp_path / "hf").exit_code == 0
     assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], torch.arange(12.0).view(4, 3))
 
@@ -234,7 +236,7 @@ def test_shards_of_all_ranks_become_whole_tensors(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     url = str(tmp_path / "ck")
     files = (shard(url, 0, height=6), shard(url, 1, height=6))
-    storage.commit(url, None, Manifest("sharded", Generation(0, 7, "a" * 32), 2, files, 1.0), 2)
+    generations.commit(url, None, Manifest("sharded", Generation(0, 7, "a" * 32), 2, files, 1.0), 2)
     done = exported("hf", url, tmp_path / "hf")
     assert done.exit_code == 1
     assert "do not hold all of tensor state.model.w" in done.output
@@ -306,7 +308,7 @@ def test_what_is_newer_and_damaged_is_named(job: str, tmp_path: Path) -> None:
 
 
 def steps(url: Path) -> list[int]:
-    return sorted(one.generation.step for one in storage.scan(str(url), None, None).manifests)
+    return sorted(one.generation.step for one in generations.scan(str(url), None, None).manifests)
 
 
 def test_rules_of_retention_reach_the_commit(job: str, tmp_path: Path) -> None:
@@ -324,13 +326,13 @@ def test_what_another_job_starts_from_is_not_removed_meanwhile(
     """DL-91: `resume=URL` leaves a note there while it loads, and takes it away."""
     trained(job, tmp_path / "ck")
     seen: list[int] = []
-    load = snapshot.load
+    load = torch_backend.load
 
     def watched(*args: Any) -> Any:
         seen.append(len(list((tmp_path / "ck").glob("step-*/reading-*"))))
         return load(*args)
 
-    monkeypatch.setattr(snapshot, "load", watched)
+    monkeypatch.setattr(torch_backend, "load", watched)
     trained(f"{job}-other", tmp_path / "other", 2, resume=str(tmp_path / "ck"))
     assert seen == [1]
     assert list((tmp_path / "ck").glob("step-*/reading-*")) == []

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint import restoring, stored
-from dlrover_hooks.checkpoint.catalog import MANIFEST
-from dlrover_hooks.checkpoint.chunks import digests
-from dlrover_hooks.checkpoint.claim import LEASE
-from dlrover_hooks.checkpoint.header import OURS, header_end
-from dlrover_hooks.checkpoint.patience import Patience
+from dlrover_hooks.checkpoint.memory.checksums import digests
+from dlrover_hooks.checkpoint.restore import generation_loader, shard_reader
+from dlrover_hooks.checkpoint.state.safetensors_reader import OURS, header_end
+from dlrover_hooks.checkpoint.storage.catalog import MANIFEST
+from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.url_claim import LEASE
 from dlrover_hooks.protocol import Manifest
 from tests.e2e.kept import until
 from tests.integrations.torch_cases import Crash, train
@@ -120,7 +120,7 @@ def test_a_generation_whose_read_stands_still_is_passed_over(
     saved: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """DL-90: as on a mount whose server is gone. The generation before is read."""
-    here, released, read_at = tmp_path / "saved", threading.Event(), stored._read_at
+    here, released, read_at = tmp_path / "saved", threading.Event(), shard_reader._read_at
     shutil.copytree(saved, here)
     older, newer = sorted(here.glob("step-*"))
 
@@ -129,9 +129,9 @@ def test_a_generation_whose_read_stands_still_is_passed_over(
             released.wait(60)
         read_at(fd, start, pieces)
 
-    monkeypatch.setattr(stored, "READS", Patience(stall_s=0.2))
-    monkeypatch.setattr(restoring, "READS", stored.READS)
-    monkeypatch.setattr(stored, "_read_at", hangs)
+    monkeypatch.setattr(shard_reader, "READS", Patience(stall_s=0.2))
+    monkeypatch.setattr(generation_loader, "READS", shard_reader.READS)
+    monkeypatch.setattr(shard_reader, "_read_at", hangs)
     step = int(older.name.split("-")[1])
     try:
         with caplog.at_level(logging.WARNING, "dlrover_hooks"), pytest.raises(Crash):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint.catalog import MANIFEST
+from dlrover_hooks.checkpoint.storage.catalog import MANIFEST
 from tests.contracts import accelerate_trial, fabric_trial, lightning_trial
 from tests.contracts.trial import Given, Trial
 from tests.integrations.test_forged import forge, other, without

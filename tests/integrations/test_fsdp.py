@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from dlrover_hooks import cli
+from dlrover_hooks.cli import main
 from dlrover_hooks.integrations.dcp import FlashReader
 from tests import ranks
 from tests.e2e.master_process import LiveMaster
@@ -95,7 +95,7 @@ def test_layouts_and_weights(job: str, live_master: LiveMaster) -> None:
 
 
 def exported(form: str, url: Path, dest: Path) -> Path:
-    found = CliRunner().invoke(cli.main, ["ckpt", "export", "--to", form, str(url), str(dest)])
+    found = CliRunner().invoke(main.main, ["ckpt", "export", "--to", form, str(url), str(dest)])
     assert found.exit_code == 0, found.output
     return dest
 

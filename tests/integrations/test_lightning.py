@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dlrover_hooks.data.shards import ShardDataset
+from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.errors import DataMismatch, NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
 from dlrover_hooks.integrations.lightning import ElasticCallback
 
@@ -267,7 +267,7 @@ def test_leased_data_is_refused_with_a_way_out(job: str) -> None:
 )
 def test_stands_aside_and_says_so(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("dlrover_hooks.integrations.lightning.rank_zero_info", said.append)
+    monkeypatch.setattr("dlrover_hooks.integrations.lightning.callback.rank_zero_info", said.append)
     elastic = ElasticCallback()
     fit(Net(), elastic, **options)
     assert elastic.session is None

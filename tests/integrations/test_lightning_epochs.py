@@ -103,7 +103,7 @@ def test_a_trial_of_the_tuner_is_no_training(job: str, monkeypatch: pytest.Monke
     """It calls `fit`: under a launcher the job was finished by that, and the fit behind it failed."""
     from lightning.pytorch.tuner import Tuner
 
-    from dlrover_hooks.integrations import _lightning_again as again
+    from dlrover_hooks.integrations.lightning import recovery as again
 
     class Tunable(Net):
         def __init__(self) -> None:

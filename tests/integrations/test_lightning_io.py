@@ -23,9 +23,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.errors import StorageFailed
-from dlrover_hooks.integrations import lightning_io
-from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
+from dlrover_hooks.integrations.lightning import ElasticCallback, checkpoint_io
+from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
 from tests.disks import small_disk
 from tests.ranks import ROOT, run
 
@@ -137,7 +136,7 @@ def test_the_fits_own_error_is_not_hidden_behind_that_of_a_save(tmp_path: Path) 
 KILLED = """
     import os, sys, threading
     import torch
-    from dlrover_hooks.integrations.lightning_io import FlashCheckpointIO
+    from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
 
     io = FlashCheckpointIO()
     io.save_checkpoint({"weights": torch.full((1 << 24,), 1.0), "global_step": 1}, sys.argv[1])
@@ -206,8 +205,8 @@ def test_model_checkpoint_is_as_it_was_when_nothing_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its class is changed from the first save of any plugin to the end of the last one, failed or not."""
-    monkeypatch.setattr(lightning_io, "_alive", WeakSet())  # other tests' plugins may not have ended
-    monkeypatch.setattr(lightning_io, "_undo", [])
+    monkeypatch.setattr(checkpoint_io, "_alive", WeakSet())  # other tests' plugins may not have ended
+    monkeypatch.setattr(checkpoint_io, "_undo", [])
     before = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
     fit(FlashCheckpointIO(), ModelCheckpoint(tmp_path / "a"))
     assert (ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint) == before

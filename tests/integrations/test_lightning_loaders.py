@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations._lightning_together import check_short_steps
-from dlrover_hooks.integrations.even import leader
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from dlrover_hooks.integrations.lightning.combined_loader import check_short_steps
+from dlrover_hooks.pytorch.even_batches import leader
 from tests.contracts.spawn import plan, spawn
 from tests.contracts.trial import Numbers
 from tests.e2e.master_process import LiveMaster

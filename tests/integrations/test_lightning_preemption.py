@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from dlrover_hooks.config import runtime_dir
 from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.runtime.preemption import Preempted
+from dlrover_hooks.worker.preemption import Preempted
 from tests.integrations.test_lightning import Net, exactly_once, fit, surviving
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.integrations import _lightning_private as private
+from dlrover_hooks.integrations.lightning import _compat as private
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -355,7 +355,7 @@ def test_model_checkpoint_asks_where_files_under_way_are_counted(tmp_path: Path)
 
 def test_csv_rows_with_a_step_of_the_users_own_lie_where_the_rows_around_them_do() -> None:
     """`self.log("step", epoch)` gives a row another axis. Rows of LearningRateMonitor have no epoch."""
-    from dlrover_hooks.integrations._lightning_names import rows_before
+    from dlrover_hooks.integrations.lightning.output_names import rows_before
 
     def row(step: int, epoch: str = "", **more: str) -> dict[str, str]:
         return {"step": str(step), "epoch": epoch, **more}

@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations._lightning_fresh import Fresh
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning.fresh_attributes import Fresh
 from tests.integrations.test_lightning_private import At, Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")

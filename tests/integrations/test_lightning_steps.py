@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelChec
 from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover_hooks.integrations import _lightning_private as private
-from dlrover_hooks.integrations._lightning_cut import cut, put_back, validating
-from dlrover_hooks.integrations._lightning_own import OwnLoaders
-from dlrover_hooks.integrations._lightning_steps import Beside
 from dlrover_hooks.integrations.lightning import ElasticCallback
+from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning.consistent_cut import cut, put_back, validating
+from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
+from dlrover_hooks.integrations.lightning.step_state import Beside
 from tests.integrations.test_lightning_private import Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.data.batch import Plan
+from dlrover_hooks.data.batch_plan import Plan
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.integrations.even import EvenLoader, epoch_batches, is_uneven
+from dlrover_hooks.pytorch.even_batches import EvenLoader, epoch_batches, is_uneven
 from tests.contracts.spawn import by_step, plan, spawn, survived
 from tests.contracts.trial import Numbers
 from tests.e2e.master_process import LiveMaster

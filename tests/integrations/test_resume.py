@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import NoCheckpoint, UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
-from dlrover_hooks.integrations.whole import refuse_other_class
 from dlrover_hooks.protocol import Departure
+from dlrover_hooks.pytorch.state_dict import refuse_other_class
 from tests.e2e.master_process import LiveMaster
 from tests.integrations.torch_cases import Crash, Noisy
 

@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
-from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.fabric import ElasticFabric
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
+from dlrover_hooks.pytorch.even_batches import EvenLoader
 from tests import ranks
 from tests.integrations.torch_cases import Noisy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks.integrations.told import Peers, paired
+from dlrover_hooks.elastic.rng_replication import Peers, paired
 
 node_of_each = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 

@@ -21,13 +21,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.checkpoint import storage
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.loader import elastic_loader
-from dlrover_hooks.data.shards import ShardDataset
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.even import EvenLoader
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Departure
+from dlrover_hooks.pytorch.even_batches import EvenLoader
 from tests import ranks
 from tests.contracts.spawn import plan
 from tests.contracts.spawn import spawn as spawn_trials
@@ -102,7 +102,7 @@ def test_a_run_broken_off_is_durable_at_once_and_says_how_to_go_on(
     assert re.search(
         f"(step .|checkpoint|one\\)) is in memory for 10 min, and is being written to {tmp_path}; start", said
     )
-    until(lambda: storage.scan(str(tmp_path), None, job).manifests, "a commit")
+    until(lambda: generations.scan(str(tmp_path), None, job).manifests, "a commit")
     after = train(job, save_to=str(tmp_path))
     assert 0 < after["first"] <= 5
 

@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterError
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import CommitGeneration, Effect, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, Envelope, FinishWritten, Key, Lost, Tick, encode
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.journal import Journal
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.protocol.ranges import Ranges
 from tests.e2e.job_script import attach, held, join, shard, stored
 
 NODES = ("a", "b", "c")
@@ -30,7 +30,7 @@ class World(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.journal = Journal(None)
-        self.state = jobs.Master()
+        self.state = job_registry.Master()
         self.now = 1000.0
         self.lives = 0
         self.seq = 0
@@ -48,11 +48,11 @@ class World(RuleBasedStateMachine):
 
     def send(self, event: p.Message, *, key: Key | None = None) -> p.Message | None:
         """Apply and journal; None if the core refused."""
-        before = jobs.encode(self.state)
+        before = job_registry.encode(self.state)
         try:
-            outcome = jobs.apply(self.state, event, self.now, key)
+            outcome = job_registry.apply(self.state, event, self.now, key)
         except MasterError:
-            assert jobs.encode(self.state) == before, f"a refused {type(event).__name__} changed the state"
+            assert job_registry.encode(self.state) == before, f"a refused {type(event).__name__} changed the state"
             return None
         if not outcome.repeated:
             self.journal.append([encode(Envelope(now=self.now, event=event, key=key))])
@@ -251,9 +251,9 @@ class World(RuleBasedStateMachine):
     def repeat(self) -> None:
         """The same key changes nothing."""
         assert self.last_event is not None
-        before = jobs.encode(self.state)
+        before = job_registry.encode(self.state)
         self.send(self.last_event[0], key=self.last_event[1])
-        assert jobs.encode(self.state) == before
+        assert job_registry.encode(self.state) == before
 
     @invariant()
     def counters_agree(self) -> None:

@@ -6,10 +6,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterError
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Tick
-from dlrover_hooks.master.core.ledger import Ledger
+from dlrover_hooks.master.core.leased_data.ledger import Ledger
 
 JOB, DATA = "job", "data"
 
@@ -19,16 +19,16 @@ class ShardWorld(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.now, self.lives = jobs.Master(), 1000.0, 0
+        self.state, self.now, self.lives = job_registry.Master(), 1000.0, 0
         self.effects: list[Effect] = []
 
     def send(self, event: p.Message) -> p.Message:
         """Raises what the core raises, after a look that nothing was changed."""
-        before = jobs.encode(self.state)
+        before = job_registry.encode(self.state)
         try:
-            outcome = jobs.apply(self.state, event, self.now)
+            outcome = job_registry.apply(self.state, event, self.now)
         except MasterError:
-            assert jobs.encode(self.state) == before, f"a refused {type(event).__name__} changed the state"
+            assert job_registry.encode(self.state) == before, f"a refused {type(event).__name__} changed the state"
             raise
         self.effects += outcome.effects
         return outcome.reply
@@ -50,9 +50,9 @@ class ShardWorld(RuleBasedStateMachine):
 
     def restart(self) -> None:
         """kill -9 of the master, and the next life."""
-        data = jobs.encode(self.state)
-        self.state = jobs.decode(data)
-        assert jobs.encode(self.state) == data
+        data = job_registry.encode(self.state)
+        self.state = job_registry.decode(data)
+        assert job_registry.encode(self.state) == data
 
     @invariant()
     def the_books_are_a_partition(self) -> None:

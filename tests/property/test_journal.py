@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis.stateful import rule
 
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.journal import Journal
 from tests.property.master_world import World
 
@@ -29,7 +29,7 @@ class Journaled(World):
         self._folder.cleanup()
 
     def check(self) -> None:
-        assert jobs.encode(self.journal.load()) == jobs.encode(self.state)
+        assert job_registry.encode(self.journal.load()) == job_registry.encode(self.state)
 
     @rule()
     def reopen(self) -> None:
@@ -43,7 +43,7 @@ class Journaled(World):
 
     @rule()
     def snapshot(self) -> None:
-        self.journal.append([], jobs.encode(self.state))
+        self.journal.append([], job_registry.encode(self.state))
         self.check()
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.master.core import jobs, views
+from dlrover_hooks.master.core import job_registry, views
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.master.core.nodes import Nodes
-from dlrover_hooks.runtime.preemption import Passage, Preemption, affordable
+from dlrover_hooks.master.core.heartbeats import Nodes
+from dlrover_hooks.worker.preemption import Passage, Preemption, affordable
 from tests.e2e.job_script import attach, join
 
 
@@ -28,14 +28,14 @@ class Core:
     """The master as one rank calls it; a long-poll that has nothing to tell raises Blocked."""
 
     def __init__(self, ranks: int) -> None:
-        self.state, self.nodes, self.now = jobs.Master(), Nodes(lease_s=10.0, suspicion_s=0.5), 1000.0
+        self.state, self.nodes, self.now = job_registry.Master(), Nodes(lease_s=10.0, suspicion_s=0.5), 1000.0
         self.call(join(count=ranks, low=ranks, high=ranks))
         for rank in range(ranks):
             self.call(attach(f"w{rank}"))
 
     def call(self, request: p.Message, *_: object, **__: object) -> Any:
         if p.Routes.by_request[type(request)].event:
-            return jobs.apply(self.state, request, self.now).reply
+            return job_registry.apply(self.state, request, self.now).reply
         reply = views.query(self.state, self.nodes, request)
         if reply is None:
             raise Blocked
@@ -110,7 +110,9 @@ def test_a_death_before_the_agreement_ends_it(seed: int) -> None:
     world[0].preemption.flag("SIGTERM")
     for rank in world[:2]:
         rank.beat()
-    core.call(p.Exited("job", "agent", "w2", -9)) if seed % 2 else jobs.apply(core.state, Lost("job", "w2"), core.now)
+    core.call(p.Exited("job", "agent", "w2", -9)) if seed % 2 else job_registry.apply(
+        core.state, Lost("job", "w2"), core.now
+    )
     world[1].arrive()
     assert world[1].left == -1
     before = world[0].passed

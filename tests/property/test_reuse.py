@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint.arena import SLOTS, Slot
-from dlrover_hooks.checkpoint.reuse import FARTHEST, MEETING, Heard, Others, choose_slot
-from dlrover_hooks.checkpoint.wire import Hashed
-from dlrover_hooks.courier import Courier, _Saved, _Skipped
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
+from dlrover_hooks.checkpoint.memory.segment import SLOTS, Slot
+from dlrover_hooks.checkpoint.memory.slot_policy import FARTHEST, MEETING, Heard, Others, choose_slot
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.testing import MasterFake
+from dlrover_hooks.worker.reporter import Courier, _Saved, _Skipped
 from tests.e2e.job_script import attach, join
 
 RUN, OLD = "a" * 32, "b" * 32

@@ -9,9 +9,9 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.protocol.ranges import Ranges
 from tests.e2e.job_script import attach, join
 from tests.property.shard_world import DATA, JOB, ShardWorld
 
@@ -233,7 +233,7 @@ class Synchronous(ShardWorld):
         worker = self.zombies[who % len(self.zombies)]
         acks = tuple(p.Ack(number, mine.lease.hi) for number, mine in worker.held.items())
         name = self.workers[0].name if as_member else worker.name
-        before = jobs.encode(self.state)
+        before = job_registry.encode(self.state)
         for event in (
             p.TakeLeases(JOB, name, DATA, worker.fence, 1),
             p.TakeLeases(JOB, name, DATA, worker.fence, 0, 0, acks),
@@ -243,7 +243,7 @@ class Synchronous(ShardWorld):
             except Stale:
                 continue
             raise AssertionError("a zombie was heard")
-        assert jobs.encode(self.state) == before
+        assert job_registry.encode(self.state) == before
 
     @precondition(lambda self: not self.broken and len(self.workers) > 1)
     @rule(who=st.integers(0, 3))

@@ -10,9 +10,9 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.master.core.partitions import MOST_FAILURES
+from dlrover_hooks.master.core.leased_data.partitions import MOST_FAILURES
 from tests.property.shard_world import DATA, JOB, ShardWorld
 
 LENGTH, EPOCHS = 20, 2
@@ -129,11 +129,11 @@ class Free(ShardWorld):
         name = sorted(self.held)[who % len(self.held)]
         self.send(Lost(JOB, name) if how == "lost" else p.Leave(JOB, name, p.Departure(how)))
         lease_ids = list(self.held.pop(name))
-        before = jobs.encode(self.state)
+        before = job_registry.encode(self.state)
         try:
             self.send(p.TakeLeases(JOB, name, DATA, 1, 1, acks=tuple(p.Ack(one, 30) for one in lease_ids)))
         except Stale:
-            assert jobs.encode(self.state) == before
+            assert job_registry.encode(self.state) == before
         else:
             raise AssertionError("whoever left was heard")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.client import _AGAIN, _within
+from dlrover_hooks.client.http_client import _AGAIN, _within
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, named
 from dlrover_hooks.protocol import Message, Notice, Problem, Routes, Watch
 from tests.simulation.loop import Process

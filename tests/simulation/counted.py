@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.core.ledger import Ledger
+from dlrover_hooks.master.core.leased_data.ledger import Ledger
 from dlrover_hooks.protocol import Phase, Source, VoteKind
 from tests.simulation.model import bits, names
 

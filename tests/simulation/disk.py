@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dlrover_hooks.master.core import events, jobs
+from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.journal import Journal
 
 _RAM = Path("/dev/shm")
@@ -32,7 +32,7 @@ class Disk:
         self.durable: list[bytes] = []
         """Every record that an `append` has returned for, or that was found again."""
         self.memory: sqlite3.Connection | None = None
-        self._shadow, self._replayed = jobs.Master(), 0
+        self._shadow, self._replayed = job_registry.Master(), 0
         self._folder = tempfile.TemporaryDirectory(dir=_RAM if _RAM.is_dir() else None) if torn else None
         self._copies = 0
         self._journals: list[FakeJournal] = []
@@ -95,9 +95,9 @@ class Disk:
         """The state that all durable records give, by applying them here, one by one."""
         for record in self.durable[self._replayed :]:
             envelope = events.decode(record)
-            jobs.apply(self._shadow, envelope.event, envelope.now, envelope.key)
+            job_registry.apply(self._shadow, envelope.event, envelope.now, envelope.key)
         self._replayed = len(self.durable)
-        return jobs.encode(self._shadow)
+        return job_registry.encode(self._shadow)
 
     def end(self) -> None:
         for journal in self._journals:

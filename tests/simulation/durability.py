@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover_hooks.master.core.checkpoints import seconds
+from dlrover_hooks.master.core.checkpoints.votes import seconds
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leases import Claim, Held
-from dlrover_hooks.data.tally import Piece, Tally
+from dlrover_hooks.data.leased.applied_ranges import Piece, Tally
+from dlrover_hooks.data.leased.lease_client import Claim, Held
 from dlrover_hooks.protocol import LedgerState
 from tests.simulation.group import Group, Share
 from tests.simulation.model import bits

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, HooksError
+from dlrover_hooks.master.checkpoint_store import NoStorage, Storage
 from dlrover_hooks.master.clock import Clock
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Key
-from dlrover_hooks.master.folders import Storage
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Message, Problem, Route, Routes
 from tests.simulation.disk import Disk, FakeJournal
@@ -64,7 +64,7 @@ class Host:
     ) -> None:
         self.network, self.promises, self.story = network, promises, story
         self.disk = Disk(dice, torn=swarm.torn, slow=swarm.disk_s)
-        self.store: Storage | None = None
+        self.store: Storage = NoStorage()
         self.process: Process | None = None
         self.offset_s = 0.0
         """How far its wall clock is off."""
@@ -97,7 +97,9 @@ class Host:
         runtime.promises = self.promises
         self.promises.started(runtime.state, self.disk.durable)
         replayed = self.disk.replayed()
-        self.promises.check(jobs.encode(runtime.state) == replayed, "a restart gives another state than its events")
+        self.promises.check(
+            job_registry.encode(runtime.state) == replayed, "a restart gives another state than its events"
+        )
         runtime.start()
 
     def _life(self, clock: Clock) -> Witnessed:

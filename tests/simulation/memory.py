@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint.arena import SLOTS, Slot
-from dlrover_hooks.checkpoint.reuse import Heard, Others
-from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
+from dlrover_hooks.checkpoint.memory.segment import SLOTS, Slot
+from dlrover_hooks.checkpoint.memory.slot_policy import Heard, Others
 from dlrover_hooks.errors import CheckpointError, Corrupt, KeeperAway, StorageFailed
 from tests.simulation.loop import Process
 from tests.simulation.model import Model

@@ -12,21 +12,13 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master import clock
-from dlrover_hooks.master.core import (
-    answers,
-    checkpoints,
-    ledger,
-    membership,
-    nodes,
-    partitions,
-    preemption,
-    restore,
-    rounds,
-    seating,
-)
+from dlrover_hooks.master.core import dispatch, heartbeats
+from dlrover_hooks.master.core.checkpoints import restore_sources, votes
 from dlrover_hooks.master.core.effects import Wake, parting_topic
+from dlrover_hooks.master.core.leased_data import ledger, partitions
+from dlrover_hooks.master.core.rounds import departure, member_changes, rank_assignment, rendezvous
 from dlrover_hooks.master.journal import Journal
-from dlrover_hooks.runtime.preemption import Gate
+from dlrover_hooks.worker.preemption import Gate
 
 Patch = pytest.MonkeyPatch
 
@@ -47,39 +39,39 @@ def lease_twice(patch: Patch) -> None:
 
 def commit_early(patch: Patch) -> None:
     """The last file is not waited for."""
-    real: Any = checkpoints._COUNT[p.VoteKind.STORED]
+    real: Any = votes._COUNT[p.VoteKind.STORED]
 
     def count(saves: Any, settings: Any, job: str, entry: Any, event: Any, now: float) -> Any:
         if entry.in_storage == entry.world_size - 2 and entry.stored[event.rank] is None:
             entry.in_storage += 1
         return real(saves, settings, job, entry, event, now)
 
-    patch.setitem(checkpoints._COUNT, p.VoteKind.STORED, count)
+    patch.setitem(votes._COUNT, p.VoteKind.STORED, count)
 
 
 def complete_early(patch: Patch) -> None:
     """The last rank's memory is not waited for."""
-    real: Any = checkpoints._COUNT[p.VoteKind.MEMORY]
+    real: Any = votes._COUNT[p.VoteKind.MEMORY]
 
     def count(saves: Any, settings: Any, job: str, entry: Any, event: Any, now: float) -> Any:
         if entry.in_memory == entry.world_size - 2 and not entry.memory[event.rank]:
             entry.in_memory += 1
         return real(saves, settings, job, entry, event, now)
 
-    patch.setitem(checkpoints._COUNT, p.VoteKind.MEMORY, count)
+    patch.setitem(votes._COUNT, p.VoteKind.MEMORY, count)
 
 
 def count_echoes(patch: Patch) -> None:
     """Whoever dies of a broken round costs a restart, too."""
-    real = membership._part
+    real = member_changes._part
 
     def part(job: Any, incarnation: str, how: str, *rest: Any) -> Any:
         current = job.rounds.round
         if current is not None and current.phase is p.Phase.BROKEN and incarnation in current.members:
-            job.failures += how == rounds.LOST and current.members[incarnation].live
+            job.failures += how == rendezvous.LOST and current.members[incarnation].live
         return real(job, incarnation, how, *rest)
 
-    patch.setattr(membership, "_part", part)
+    patch.setattr(member_changes, "_part", part)
 
 
 def forget_an_event(patch: Patch) -> None:
@@ -101,7 +93,7 @@ def answer_early(patch: Patch) -> None:
 
 def count_the_stale(patch: Patch) -> None:
     """A vote of an older life, or for an older attempt, counts."""
-    real: Any = answers._TABLE[p.Vote]
+    real: Any = dispatch._TABLE[p.Vote]
 
     def vote(job: Any, event: p.Vote, now: float, effects: Any) -> Any:
         try:
@@ -110,32 +102,32 @@ def count_the_stale(patch: Patch) -> None:
             if not job.attempt or job.finished or event.rank >= job.rounds.round.world_size:
                 raise
             event = msgspec.structs.replace(event, world_size=job.rounds.round.world_size)
-            checkpoints.vote(job.saves, job.settings, job.name, event, now)
-            return checkpoints.voted(job.saves)
+            votes.vote(job.saves, job.settings, job.name, event, now)
+            return votes.voted(job.saves)
 
-    patch.setitem(answers._TABLE, p.Vote, vote)
+    patch.setitem(dispatch._TABLE, p.Vote, vote)
 
 
 def seat_the_dead(patch: Patch) -> None:
     """Whoever dies while it waits for a seat still gets it."""
-    real = rounds.part
+    real = rendezvous.part
 
     def part(known: Any, incarnation: str, how: str) -> bool:
         return incarnation not in known.seats and real(known, incarnation, how)
 
-    patch.setattr(rounds, "part", part)
+    patch.setattr(rendezvous, "part", part)
 
 
 def restore_a_half(patch: Patch) -> None:
     """A generation that some ranks have in memory is taken for whole."""
-    real = restore.in_memory
+    real = restore_sources.in_memory
 
     def in_memory(offers: Any, ranks_by_node: Any) -> Any:
         held = [slot for node, slots in offers.held.items() if node in ranks_by_node for slot in slots]
         halves = [p.Restore(slot.generation, slot.world_size, p.Source.MEMORY) for slot in held]
         return real(offers, ranks_by_node) + halves
 
-    patch.setattr(restore, "in_memory", in_memory)
+    patch.setattr(restore_sources, "in_memory", in_memory)
 
 
 def keep_the_done(patch: Patch) -> None:
@@ -158,25 +150,25 @@ def hear_no_death(patch: Patch) -> None:
         real(known, now)
         return []
 
-    real = nodes.verdicts
-    patch.setattr(nodes, "verdicts", verdicts)
+    real = heartbeats.verdicts
+    patch.setattr(heartbeats, "verdicts", verdicts)
 
 
 def restore_the_oldest(patch: Patch) -> None:
     """Not the newest generation is chosen."""
-    real = restore.newest
+    real = restore_sources.newest
 
     def newest(candidates: Any, run: str, refused: Any) -> Any:
         found = real(candidates, run, refused)
         older = [one for one in candidates if found is not None and one.generation < found.generation]
         return real(older, run, refused) or found
 
-    patch.setattr(restore, "newest", newest)
+    patch.setattr(restore_sources, "newest", newest)
 
 
 def tell_of_no_newcomer(patch: Patch) -> None:
     """Nobody makes room."""
-    patch.setattr(rounds, "count_newcomers", lambda known: 0)
+    patch.setattr(rendezvous, "count_newcomers", lambda known: 0)
 
 
 def wait_for_nobody(patch: Patch) -> None:
@@ -185,23 +177,23 @@ def wait_for_nobody(patch: Patch) -> None:
     def enough(known: Any) -> bool:
         return len(known.seats) >= known.min_workers
 
-    patch.setattr(seating, "_enough", enough)
+    patch.setattr(rank_assignment, "_enough", enough)
 
 
 def believe_strangers(patch: Patch) -> None:
     """Whoever says that a worker ended is believed."""
 
-    real = rounds.reapers
+    real = rendezvous.reapers
 
     def reapers(known: Any, worker: str) -> set[str]:
         return real(known, worker) | set(known.round.agents if known.round else ()) | set(known.waiting)
 
-    patch.setattr(rounds, "reapers", reapers)
+    patch.setattr(rendezvous, "reapers", reapers)
 
 
 def forget_who_sat_where(patch: Patch) -> None:
     """A replaced worker's rank goes to the next one."""
-    patch.setattr(seating, "_heirs", lambda known: {})
+    patch.setattr(rank_assignment, "_heirs", lambda known: {})
 
 
 def move_survivors_up(patch: Patch) -> None:
@@ -209,37 +201,39 @@ def move_survivors_up(patch: Patch) -> None:
 
     def order(known: Any, joins: list[Any]) -> list[Any]:
         pairs = [(join, seat) for join in joins for seat in join.seats]
-        return sorted(pairs, key=lambda pair: (*seating._standing(known, pair[0].node, pair[1]), pair[1].incarnation))
+        return sorted(
+            pairs, key=lambda pair: (*rank_assignment._standing(known, pair[0].node, pair[1]), pair[1].incarnation)
+        )
 
-    patch.setattr(seating, "_order", order)
+    patch.setattr(rank_assignment, "_order", order)
 
 
 def prefer_votes(patch: Patch) -> None:
     """A lone image does not count."""
-    real = restore.in_memory
+    real = restore_sources.in_memory
 
     def in_memory(offers: Any, ranks_by_node: Any) -> Any:
         alone = sum(map(len, ranks_by_node.values())) == 1
         return [one for one in real(offers, ranks_by_node) if alone or one.world_size > 1]
 
-    patch.setattr(restore, "in_memory", in_memory)
+    patch.setattr(restore_sources, "in_memory", in_memory)
 
 
 def make_do_with_less(patch: Patch) -> None:
     """One worker fewer than asked for will do."""
-    real = rounds.add
+    real = rendezvous.add
 
     def add(known: Any, join: Any, now: float) -> bool:
         broken = real(known, join, now)
         known.min_workers = max(1, known.min_workers - 1)
         return broken
 
-    patch.setattr(rounds, "add", add)
+    patch.setattr(rendezvous, "add", add)
 
 
 def part_too_early(patch: Patch) -> None:
     """All are to leave at a step that some have passed."""
-    real = preemption._decide
+    real = departure._decide
 
     def decide(job: Any, effects: Any) -> None:
         before = job.leaving.step
@@ -247,7 +241,7 @@ def part_too_early(patch: Patch) -> None:
         if before is None and job.leaving.step is not None:
             job.leaving.step = max(0, job.leaving.step - 1)
 
-    patch.setattr(preemption, "_decide", decide)
+    patch.setattr(departure, "_decide", decide)
 
 
 def ask_one_for_all(patch: Patch) -> None:
@@ -258,7 +252,7 @@ def ask_one_for_all(patch: Patch) -> None:
             job.leaving.step = job.leaving.passed + 1
             effects.append(Wake(topic=parting_topic(job.name)))
 
-    patch.setattr(preemption, "_decide", decide)
+    patch.setattr(departure, "_decide", decide)
 
 
 def promise_in_vain(patch: Patch) -> None:
@@ -269,37 +263,37 @@ def promise_in_vain(patch: Patch) -> None:
 def count_pauses(patch: Patch) -> None:
     """Leases, short ones, go on while the master is stopped, or waits for its journal."""
     patch.setattr(clock.Uptime, "seconds", lambda uptime: uptime._monotonic())
-    patch.setattr(nodes, "lease_of", lambda known, pulse: known.lease_s)
+    patch.setattr(heartbeats, "lease_of", lambda known, pulse: known.lease_s)
 
 
 def count_from_nothing(patch: Patch) -> None:
     """While step times are unknown, saves are due at powers of two of the job's steps, not the attempt's."""
-    real = checkpoints.begin
+    real = votes.begin
 
     def begin(saves: Any, *args: Any, **more: Any) -> None:
         real(saves, *args, **more)
         saves.cadence = msgspec.structs.replace(saves.cadence, begun_step=0)
 
-    patch.setattr(checkpoints, "begin", begin)
+    patch.setattr(votes, "begin", begin)
 
 
 def charge_no_exit(patch: Patch) -> None:
     """Survivors that go on without a process that ended with 0 in training cost no restart."""
-    real: Any = answers._TABLE[p.Join]
+    real: Any = dispatch._TABLE[p.Join]
 
     def join(job: Any, event: p.Join, now: float, effects: Any) -> Any:
         before, members = job.failures, job.rounds.round.members.values() if job.rounds.round else ()
-        exited = any(member.gone == rounds.EXITED for member in members)
+        exited = any(member.gone == rendezvous.EXITED for member in members)
         reply = real(job, event, now, effects)
         job.failures = before if exited and not event.sole else job.failures
         return reply
 
-    patch.setitem(answers._TABLE, p.Join, join)
+    patch.setitem(dispatch._TABLE, p.Join, join)
 
 
 def count_launches_twice(patch: Patch) -> None:
     """Behind a launch that goes on from storage, the next generation is made durable at twice its step."""
-    real = checkpoints.begin
+    real = votes.begin
 
     def begin(saves: Any, settings: Any, step: int, *args: Any, **more: Any) -> None:
         real(saves, settings, step, *args, **more)
@@ -307,22 +301,22 @@ def count_launches_twice(patch: Patch) -> None:
             saves.persisted_step = 2 * step
             saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=2 * step + 100)
 
-    patch.setattr(checkpoints, "begin", begin)
+    patch.setattr(votes, "begin", begin)
 
 
 def announce_at_once(patch: Patch) -> None:
     """The next persist is announced as soon as one rank could not make the one before; others still write that."""
-    real = checkpoints._answer
+    real = votes._answer
 
     def answer(saves: Any, settings: Any, event: p.Vote) -> None:
         start = saves.cadence.persist_from
         failed = event.kind in (p.VoteKind.FAILED, p.VoteKind.REFUSED)
         if failed and start is not None and event.generation.step >= start:
-            checkpoints._give_up(saves, settings)
+            votes._give_up(saves, settings)
         else:
             real(saves, settings, event)
 
-    patch.setattr(checkpoints, "_answer", answer)
+    patch.setattr(votes, "_answer", answer)
 
 
 MUTANTS: tuple[Callable[[Patch], None], ...] = (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.core.rounds import Round
+from dlrover_hooks.master.core.rounds.rendezvous import Round
 from tests.simulation.memory import Keeper
 from tests.simulation.model import Model
 from tests.simulation.swarm import QUIET, Level

@@ -14,8 +14,8 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core.effects import CommitGeneration, Effect
 from dlrover_hooks.master.core.events import Key, Lost
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.core.jobs import Master
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.protocol.ranges import Ranges
 from tests.simulation.counted import Counted
 from tests.simulation.loop import Loop, Process
 from tests.simulation.model import SPAN, Model, bits, names

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.courier import Courier, _Saved, _Skipped, _Woken
-from dlrover_hooks.data.leases import Borrower, Claim, Held
+from dlrover_hooks.data.leased.lease_client import Borrower, Claim, Held
 from dlrover_hooks.errors import HooksError, MasterAway, Stale
+from dlrover_hooks.worker.reporter import Courier, _Saved, _Skipped, _Woken
 from tests.simulation.loop import Loop, Process
 
 Call = Callable[..., Awaitable[Any]]

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dlrover_hooks import courier
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data import leases
+from dlrover_hooks.data.leased import lease_client
 from dlrover_hooks.errors import StorageFailed
-from dlrover_hooks.runtime import preemption
+from dlrover_hooks.worker import preemption, reporter
 from tests.simulation.chaos import Chaos
 from tests.simulation.durability import Durability
 from tests.simulation.group import Group
@@ -221,16 +220,16 @@ class _Time:
 @contextmanager
 def _virtual() -> Iterator[None]:
     """While a world runs the worker's threads tell the time by their process, and the log is quiet."""
-    before = leases.time, preemption.time, courier.time, courier.Sampler
-    leases.time = preemption.time = courier.time = _Time  # pyright: ignore[reportAttributeAccessIssue]
-    courier.Sampler = _Vitals  # pyright: ignore[reportAttributeAccessIssue]
+    before = lease_client.time, preemption.time, reporter.time, reporter.Sampler
+    lease_client.time = preemption.time = reporter.time = _Time  # pyright: ignore[reportAttributeAccessIssue]
+    reporter.Sampler = _Vitals  # pyright: ignore[reportAttributeAccessIssue]
     logging.disable(logging.CRITICAL)
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        leases.time, preemption.time, courier.time, courier.Sampler = before
+        lease_client.time, preemption.time, reporter.time, reporter.Sampler = before
         logging.disable(logging.NOTSET)
         if collects:
             gc.enable()

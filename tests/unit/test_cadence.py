@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint.cadence import Durable, Passing, save_due
+from dlrover_hooks.checkpoint.save.schedule import Durable, Passing, save_due
 from dlrover_hooks.protocol import Cadence, Generation
 
 RUN = "0" * 32

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dlrover_hooks import cli
-from dlrover_hooks.checkpoint import progress, retention, storage, verification
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
+from dlrover_hooks.checkpoint.restore import verification
+from dlrover_hooks.checkpoint.save import progress_log
+from dlrover_hooks.checkpoint.storage import generations, retention
+from dlrover_hooks.cli import main
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import faulty_store
 
@@ -25,15 +27,15 @@ DATA = os.urandom(2 * CHUNK_BYTES + 1000)
 def save(url: str, step: int, *, attempt: int = 0, keep: int | Retention = 99) -> Manifest:
     which = Generation(attempt, step, RUN)
     files = tuple(
-        storage.write_shard(url, None, which, rank, 2, [memoryview(DATA)], len(DATA), job="mine") for rank in (0, 1)
+        generations.write_shard(url, None, which, rank, 2, [memoryview(DATA)], len(DATA), job="mine") for rank in (0, 1)
     )
     manifest = Manifest("mine", which, 2, files, float(step))
-    storage.commit(url, None, manifest, keep)
+    generations.commit(url, None, manifest, keep)
     return manifest
 
 
 def called(*words: str) -> Result:
-    return CliRunner().invoke(cli.main, ["ckpt", *words])
+    return CliRunner().invoke(main.main, ["ckpt", *words])
 
 
 def listed(url: str) -> dict[int, str | None]:
@@ -47,9 +49,9 @@ def tree(tmp_path: Path) -> str:
     url = str(tmp_path / "ck")
     for step in (10, 20, 30, 40, 50):
         save(url, step)
-    name = storage.shard_name(1)
+    name = generations.shard_name(1)
     os.truncate(tmp_path / "ck" / "step-0000000050-0000" / name, 5)
-    storage.write_shard(url, None, Generation(0, 60, RUN), 0, 2, [memoryview(DATA)], len(DATA), job="mine")
+    generations.write_shard(url, None, Generation(0, 60, RUN), 0, 2, [memoryview(DATA)], len(DATA), job="mine")
     return url
 
 
@@ -61,7 +63,7 @@ def test_ls_says_what_is_whole_and_why_not(tree: str) -> None:
     assert lines["40"][-1] == "whole"
     assert lines["50"][-2:] == ["damaged,", "latest"]
     assert lines["60"] == ["60", "0", "not", "committed"]
-    assert f"step-0000000050-0000: {storage.shard_name(1)}: expected {len(DATA)} bytes, found 5\n" in done.stdout
+    assert f"step-0000000050-0000: {generations.shard_name(1)}: expected {len(DATA)} bytes, found 5\n" in done.stdout
     assert "step-0000000060-0000: there is no MANIFEST.json: it was never committed\n" in done.stdout
     rows = [json.loads(line) for line in called("ls", tree, "--json").stdout.splitlines()]
     assert [row["step"] for row in rows if row["whole"]] == [10, 20, 30, 40]
@@ -93,10 +95,10 @@ def test_what_is_there_instead_of_checkpoints_is_said(verb: tuple[str, ...], tre
 
 
 def test_a_missing_file_and_a_damaged_manifest_have_words(tree: str) -> None:
-    (Path(tree) / "step-0000000010-0000" / storage.shard_name(1)).unlink()
+    (Path(tree) / "step-0000000010-0000" / generations.shard_name(1)).unlink()
     (Path(tree) / "step-0000000020-0000" / "MANIFEST.json").write_text("{")
     done = called("ls", tree)
-    assert f"step-0000000010-0000: {storage.shard_name(1)} is missing\n" in done.stdout
+    assert f"step-0000000010-0000: {generations.shard_name(1)} is missing\n" in done.stdout
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
     assert lines["20"] == ["20", "0", "damaged"]
 
@@ -106,7 +108,7 @@ def test_a_missing_file_and_a_damaged_manifest_have_words(tree: str) -> None:
     [(0, "0 B"), (99, "99 B"), (25_040, "25.0 KB"), (999_999, "1.0 MB"), (16_800_000, "16.8 MB"), (4.7e9, "4.70 GB")],
 )
 def test_sizes_have_a_unit_that_fits(nbytes: float, text: str) -> None:
-    assert progress.readable(nbytes) == text
+    assert progress_log.readable(nbytes) == text
 
 
 def test_ctrl_c_is_130(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +124,16 @@ def test_ctrl_c_is_130(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_verify_names_file_and_chunk(tree: str) -> None:
     """Every damage, not only the first one; exit code 1."""
-    path = Path(tree) / "step-0000000020-0000" / storage.shard_name(0)
+    path = Path(tree) / "step-0000000020-0000" / generations.shard_name(0)
     data = bytearray(path.read_bytes())
     for at in (5, 2 * CHUNK_BYTES):
         data[at] ^= 1
     path.write_bytes(data)
     done = called("verify", tree)
     assert done.exit_code == 1
-    where = f"step-0000000020-0000/{storage.shard_name(0)}"
+    where = f"step-0000000020-0000/{generations.shard_name(0)}"
     assert f"{where}: chunk 0 does not match its hash\n{where}: chunk 2 does not match its hash\n" in done.stdout
-    assert f"step-0000000050-0000: {storage.shard_name(1)}: expected {len(DATA)} bytes" in done.stdout
+    assert f"step-0000000050-0000: {generations.shard_name(1)}: expected {len(DATA)} bytes" in done.stdout
     assert "3 of 5 generations are whole, 67.1 MB read" in done.stdout
     assert done.stderr == ""
     assert called("verify", tree, "--step", "30").exit_code == 0
@@ -158,7 +160,7 @@ def test_prune_says_what_it_removes(tree: str) -> None:
     done = called("prune", tree, "--keep", "last=1,every_steps=20")
     assert done.stdout == dry.stdout.replace("would remove", "removed")
     assert set(listed(tree)) == {20, 40, 50, 60}
-    with retention.reading(storage.Place(tree), Generation(0, 20, RUN)):
+    with retention.reading(generations.Place(tree), Generation(0, 20, RUN)):
         assert "step-0000000020-0000 is being read: it stays" in called("prune", tree, "--keep", "1").stdout
     called("prune", tree, "--keep", "1")
     assert set(listed(tree)) == {40, 50, 60}
@@ -186,7 +188,7 @@ def test_prune_follows_no_link(tree: str, tmp_path: Path) -> None:
 
 def test_prune_keeps_off_a_live_job(tree: str) -> None:
     code = (
-        "from dlrover_hooks.checkpoint.storage import Claim; import sys; "
+        "from dlrover_hooks.checkpoint.storage.generations import Claim; import sys; "
         f"c = Claim.take({tree!r}, None, 'mine', 'its master'); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -211,7 +213,7 @@ def test_all_of_it_on_an_object_store(tmp_path: Path) -> None:
 
 def test_looking_loads_no_framework(tree: str) -> None:
     code = (
-        "import sys; from click.testing import CliRunner; from dlrover_hooks.ckpt import ckpt; "
+        "import sys; from click.testing import CliRunner; from dlrover_hooks.cli.ckpt import ckpt; "
         f"[CliRunner().invoke(ckpt, [verb, {tree!r}]) for verb in ('ls', 'verify')]; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
@@ -219,9 +221,9 @@ def test_looking_loads_no_framework(tree: str) -> None:
 
 def test_ls_shows_a_job_whose_name_looks_like_markup(tmp_path: Path) -> None:
     url = str(tmp_path / "ck")
-    storage.write_shard(url, None, Generation(0, 1, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="exp[/2]")
-    file = storage.write_shard(url, None, Generation(0, 1, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="exp[/2]")
-    storage.commit(url, None, Manifest("exp[/2]", Generation(0, 1, RUN), 1, (file,), 1.0), 2)
+    generations.write_shard(url, None, Generation(0, 1, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="exp[/2]")
+    file = generations.write_shard(url, None, Generation(0, 1, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="exp[/2]")
+    generations.commit(url, None, Manifest("exp[/2]", Generation(0, 1, RUN), 1, (file,), 1.0), 2)
     done = called("ls", url)
     assert done.exit_code == 0, done.output
     assert "exp[/2]" in done.stdout

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from dlrover_hooks import cli
+from dlrover_hooks.cli import main
 from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
+from dlrover_hooks.launcher import launcher
+from dlrover_hooks.launcher.options import Bounds, Options
 from dlrover_hooks.master.__main__ import command
-from dlrover_hooks.runtime import launch
-from dlrover_hooks.runtime.options import Bounds, Options
 
 
 def called(*words: str) -> Result:
-    return CliRunner().invoke(cli.main, words)
+    return CliRunner().invoke(main.main, words)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(launch, "Launcher", Recorder)
+    monkeypatch.setattr(launcher, "Launcher", Recorder)
     return seen
 
 
@@ -95,7 +95,7 @@ def test_only_what_the_caller_can_mend_is_78(
     def fail(*_: Any) -> None:
         raise error("no")
 
-    monkeypatch.setattr(launch.Launcher, "run", fail)
+    monkeypatch.setattr(launcher.Launcher, "run", fail)
     assert called("run", __file__).exit_code == code
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks import client as client_module
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
+from dlrover_hooks.client import http_client as client_module
 from dlrover_hooks.errors import MasterAway, MasterError
-from dlrover_hooks.own_address import towards
+from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.protocol import Notice
 
 HTML = (200, {"Content-Type": "text/html"}, b"<html>Sign in</html>")

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks import config, sanity
+from dlrover_hooks import config
+from dlrover_hooks.config import validation
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Retention
 
@@ -78,7 +79,7 @@ def test_a_variable_is_named_as_it_was_set(name: str, text: str, hint: str) -> N
 
 def test_no_variable_of_ours_is_taken_for_a_misspelt_one(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the sources or the manual call by name."""
-    package = Path(config.__file__).parent
+    package = Path(config.__file__).parent.parent
     texts = [path.read_text() for path in (*package.rglob("*.py"), package.parent / "docs" / "operate.md")]
     names = {
         f"DLROVER_HOOKS_{name}"
@@ -140,7 +141,7 @@ def test_a_wrong_type_is_a_usage_error(wrong: dict[str, Any], hint: str) -> None
 
 def test_every_keyword_has_a_hint() -> None:
     names = {field.name for field in msgspec.structs.fields(config.Config)}
-    assert names - set(sanity.WANTED) == {"save_every", "persist_every", "keep", "named"}
+    assert names - set(validation.WANTED) == {"save_every", "persist_every", "keep", "named"}
 
 
 @pytest.mark.parametrize(

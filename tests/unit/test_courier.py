@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks import courier as courier_module
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint.wire import Hashed, Persisted, PersistFailed
-from dlrover_hooks.courier import Courier, Outage
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.testing import MasterFake
+from dlrover_hooks.worker import reporter as courier_module
+from dlrover_hooks.worker.reporter import Courier, Outage
 
 RUN = uuid.uuid4().hex
 

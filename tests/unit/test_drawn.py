@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks import drawn, rng
+from dlrover_hooks import rng
 from dlrover_hooks.protocol import Generation
+from dlrover_hooks.rng import process_state, rank_journal
 
 RUN = "5e" * 16
 
@@ -24,22 +25,22 @@ class Kept:
 
     def __init__(self, rank: int = 1, world_size: int = 3, begun: int = 0) -> None:
         self.notes: dict[int, bytes] = {}
-        self.draws = drawn.Draws(self._write)
+        self.draws = rank_journal.Draws(self._write)
         self.draws.begin(at(begun), rank, world_size)
 
     def _write(self, place: int, head: bytes, body: bytes) -> None:
         self.notes[place] = head + body
 
     def find(self, generation: Generation, rank: int = 1, world_size: int = 3) -> dict[str, Any] | None:
-        found = drawn.find(self.notes.values(), generation, rank, world_size)
-        return drawn.state(found) if found is not None else None
+        found = rank_journal.find(self.notes.values(), generation, rank, world_size)
+        return rank_journal.state(found) if found is not None else None
 
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """Random states with names; the one that is captured next is `now`."""
     made = {name: {"python": (3, (number,), None)} for number, name in enumerate(("five", "six", "seven", "now"))}
-    monkeypatch.setattr(rng, "capture", lambda: made["now"])
+    monkeypatch.setattr(process_state, "capture", lambda: made["now"])
     return made
 
 
@@ -53,7 +54,7 @@ def test_the_last_two_steps_are_known(states: dict[str, Any]) -> None:
 def test_what_stays_is_encoded_once() -> None:
     """A note is written in two parts; the second one is the same object until something is drawn."""
     written: list[tuple[bytes, bytes]] = []
-    draws = drawn.Draws(lambda _, head, body: written.append((head, body)))
+    draws = rank_journal.Draws(lambda _, head, body: written.append((head, body)))
     draws.begin(at(0), 0, 2)
     state = rng.take()
     draws.take = lambda: state
@@ -64,11 +65,13 @@ def test_what_stays_is_encoded_once() -> None:
     state = rng.take()
     draws.statistics = lambda: (("0.mean", b"1234"),)
     draws.ahead()
-    notes = [msgspec.msgpack.decode(head + body, type=drawn.Drawn) for head, body in written]
+    notes = [msgspec.msgpack.decode(head + body, type=rank_journal.Drawn) for head, body in written]
     assert notes[:4] == [
-        drawn.Drawn(at(step), 0, 2, ahead, state.packed) for step in (1, 70_000) for ahead in (False, True)
+        rank_journal.Drawn(at(step), 0, 2, ahead, state.packed) for step in (1, 70_000) for ahead in (False, True)
     ]
-    assert notes[4] == drawn.Drawn(at(70_000), 0, 2, ahead=True, state=state.packed, statistics=draws.statistics())
+    assert notes[4] == rank_journal.Drawn(
+        at(70_000), 0, 2, ahead=True, state=state.packed, statistics=draws.statistics()
+    )
 
 
 def test_the_newest_word_on_a_step_counts(states: dict[str, Any]) -> None:
@@ -98,9 +101,9 @@ def test_older_notes_in_memory_that_was_given_up(states: dict[str, Any]) -> None
     kept.draws.over(5, rng.pack(states["six"]))
     kept.draws.ahead()
     for notes in ([*old, *kept.notes.values()], [*kept.notes.values(), *old]):
-        found = drawn.find(notes, at(6), 1, 3)
+        found = rank_journal.find(notes, at(6), 1, 3)
         assert found is not None
-        assert drawn.state(found) == states["seven"]
+        assert rank_journal.state(found) == states["seven"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: di
     other = Kept(rank=0)
     other.draws.over(5, rng.pack(states["six"]))
     for attempt in (2, 3):
-        begun = drawn.find([*kept.draws.notes, *other.draws.notes], at(5), 0, 3)
+        begun = rank_journal.find([*kept.draws.notes, *other.draws.notes], at(5), 0, 3)
         kept.draws.begin(at(5, attempt), 0, 3, at(5), begun)
         states["now"] = states["seven"]
         kept.draws.ahead()
@@ -151,7 +154,7 @@ def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: di
 
 def test_nothing_is_noted_before_a_life_begins(states: dict[str, Any]) -> None:
     notes: dict[int, bytes] = {}
-    draws = drawn.Draws(lambda place, head, body: notes.__setitem__(place, head + body))
+    draws = rank_journal.Draws(lambda place, head, body: notes.__setitem__(place, head + body))
     draws.over(5, rng.pack(states["five"]))
     draws.ahead()
     assert not notes
@@ -164,8 +167,8 @@ def test_what_cannot_be_read_is_passed_over(states: dict[str, Any]) -> None:
     kept.draws.over(5, rng.pack(states["five"]))
     (whole,) = kept.draws.notes
     damaged = [b"\x00", whole[:40], msgspec.msgpack.encode([1, 2])]
-    assert drawn.find([*damaged, whole], at(5), 1, 3) == whole
-    assert drawn.find(damaged, at(5), 1, 3) is None
+    assert rank_journal.find([*damaged, whole], at(5), 1, 3) == whole
+    assert rank_journal.find(damaged, at(5), 1, 3) is None
 
 
 def test_it_comes_back_exactly() -> None:
@@ -188,9 +191,11 @@ def test_batch_statistics_are_those_of_rank_0_in_whatever_world(states: dict[str
         one.draws.statistics = lambda first=first: (("0.mean", first + b" newer"),)
         one.draws.ahead()
     notes = [*other.notes.values(), *kept.notes.values()]
-    assert drawn.statistics(notes, at(5)) == (("0.mean", b"zero"),)
-    assert drawn.statistics(notes, at(6)) == (("0.mean", b"zero newer"),)
-    assert drawn.statistics(other.notes.values(), at(5)) == drawn.statistics(notes, at(5, attempt=2)) == ()
+    assert rank_journal.statistics(notes, at(5)) == (("0.mean", b"zero"),)
+    assert rank_journal.statistics(notes, at(6)) == (("0.mean", b"zero newer"),)
+    assert (
+        rank_journal.statistics(other.notes.values(), at(5)) == rank_journal.statistics(notes, at(5, attempt=2)) == ()
+    )
 
 
 def test_all_ranks_of_which_there_is_a_note(states: dict[str, Any]) -> None:
@@ -200,8 +205,8 @@ def test_all_ranks_of_which_there_is_a_note(states: dict[str, Any]) -> None:
         one.draws.over(step, rng.pack(states["five"]))
     kept[2].draws.ahead()
     notes = [note for one in kept for note in one.notes.values()]
-    found = drawn.by_rank(notes, at(5), 3)
-    assert {rank: drawn.state(note) for rank, note in found.items()} == {0: states["five"], 2: states["now"]}
+    found = rank_journal.by_rank(notes, at(5), 3)
+    assert {rank: rank_journal.state(note) for rank, note in found.items()} == {0: states["five"], 2: states["now"]}
 
 
 def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) -> None:
@@ -209,8 +214,8 @@ def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) ->
     kept, other = Kept(rank=0), Kept(rank=1)
 
     def told(generation: Generation) -> dict[str, Any] | None:
-        found = drawn.find(kept.draws.told, generation, 1, 3)
-        return drawn.state(found) if found is not None else None
+        found = rank_journal.find(kept.draws.told, generation, 1, 3)
+        return rank_journal.state(found) if found is not None else None
 
     for step, name in ((4, "five"), (5, "six"), (6, "seven")):
         for one in (kept, other):
@@ -229,6 +234,6 @@ def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) ->
 
 
 def test_nothing_is_heard_before_a_life_begins() -> None:
-    draws = drawn.Draws(lambda *_: None)
+    draws = rank_journal.Draws(lambda *_: None)
     draws.heard([b"early"])
     assert not draws.told

@@ -14,8 +14,8 @@ import pytest
 import requests
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.runtime import notices
-from dlrover_hooks.runtime.notices import NoAnswer, Notice, Poller, aws, azure, gcp, source
+from dlrover_hooks.launcher import interruption_notices
+from dlrover_hooks.launcher.interruption_notices import NoAnswer, Notice, Poller, aws, azure, gcp, source
 
 NOW = 1_700_000_000.0
 
@@ -164,13 +164,13 @@ def test_a_file_of_an_earlier_run_is_named_and_not_obeyed(
     path = tmp_path / "preempt"
     path.write_text(text)
     os.utime(path, (1e9, 1e9))
-    source, http = notices.File(str(path)), requests.Session()
+    source, http = interruption_notices.File(str(path)), requests.Session()
     assert source.ask(http) is None
     assert str(path) in caplog.text
     path.write_text(text)
     assert source.ask(http) is not None
     path.write_text("90")
-    assert notices.File(str(path)).ask(http) is not None
+    assert interruption_notices.File(str(path)).ask(http) is not None
     http.close()
 
 

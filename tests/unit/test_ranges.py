@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks import ranges as module
-from dlrover_hooks.ranges import END, Ranges
+from dlrover_hooks.protocol import ranges as module
+from dlrover_hooks.protocol.ranges import END, Ranges
 
 TOP = 40
 bounds = st.tuples(st.integers(0, TOP), st.integers(0, TOP)).map(lambda pair: (min(pair), max(pair)))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dlrover_hooks import rng
-from dlrover_hooks.checkpoint import tree
-from dlrover_hooks.checkpoint.arena import NOTE_BYTES
+from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES
+from dlrover_hooks.checkpoint.state import pytree
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ def test_what_was_captured_comes_back() -> None:
 def test_a_state_survives_a_checkpoint() -> None:
     """As plain values and tensors: no pickle on the way."""
     draw()
-    flat = tree.flatten(rng.capture())
+    flat = pytree.flatten(rng.capture())
     first = draw()
-    rng.restore(tree.unflatten(flat.skeleton, {name: torch.as_tensor(t).clone() for name, t in flat.tensors.items()}))
+    rng.restore(pytree.unflatten(flat.skeleton, {name: torch.as_tensor(t).clone() for name, t in flat.tensors.items()}))
     assert draw() == first
 
 

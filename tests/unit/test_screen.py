@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_hooks.launcher.failure_summary import Failure, Record, Story, again, screen
+from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, End
+from dlrover_hooks.launcher.interruption import after
+from dlrover_hooks.launcher.processes.worker_errors import Words
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView, Phase
-from dlrover_hooks.runtime.eviction import after
-from dlrover_hooks.runtime.last_words import Words
-from dlrover_hooks.runtime.screen import Failure, Record, Story, again, screen
-from dlrover_hooks.runtime.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, End
 
 COMMAND = "dlrover-hooks run --job mine -n 2 train.py"
 RULE = "-" * 80

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from dlrover_hooks import config
-from dlrover_hooks.checkpoint.reuse import NoSlot
+from dlrover_hooks.checkpoint.memory.slot_policy import NoSlot
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.surface import WITHOUT_S, Surface
+from dlrover_hooks.worker.deferred_errors import WITHOUT_S, Surface
 
 
 @pytest.mark.parametrize(

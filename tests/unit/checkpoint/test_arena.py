@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint.arena import NOTE_BYTES, SLOTS, Arena
-from dlrover_hooks.drawn import NOTES
+from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, SLOTS, Arena
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
+from dlrover_hooks.rng.rank_journal import NOTES
 
 RUN = "a" * 32
 
@@ -21,7 +21,7 @@ RUN = "a" * 32
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """Both kinds of memory keep the same contract; tests/e2e/test_fallback.py has the second one for real."""
     if request.param == "file":
-        monkeypatch.setattr("dlrover_hooks.checkpoint.arena.shared_folder", lambda: "/dev/shm")
+        monkeypatch.setattr("dlrover_hooks.checkpoint.memory.segment.shared_folder", lambda: "/dev/shm")
     made = Arena.create(0, 1 << 20)
     yield made
     made.close()
@@ -55,7 +55,7 @@ def test_a_memfd_is_sealed() -> None:
 
 def test_a_file_has_no_name_and_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """So nothing is left behind, however its users end."""
-    monkeypatch.setattr("dlrover_hooks.checkpoint.arena.shared_folder", lambda: "/dev/shm")
+    monkeypatch.setattr("dlrover_hooks.checkpoint.memory.segment.shared_folder", lambda: "/dev/shm")
     arena = Arena.create(0, 1 << 20)
     found = os.fstat(arena.fd)
     assert (found.st_nlink, found.st_mode & 0o777, found.st_uid) == (0, 0o600, os.geteuid())

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint import catalog, stock, storage
-from dlrover_hooks.checkpoint.place import Place
+from dlrover_hooks.checkpoint.storage import catalog, generations
+from dlrover_hooks.checkpoint.storage.filesystem import Place
 from dlrover_hooks.config import Config
 from dlrover_hooks.errors import Corrupt, NoCheckpoint, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import Bucket, FaultyStore, faulty_store
+from dlrover_hooks.worker import startup
 
 RUN = "a" * 32
 DATA = memoryview(b"x" * 5000)
@@ -27,18 +28,18 @@ DATA = memoryview(b"x" * 5000)
 
 def save(url: str, step: int, *, run: str = RUN, keep: int | Retention = 99, job: str = "job") -> Manifest:
     which = Generation(0, step, run)
-    file = storage.write_shard(url, None, which, 0, 1, [DATA], len(DATA), job=job)
+    file = generations.write_shard(url, None, which, 0, 1, [DATA], len(DATA), job=job)
     manifest = Manifest(job, which, 1, (file,), time.time())
-    storage.commit(url, None, manifest, keep)
+    generations.commit(url, None, manifest, keep)
     return manifest
 
 
 def steps(url: str) -> list[int]:
-    return [manifest.generation.step for manifest in storage.scan(url, None, "job").manifests]
+    return [manifest.generation.step for manifest in generations.scan(url, None, "job").manifests]
 
 
 def home(url: str, step: int) -> Path:
-    return Path(url) / storage.folder(Generation(0, step, RUN))
+    return Path(url) / generations.folder(Generation(0, step, RUN))
 
 
 @pytest.fixture
@@ -65,14 +66,14 @@ def test_a_manifest_of_no_ranks_is_not_whole(tree: str, world_size: int) -> None
     save(tree, 4, keep=2)
     assert steps(tree) == [4, 3]
     with pytest.raises(StorageFailed, match=f"{world_size} ranks"):
-        storage.commit(tree, None, Manifest("job", Generation(0, 60, RUN), world_size, (), 1.0), 1)
+        generations.commit(tree, None, Manifest("job", Generation(0, 60, RUN), world_size, (), 1.0), 1)
     assert steps(tree) == [4, 3]
 
 
 @pytest.mark.parametrize("step", [1 << 63, 10**30])
 def test_a_step_that_cannot_be_is_not_whole(tree: str, step: int) -> None:
     """It would stay the newest for ever, and no counter could go on from it."""
-    whole = storage.manifest_of(tree, None, Generation(0, 3, RUN))
+    whole = generations.manifest_of(tree, None, Generation(0, 3, RUN))
     home(tree, step).mkdir()
     (home(tree, step) / whole.files[0].name).write_bytes(DATA)
     forge(tree, step, files=whole.files)
@@ -80,7 +81,7 @@ def test_a_step_that_cannot_be_is_not_whole(tree: str, step: int) -> None:
 
 
 def test_a_folder_is_not_a_file_of_minus_one_byte(tree: str) -> None:
-    whole = storage.manifest_of(tree, None, Generation(0, 3, RUN))
+    whole = generations.manifest_of(tree, None, Generation(0, 3, RUN))
     (home(tree, 9) / whole.files[0].name).mkdir(parents=True)
     forge(tree, 9, files=(msgspec.structs.replace(whole.files[0], nbytes=-1),))
     assert steps(tree) == [3, 2, 1]
@@ -110,12 +111,12 @@ def bucket() -> Iterator[Bucket]:
 def test_one_manifest_that_cannot_be_read_stops_nothing(bucket: Bucket) -> None:
     """A start, a commit, a look: each goes on, and names it. Nobody knows whose it is, so it stays."""
     unreadable(bucket, 1)
-    storage.refuse_others("faulty://ck", None, "job")
-    scan = storage.scan("faulty://ck", None, "job")
+    generations.refuse_others("faulty://ck", None, "job")
+    scan = generations.scan("faulty://ck", None, "job")
     assert [manifest.generation.step for manifest in scan.manifests] == [3, 2]
     (line,) = scan.damaged
     assert line.endswith("step-0000000001-0000: MANIFEST.json cannot be read: Input/output error")
-    storage.start_anew("faulty://ck", None, "job", "b" * 32)
+    generations.start_anew("faulty://ck", None, "job", "b" * 32)
     save("faulty://ck", 4, run="b" * 32, keep=1)
     assert {one.step for one in catalog.listing(Place("faulty://ck"))} == {1, 4}
     bucket.fail = lambda verb, path: None
@@ -139,9 +140,9 @@ def test_to_read_nothing_is_not_to_find_nothing(bucket: Bucket, caplog: pytest.L
         Place("faulty://ck").remove_folder(f"step-{step:010d}-0000")
     unreadable(bucket, 3)
     with pytest.raises(StorageFailed, match=r"step-0000000003-0000: MANIFEST.json cannot be read: Input") as caught:
-        storage.scan("faulty://ck", None, "job")
+        generations.scan("faulty://ck", None, "job")
     assert caught.value.hint
-    storage.refuse_others("faulty://ck", None, "job")
+    generations.refuse_others("faulty://ck", None, "job")
     assert "Whose it is is not known: it stays" in caplog.text
 
 
@@ -170,7 +171,7 @@ def test_a_linked_generation_stays_with_whoever_linked_it(tree: str, caplog: pyt
     assert home(tree, 1).is_symlink()
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
     assert caplog.text.count("step-0000000001-0000 is a link: what retention does not keep is not removed there") == 1
-    storage.start_anew(tree, None, "job", "b" * 32)
+    generations.start_anew(tree, None, "job", "b" * 32)
     save(tree, 1000, run="b" * 32)
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
 
@@ -214,7 +215,7 @@ def test_what_is_no_small_file_is_named_and_not_read(tree: str, spoil: Callable[
         path.touch()
         spoil(path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    scan = storage.scan(tree, None, "job")
+    scan = generations.scan(tree, None, "job")
     assert [manifest.generation.step for manifest in scan.manifests] == [3, 2]
     assert f"step-0000000001-0000: MANIFEST.json cannot be read: {why}" in scan.damaged[0]
     assert "latest.json: cannot be read" in scan.damaged[1]
@@ -227,7 +228,7 @@ def test_what_is_no_small_file_is_named_and_not_read(tree: str, spoil: Callable[
 def test_no_more_than_a_small_file_is_read_from_a_store(bucket: Bucket) -> None:
     bucket.objects["ck/latest.json"] = bytes(2 << 20)
     bucket.objects["ck/step-0000000001-0000/MANIFEST.json"] = b""
-    scan = storage.scan("faulty://ck", None, "job")
+    scan = generations.scan("faulty://ck", None, "job")
     assert [manifest.generation.step for manifest in scan.manifests] == [3, 2]
     assert len(scan.damaged) == 2
     with pytest.raises(Corrupt, match=r"latest.json: it has more than the 1048576 bytes"):
@@ -251,7 +252,7 @@ def test_a_store_that_has_no_range_of_nothing(bucket: Bucket, monkeypatch: pytes
 
 def test_a_pipe_is_no_shard(tree: str) -> None:
     """`verify` would wait for it."""
-    whole = storage.manifest_of(tree, None, Generation(0, 3, RUN))
+    whole = generations.manifest_of(tree, None, Generation(0, 3, RUN))
     forge(tree, 9, files=(msgspec.structs.replace(whole.files[0], nbytes=0, chunks=()),))
     os.mkfifo(home(tree, 9) / whole.files[0].name)
     assert steps(tree) == [3, 2, 1]
@@ -293,7 +294,7 @@ def test_what_is_known_is_forgotten_as_soon_as_it_changes(tree: str) -> None:
     """A MANIFEST of the same length, a shard cut short, a folder that is gone."""
     place = Place(tree)
     assert [one.fault for one in catalog.changes(place)] == [None] * 3
-    manifest = storage.manifest_of(tree, None, Generation(0, 1, RUN))
+    manifest = generations.manifest_of(tree, None, Generation(0, 1, RUN))
     theirs = msgspec.structs.replace(manifest, generation=Generation(0, 1, "b" * 32))
     place.put(f"{home(tree, 1).name}/{catalog.MANIFEST}", msgspec.json.encode(theirs))
     os.truncate(home(tree, 2) / manifest.files[0].name, 7)
@@ -307,7 +308,7 @@ def test_what_is_known_is_forgotten_as_soon_as_it_changes(tree: str) -> None:
 @pytest.mark.parametrize("late", ["MANIFEST", "damaged"])
 def test_what_was_committed_meanwhile_is_not_swept(tree: str, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     (home(tree, 1) / catalog.MANIFEST).rename(Path(tree) / "kept")
-    sweep = storage.retain
+    sweep = generations.retain
 
     def first(place: Place, *args: Any) -> None:
         (Path(tree) / "kept").rename(home(tree, 1) / catalog.MANIFEST)
@@ -315,22 +316,22 @@ def test_what_was_committed_meanwhile_is_not_swept(tree: str, monkeypatch: pytes
             (home(tree, 1) / catalog.MANIFEST).write_text("{")
         sweep(place, *args)
 
-    monkeypatch.setattr(storage, "retain", first)
+    monkeypatch.setattr(generations, "retain", first)
     save(tree, 4)
     assert {one.step for one in catalog.listing(Place(tree))} == {1, 2, 3, 4}
 
 
 def test_what_became_another_ones_meanwhile_is_not_removed(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the beginning of a commit and the removal at its end."""
-    manifest = storage.manifest_of(tree, None, Generation(0, 1, RUN))
+    manifest = generations.manifest_of(tree, None, Generation(0, 1, RUN))
     theirs = msgspec.structs.replace(manifest, generation=Generation(0, 1, "b" * 32))
-    sweep = storage.retain
+    sweep = generations.retain
 
     def late(place: Place, *args: Any) -> None:
         place.put(f"{home(tree, 1).name}/{catalog.MANIFEST}", msgspec.json.encode(theirs))
         sweep(place, *args)
 
-    monkeypatch.setattr(storage, "retain", late)
+    monkeypatch.setattr(generations, "retain", late)
     save(tree, 4, keep=1)
     assert {one.step for one in catalog.listing(Place(tree))} == {1, 4}
 
@@ -348,7 +349,7 @@ def test_resuming_from_nowhere_says_that_nothing_is_there(tree: str, tmp_path: P
     }.items():
         for given in (url, f"weights:{url}"):
             with pytest.raises(NoCheckpoint, match=said) as refused:
-                stock.refuse_nothing(Config(resume=given))
+                startup.refuse_nothing(Config(resume=given))
             assert str(url) in str(refused.value)
             assert refused.value.hint
 
@@ -358,4 +359,4 @@ def test_numbers_that_cannot_be_are_a_foreign_name(tree: str, name: str) -> None
     """Master row 1: an empty folder with such an attempt made the launcher hang: no attempt could follow it."""
     (Path(tree) / name).mkdir()
     assert name not in {row.folder for row in catalog.listing(Place(tree))}
-    assert storage.scan(tree, None, "job").heard == 0
+    assert generations.scan(tree, None, "job").heard == 0

@@ -14,16 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dlrover_hooks.checkpoint import durable, storage
-from dlrover_hooks.checkpoint.claim import Claim, Owner, read_owner, still_held
+from dlrover_hooks.checkpoint.storage import generations, shard_writer
+from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
+from dlrover_hooks.checkpoint.storage.url_claim import Claim, Owner, read_owner, still_held
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
-from dlrover_hooks.master.folders import Folders
 from dlrover_hooks.protocol import Generation, Manifest
 from dlrover_hooks.testing import faulty_store
 from tests.disks import small_disk
 
 HOLD = (
-    "from dlrover_hooks.checkpoint.claim import Claim; import sys; "
+    "from dlrover_hooks.checkpoint.storage.url_claim import Claim; import sys; "
     "c = Claim.take({!r}, None, 'job', 'keeper, pid 1'); print('held', flush=True); sys.stdin.read(); c.release()"
 )
 
@@ -142,7 +142,7 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
 ) -> None:
     """DL-90: stopped for longer than its lease, it wakes beside another job, or another life of its own."""
     url = "faulty://bucket/ck"
-    monkeypatch.setattr("dlrover_hooks.checkpoint.claim._REFRESH_S", 0.01)
+    monkeypatch.setattr("dlrover_hooks.checkpoint.storage.url_claim._REFRESH_S", 0.01)
     for job, owner in (("other", "another master"), ("slept", "its master")):
         with faulty_store() as bucket:
             claim = Claim.take(url, None, "slept", "its master")
@@ -165,7 +165,7 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
                 still_held(url)
             manifest = Manifest("slept", Generation(1, 1, "a" * 32), 1, (), 0.0)
             with pytest.raises(SaveToBusy, match=owner):
-                Folders().commit(url, None, manifest, 2)
+                CommittedStorage().commit(url, None, manifest, 2)
             claim.release()
             assert read_owner(claim.place) == note
             assert "put" not in seen[seen.index("note") :]
@@ -187,7 +187,7 @@ def test_a_lease_that_is_being_written_is_nobodys_to_take(monkeypatch: pytest.Mo
 
 def test_a_keepers_claim_names_its_host(tmp_path: Path) -> None:
     """A process number alone is that of another process on another machine, too."""
-    with durable._claimed(str(tmp_path), {}, "job"):
-        held = storage.holder(str(tmp_path), {})
+    with shard_writer._claimed(str(tmp_path), {}, "job"):
+        held = generations.holder(str(tmp_path), {})
     assert held is not None
     assert held.owner == f"keeper, pid {os.getpid()} on {socket.gethostname()}"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint.copying import PIECE_BYTES, Copier, Pieces
+from dlrover_hooks.checkpoint.memory.memcpy import PIECE_BYTES, Copier, Pieces
 
 NATIVE = pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint.device import SideStream
+from dlrover_hooks.checkpoint.save.cuda_copy import SideStream
 
 
 class Cudart:

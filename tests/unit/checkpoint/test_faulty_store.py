@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_hooks.checkpoint import durable, storage
-from dlrover_hooks.checkpoint.arena import Arena
-from dlrover_hooks.checkpoint.holdings import Found, Segment, prove
-from dlrover_hooks.checkpoint.image import Inside, TensorSpec, header_bytes, plan
-from dlrover_hooks.checkpoint.patience import STUCK, Attempt, GivenUp, Patience
+from dlrover_hooks.checkpoint.memory.inventory import Found, Segment, prove
+from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.state.safetensors_writer import Inside, TensorSpec, header_bytes, plan
+from dlrover_hooks.checkpoint.storage import generations, shard_writer
+from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
+from dlrover_hooks.checkpoint.storage.stall_guard import STUCK, Attempt, GivenUp, Patience
 from dlrover_hooks.errors import StorageFailed
-from dlrover_hooks.master.folders import Folders
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import Bucket, faulty_store
 from tests.images import read_back
@@ -52,13 +52,13 @@ def found() -> Iterator[Found]:
 
 
 def persist(found: Found, patience: Patience | None = None) -> ShardFile:
-    return durable.persist(found, URL, {}, job="job", patience=patience or Patience(), wait=lambda _: None)
+    return shard_writer.persist(found, URL, {}, job="job", patience=patience or Patience(), wait=lambda _: None)
 
 
 def commit(found: Found, file: ShardFile) -> None:
     generation = found.proof.slot.generation
     assert generation is not None
-    Folders().commit(URL, None, Manifest("job", generation, 1, (file,), 1.0), 2)
+    CommittedStorage().commit(URL, None, Manifest("job", generation, 1, (file,), 1.0), 2)
 
 
 class Fails:
@@ -84,8 +84,8 @@ def test_a_failed_upload_is_aborted_and_tried_again(verb: str, bucket: Bucket, f
     bucket.fail = Fails(verb, 4, ConnectionResetError("the connection broke"))
     waits: list[float] = []
     with pytest.raises(StorageFailed, match="the connection broke"):
-        durable.persist(found, URL, {}, job="job", patience=Patience(), wait=waits.append)
-    assert waits == list(durable.BACKOFF_S)
+        shard_writer.persist(found, URL, {}, job="job", patience=Patience(), wait=waits.append)
+    assert waits == list(shard_writer.BACKOFF_S)
     assert (bucket.objects, bucket.uploads) == ({}, {}) or verb == "ls"
 
 
@@ -95,14 +95,14 @@ def test_a_full_bucket_holds_nothing_partial(bucket: Bucket, found: Found) -> No
     before = dict(bucket.objects)
     bucket.room_bytes = sum(map(len, before.values())) + (10 << 20)
     with pytest.raises(StorageFailed, match="No space left") as caught:
-        storage.write_shard(URL, None, Generation(0, 2, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+        generations.write_shard(URL, None, Generation(0, 2, RUN), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     assert "free some space" in caught.value.hint
     assert (bucket.objects, bucket.uploads) == (before, {})
 
 
 def test_expired_credentials_are_looked_up_again(bucket: Bucket, found: Found) -> None:
     """DL-90: the keeper and the master open the store anew after a refusal, in one and the same process."""
-    storage.probe(URL)
+    generations.probe(URL)
 
     def expire(verb: str, path: str) -> None:
         if verb == "part" and bucket.credentials == 0:
@@ -113,7 +113,7 @@ def test_expired_credentials_are_looked_up_again(bucket: Bucket, found: Found) -
     file = persist(found)
     bucket.credentials = 2
     commit(found, file)
-    assert storage.scan(URL, None, "job").manifests[0].generation == found.proof.slot.generation
+    assert generations.scan(URL, None, "job").manifests[0].generation == found.proof.slot.generation
 
 
 class Hang:
@@ -154,7 +154,7 @@ def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, b
     found.segment.arena.view(0, found.proof.slot.image_bytes)[4096:] = bytes(found.proof.slot.image_bytes - 4096)
     hang.end()
     assert bucket.uploads == {}
-    manifest = storage.manifest_of(URL, None, Generation(0, 1, RUN))
+    manifest = generations.manifest_of(URL, None, Generation(0, 1, RUN))
     assert read_back(URL, manifest, 0)[-len(DATA) :] == DATA
 
 
@@ -188,13 +188,13 @@ def test_the_masters_commit_is_bounded(hang: Hang, found: Found) -> None:
     """DL-90: a commit that hangs has failed, and the next one goes on."""
     file = persist(found)
     hang.verb, hang.times = "put", 2
-    folders = Folders(stall_s=0.2)
+    folders = CommittedStorage(stall_s=0.2)
     manifest = Manifest("job", Generation(0, 1, RUN), 1, (file,), 1.0)
     with pytest.raises(StorageFailed, match="nothing moved"):
         folders.commit(URL, None, manifest, 2)
     folders.commit(URL, None, manifest, 2)
     hang.end()
-    assert storage.scan(URL, None, "job").manifests == (manifest,)
+    assert generations.scan(URL, None, "job").manifests == (manifest,)
 
 
 def test_progress_is_reported(found: Found, bucket: Bucket) -> None:
@@ -212,7 +212,7 @@ def test_progress_is_reported(found: Found, bucket: Bucket) -> None:
 
     bucket.fail = wait
     patience = Patience(report_s=0.05)
-    durable.persist(found, URL, {}, job="job", patience=patience, report=report)
+    shard_writer.persist(found, URL, {}, job="job", patience=patience, report=report)
     assert 0 < seen[0] <= found.proof.slot.image_bytes
 
 
@@ -245,7 +245,7 @@ def test_pieces_of_any_size_and_place_make_the_same_file(
             direct.append(o_direct(str(folder)))
             yield piece
 
-    storage.Place(str(folder)).write("file", watched(), len(DATA))
+    generations.Place(str(folder)).write("file", watched(), len(DATA))
     assert (folder / "file").read_bytes() == DATA[:-777]
     assert os.listdir(folder) == ["file"]
     if storage_refuses_odd_writes(str(folder)):
@@ -287,6 +287,6 @@ def test_a_file_system_without_o_direct_is_written_through_the_cache(
         return write(fd, data)
 
     monkeypatch.setattr(os, refusal, refuse_open if refusal == "open" else refuse_write)
-    storage.Place(str(folder)).write("file", [memoryview(bytearray(DATA))], len(DATA))
+    generations.Place(str(folder)).write("file", [memoryview(bytearray(DATA))], len(DATA))
     monkeypatch.undo()
     assert (folder / "file").read_bytes() == DATA

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
-from dlrover_hooks.checkpoint.frozen import BLOCK_BYTES, TURNS, Frozen
-from dlrover_hooks.checkpoint.recipe import Recipe
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
+from dlrover_hooks.checkpoint.save.frozen_parameters import BLOCK_BYTES, TURNS, Frozen
+from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 
 SLOT = (7, 1)
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint import device
-from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.gate import CELL_BYTES, Samples, Traces
-from dlrover_hooks.checkpoint.lazy import LazyWriter
-from dlrover_hooks.checkpoint.mode import EAGER, LAZY, Mode
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.save import cuda_copy
+from dlrover_hooks.checkpoint.save.optimizer_gate import CELL_BYTES, Samples, Traces
+from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, LAZY, Mode
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 
 SIZES = (5, 64, 8 * CELL_BYTES + 3, 100)
 
@@ -77,7 +77,7 @@ def test_a_step_that_is_captured_in_a_graph_ends_lazy_saves(monkeypatch: pytest.
     try:
         optimizer.step()
         assert writer.mode.next() == LAZY
-        monkeypatch.setattr(device, "capturing", lambda: True)
+        monkeypatch.setattr(cuda_copy, "capturing", lambda: True)
         optimizer.step()
         monkeypatch.undo()
         assert writer.mode.next() == EAGER

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_hooks.checkpoint.arena import Arena
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, inside
-from dlrover_hooks.checkpoint.holdings import Proof, Replicas, Segment, prove
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, inside
+from dlrover_hooks.checkpoint.memory.inventory import Proof, Replicas, Segment, prove
+from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 

@@ -17,14 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint import image, storage
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
-from dlrover_hooks.checkpoint.header import HEADER_LIMIT, Header, Inside, header_end, parse
-from dlrover_hooks.checkpoint.images import Images, deliver_from_view
-from dlrover_hooks.checkpoint.place import Place
-from dlrover_hooks.checkpoint.recipe import Recipe
-from dlrover_hooks.checkpoint.stored import StoredImage
-from dlrover_hooks.checkpoint.tree import flatten, unflatten
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
+from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.state import safetensors_writer
+from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
+from dlrover_hooks.checkpoint.state.safetensors_reader import HEADER_LIMIT, Header, Inside, header_end, parse
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
@@ -215,15 +216,15 @@ def test_any_skeleton_reads_or_is_corrupt(skeleton: Any) -> None:
 
 
 def manifest(**file: Any) -> Manifest:
-    one = {"name": storage.shard_name(0), "rank": 0, "nbytes": len(VALID), "chunk_bytes": CHUNK_BYTES}
+    one = {"name": generations.shard_name(0), "rank": 0, "nbytes": len(VALID), "chunk_bytes": CHUNK_BYTES}
     chunks = digests(memoryview(VALID))
     return Manifest("job", GENERATION, 1, (ShardFile(**({**one, "chunks": chunks} | file)),), 1.0)
 
 
 def stored(folder: Path, made: Manifest) -> None:
-    home = folder / storage.folder(GENERATION)
+    home = folder / generations.folder(GENERATION)
     home.mkdir()
-    (home / storage.shard_name(0)).write_bytes(VALID)
+    (home / generations.shard_name(0)).write_bytes(VALID)
     (home / "MANIFEST.json").write_bytes(msgspec.json.encode(made))
 
 
@@ -251,17 +252,17 @@ def test_manifests_are_refused(tmp_path: Path, file: dict[str, Any]) -> None:
     with pytest.raises(Corrupt):
         StoredImage(Place(str(tmp_path)), manifest(**file), 0)
     if "chunk" not in str(file):  # hashes are not looked at before the files are
-        assert storage.scan(str(tmp_path), None, None).manifests == ()
+        assert generations.scan(str(tmp_path), None, None).manifests == ()
 
 
 CHILD = """
     import json, resource, struct, sys
     from pathlib import Path
     import msgspec, numpy
-    from dlrover_hooks.checkpoint import storage
-    from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES
-    from dlrover_hooks.checkpoint.place import Place
-    from dlrover_hooks.checkpoint.stored import StoredImage
+    from dlrover_hooks.checkpoint.storage import generations as storage
+    from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
+    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
     from dlrover_hooks.errors import CheckpointError
     from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
@@ -304,6 +305,6 @@ def test_no_memory_is_taken_for_claims(tmp_path: Path) -> None:
 
 def test_header_and_image_agree() -> None:
     """The names that others import from `image` are those of `header`."""
-    assert image.parse is parse
+    assert safetensors_writer.parse is parse
     assert isinstance(parse(VALID), Header)
     assert read(VALID)["state"]["kind"][0] is torch.float32

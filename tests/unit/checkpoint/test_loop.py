@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint import wire
-from dlrover_hooks.checkpoint.address import dial, listen
-from dlrover_hooks.checkpoint.loop import Loop
-from dlrover_hooks.checkpoint.peer import Peer
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
+from dlrover_hooks.checkpoint.ipc.unix_socket import dial, listen
 from tests.descriptors import no_descriptor_left
 
 
@@ -29,7 +29,7 @@ class House:
         self.turn(lambda: len(self.loop.peers) == 2)
 
     def take(self, peer: Peer, message: Any, fd: int) -> None:
-        if isinstance(message, wire.Drop):
+        if isinstance(message, keeper_messages.Drop):
             raise ZeroDivisionError
         self.heard.append(message)
 
@@ -44,10 +44,10 @@ class House:
             self.loop.turn(0.5)
         raise AssertionError("never")
 
-    def say(self, line: int, message: wire.Wire) -> None:
+    def say(self, line: int, message: keeper_messages.Wire) -> None:
         connection = self.lines[line]
         assert connection is not None
-        connection.sendall(wire.frame(message))
+        connection.sendall(keeper_messages.frame(message))
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def test_an_order_that_fails_ends_its_line_alone(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.say(0, wire.Drop(run="r"))
+    house.say(0, keeper_messages.Drop(run="r"))
     house.turn(lambda: house.lost)
-    house.say(1, wire.Inventory(ref=5))
+    house.say(1, keeper_messages.Inventory(ref=5))
     house.turn(lambda: house.heard)
     assert [one.ref for one in house.heard] == [5]
     assert len(house.loop.peers) == 1

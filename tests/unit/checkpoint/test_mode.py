@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dlrover_hooks.checkpoint.mode import AUTO, EAGER, LAZY, MOST_PAIRS, PAIRS, RETRY, WARM_UP, Mode
+from dlrover_hooks.checkpoint.save.overlap_policy import AUTO, EAGER, LAZY, MOST_PAIRS, PAIRS, RETRY, WARM_UP, Mode
 
 
 def train(mode: Mode, saves: int, times: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[str]:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint import snapshot
-from dlrover_hooks.checkpoint.header import Inside, parse
-from dlrover_hooks.checkpoint.recipe import Recipe
-from dlrover_hooks.checkpoint.saving import Changed, Shot, Target, Writer
+from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, Target, Writer
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
+from dlrover_hooks.checkpoint.tensors import torch_backend
+from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
 
@@ -24,8 +24,8 @@ from dlrover_hooks.protocol import Generation
 def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Forms are told in one pass by the C helper; in Python one by one, behind the copy."""
     if request.param == "Python":
-        monkeypatch.setattr(snapshot, "_look", None)
-    return snapshot._look is not None and snapshot._EXCHANGE is not None
+        monkeypatch.setattr(torch_backend, "_look", None)
+    return torch_backend._look is not None and torch_backend._EXCHANGE is not None
 
 
 def _tensors() -> dict[str, Any]:

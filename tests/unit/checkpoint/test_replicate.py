@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 
-from dlrover_hooks.checkpoint import replicate as r
-from dlrover_hooks.checkpoint import sender
-from dlrover_hooks.checkpoint.channel import Channel, call
-from dlrover_hooks.checkpoint.door import Door
-from dlrover_hooks.checkpoint.holdings import Found, Proof
+from dlrover_hooks.checkpoint.memory.inventory import Found, Proof
+from dlrover_hooks.checkpoint.replication import replica_protocol as r
+from dlrover_hooks.checkpoint.replication import sender
+from dlrover_hooks.checkpoint.replication.listener import Door
+from dlrover_hooks.checkpoint.replication.peer_channel import Channel, call
 from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Secret
 from tests.descriptors import no_descriptor_left
@@ -111,8 +111,8 @@ def test_an_unexpected_or_unreadable_message_ends_it(ends: tuple[Channel, socket
 
 def test_who_proves_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More silent callers than there is room for: a keeper still comes in at once, and one that is in stays."""
-    monkeypatch.setattr("dlrover_hooks.checkpoint.door.STRANGERS", 4)
-    monkeypatch.setattr("dlrover_hooks.checkpoint.channel.GREET_S", 60.0)
+    monkeypatch.setattr("dlrover_hooks.checkpoint.replication.listener.STRANGERS", 4)
+    monkeypatch.setattr("dlrover_hooks.checkpoint.replication.peer_channel.GREET_S", 60.0)
     began = time.monotonic()
     door = Door("127.0.0.1", 0, lambda: SECRET, lambda: "b", lambda channel, node: channel.send(channel.receive(r.Get)))
     at, get = KeeperAddress("b", door.host, door.port), r.Get(Generation(1, 1, "a" * 32), 0, 1)
@@ -131,7 +131,7 @@ def test_who_proves_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_callers_are_counted_once_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrover_hooks.checkpoint.door.CALLERS", 1)
+    monkeypatch.setattr("dlrover_hooks.checkpoint.replication.listener.CALLERS", 1)
 
     def echo(channel: Channel, node: str) -> None:
         for _ in range(2):

@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dlrover_hooks.checkpoint import restoring, storage
-from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.header import Inside, parse
-from dlrover_hooks.checkpoint.image import subset
-from dlrover_hooks.checkpoint.place import Place
-from dlrover_hooks.checkpoint.restoring import Restorer
-from dlrover_hooks.checkpoint.stored import StoredImage
-from dlrover_hooks.checkpoint.tree import flatten
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.restore import generation_loader
+from dlrover_hooks.checkpoint.restore.generation_loader import Restorer
+from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.state.pytree import flatten
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
+from dlrover_hooks.checkpoint.state.safetensors_writer import subset
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.filesystem import Place
 from dlrover_hooks.errors import Corrupt
-from dlrover_hooks.integrations.filling import Filling
 from dlrover_hooks.protocol import Generation, Manifest, Restore, ShardFile, Source
+from dlrover_hooks.pytorch.tensor_loading import Filling
 from tests.images import image_of
 from tests.unit.checkpoint.test_sharded import mesh
 
@@ -51,7 +52,7 @@ class Tree:
     def __init__(self, root: Path, *shape: int) -> None:
         self.url, self.opened = str(root), list[int]()
         files = tuple(self._file(rank, shape) for rank in range(WORLD))
-        storage.commit(self.url, None, Manifest("job", WHICH, WORLD, files, 1.0), 2)
+        generations.commit(self.url, None, Manifest("job", WHICH, WORLD, files, 1.0), 2)
 
     def _file(self, rank: int, shape: tuple[int, ...]) -> ShardFile:
         with mesh(rank, *shape) as on:
@@ -62,13 +63,13 @@ class Tree:
         mine = {name for name, whole in header.wholes().items() if not whole.copy}
         part = subset(header, lambda name: name in mine)
         pieces = [memoryview(part.header), *(view[a:b] for a, b in part.pieces)]
-        return storage.write_shard(self.url, None, WHICH, rank, WORLD, pieces, part.nbytes, job="job")
+        return generations.write_shard(self.url, None, WHICH, rank, WORLD, pieces, part.nbytes, job="job")
 
     def restored(self, rank: int, world: int, targets: dict[str, Any]) -> None:
         self.opened.clear()
         restorer = Restorer(cast(Any, None), Copier(1), 0, rank, world, self.url, {}, lambda *_: None)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(restoring, "StoredImage", self._counted)
+            patched.setattr(generation_loader, "StoredImage", self._counted)
             named = {f"state.{name}": target for name, target in targets.items()}
             restorer.load(Restore(WHICH, WORLD, Source.STORAGE), lambda opening: Filling(opening, named)).fill()
         assert len(self.opened) == len(set(self.opened))
@@ -129,6 +130,6 @@ def test_whatever_the_layout_all_is_found(tree: Tree, tmp_path: Path) -> None:
 
 def test_a_part_that_no_file_holds_is_corrupt(tmp_path: Path) -> None:
     tree = Tree(tmp_path, WORLD)
-    (tmp_path / storage.folder(WHICH) / storage.shard_name(7)).unlink()
+    (tmp_path / generations.folder(WHICH) / generations.shard_name(7)).unlink()
     with pytest.raises(Corrupt, match=r"shard-00008-model.*there is no such file"):
         fill(tree, 3, 8)

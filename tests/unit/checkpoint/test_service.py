@@ -16,18 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.checkpoint import durable, hashes, line, progress, storage, wire
-from dlrover_hooks.checkpoint.address import Plate, address, lock
-from dlrover_hooks.checkpoint.arena import Arena
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.gate import Hold
-from dlrover_hooks.checkpoint.lazy import LazyWriter
-from dlrover_hooks.checkpoint.link import KeeperLink
-from dlrover_hooks.checkpoint.mode import EAGER, Mode
-from dlrover_hooks.checkpoint.patience import Patience
-from dlrover_hooks.checkpoint.service import Keeper
-from dlrover_hooks.checkpoint.shards import Shards
-from dlrover_hooks.checkpoint.space import free_memory
+from dlrover_hooks.checkpoint.ipc import keeper_client as line
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
+from dlrover_hooks.checkpoint.ipc.unix_socket import Plate, address, lock
+from dlrover_hooks.checkpoint.keeper import hasher
+from dlrover_hooks.checkpoint.keeper.daemon import Keeper
+from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
+from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.save import progress_log
+from dlrover_hooks.checkpoint.save.optimizer_gate import Hold
+from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
+from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
+from dlrover_hooks.checkpoint.storage import generations as storage
+from dlrover_hooks.checkpoint.storage import shard_writer
+from dlrover_hooks.checkpoint.storage.capacity import free_memory
+from dlrover_hooks.checkpoint.storage.stall_guard import Patience
 from dlrover_hooks.errors import HooksError, KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import faulty_store
@@ -85,7 +90,7 @@ class Rank:
     def save(self, step: int) -> Any:
         saved = self.trainer.save(step, {"state": {"w": np.full(100, step)}})
         if saved is not None:
-            assert isinstance(self.notices.get(timeout=WAIT_S), wire.Hashed)
+            assert isinstance(self.notices.get(timeout=WAIT_S), keeper_messages.Hashed)
             return saved.generation
         return None
 
@@ -95,8 +100,8 @@ def test_a_slow_store_holds_up_nobody_and_its_slot_is_not_reused(
 ) -> None:
     """Hello, Allocate and Hash go on; saves alternate between the other two slots and skip rather than overwrite."""
     released = threading.Event()
-    real = durable.persist
-    monkeypatch.setattr(durable, "persist", lambda *args, **more: released.wait(WAIT_S) and real(*args, **more))
+    real = shard_writer.persist
+    monkeypatch.setattr(shard_writer, "persist", lambda *args, **more: released.wait(WAIT_S) and real(*args, **more))
     first = Rank(0, tmp_path)
     generations = {seat: first.save(1) for seat in (0,)}
     first.trainer.complete(generations[0])
@@ -115,7 +120,7 @@ def test_a_slow_store_holds_up_nobody_and_its_slot_is_not_reused(
     assert "no slot is free" in str(first.trainer.error)
     assert {1, 7, 8} <= {one.generation.step for one in first.trainer.held()}
     released.set()
-    assert isinstance(first.notices.get(timeout=WAIT_S), wire.Persisted)
+    assert isinstance(first.notices.get(timeout=WAIT_S), keeper_messages.Persisted)
     assert first.save(10) is not None
     assert first.trainer.error is None
     for rank in (first, second):
@@ -126,7 +131,7 @@ def test_a_restarted_trainer_knows_what_is_still_being_persisted(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(durable, "persist", lambda *_, **__: (released.wait(WAIT_S), _fail())[1])
+    monkeypatch.setattr(shard_writer, "persist", lambda *_, **__: (released.wait(WAIT_S), _fail())[1])
     first = Rank(0, tmp_path)
     generation = first.save(1)
     first.trainer.persist(generation)
@@ -138,7 +143,7 @@ def test_a_restarted_trainer_knows_what_is_still_being_persisted(
     assert 1 in {one.generation.step for one in again.trainer.held()}
     released.set()
     failed = again.notices.get(timeout=WAIT_S)
-    assert isinstance(failed, wire.PersistFailed)
+    assert isinstance(failed, keeper_messages.PersistFailed)
     assert "broken" in failed.reason
     again.trainer.close(finished=True)
 
@@ -150,8 +155,8 @@ def died(rank: Rank) -> None:
 
 def test_a_trainers_death_costs_no_second_hash(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DL-90: each image is hashed once; its successor, and the last save, go by the hashes that are kept."""
-    proved, real = list[int](), hashes.prove
-    monkeypatch.setattr(hashes, "prove", lambda arena, index, seq: (proved.append(seq), real(arena, index, seq))[1])
+    proved, real = list[int](), hasher.prove
+    monkeypatch.setattr(hasher, "prove", lambda arena, index, seq: (proved.append(seq), real(arena, index, seq))[1])
     rank = Rank(0, tmp_path, world=1)
     for step in (1, 2, 3):
         rank.save(step)
@@ -186,8 +191,8 @@ def test_a_slot_that_is_damaged_by_now_is_not_what_the_keeper_saves_last(keeper:
 
 def test_the_wait_for_hashes_grows_with_what_is_to_be_hashed(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """DL-90: however much lies there, a restore out of memory is not skipped because a fixed time has passed."""
-    released, real, call, allowed = threading.Event(), hashes.prove, KeeperLink.call, list[float]()
-    monkeypatch.setattr(hashes, "prove", lambda *args: released.wait(WAIT_S) and real(*args))
+    released, real, call, allowed = threading.Event(), hasher.prove, KeeperLink.call, list[float]()
+    monkeypatch.setattr(hasher, "prove", lambda *args: released.wait(WAIT_S) and real(*args))
     monkeypatch.setattr(line, "HASH_BYTES_PER_S", 10.0)
 
     def watched(self: KeeperLink, request: Any, *, timeout_s: float = 60.0) -> Any:
@@ -210,14 +215,14 @@ def test_the_wait_for_hashes_grows_with_what_is_to_be_hashed(keeper: Keeper, mon
 def test_a_breakpoint_save_fights_no_successor(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """DL-91: while it is written the successor is served, and does not write over its slot; then it is committed."""
     writing, released = threading.Event(), threading.Event()
-    real = durable.persist
+    real = shard_writer.persist
 
     def slow(*args: Any, **more: Any) -> Any:
         writing.set()
         assert released.wait(WAIT_S)
         return real(*args, **more)
 
-    monkeypatch.setattr(durable, "persist", slow)
+    monkeypatch.setattr(shard_writer, "persist", slow)
     first = Rank(0, tmp_path, world=1)
     left = first.save(1)
     died(first)
@@ -245,7 +250,7 @@ def test_a_breakpoint_save_of_a_run_that_starts_anew_is_not_committed(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     writing, released, over = threading.Event(), threading.Event(), threading.Event()
-    real, will = durable.persist, durable.last_will
+    real, will = shard_writer.persist, shard_writer.last_will
 
     def slow(*args: Any, **more: Any) -> Any:
         file = real(*args, **more)  # whole: the slot may be freed from here on
@@ -259,8 +264,8 @@ def test_a_breakpoint_save_of_a_run_that_starts_anew_is_not_committed(
         finally:
             over.set()
 
-    monkeypatch.setattr(durable, "persist", slow)
-    monkeypatch.setattr(durable, "last_will", watched)
+    monkeypatch.setattr(shard_writer, "persist", slow)
+    monkeypatch.setattr(shard_writer, "last_will", watched)
     first = Rank(0, tmp_path, world=1)
     first.save(1)
     died(first)
@@ -358,7 +363,7 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
         saved = rank.trainer.save(4, {"state": {"w": np.full(100, value)}})
         assert saved is not None
     rank.trainer.persist(saved.generation)
-    while not isinstance(notice := rank.notices.get(timeout=WAIT_S), wire.Persisted):
+    while not isinstance(notice := rank.notices.get(timeout=WAIT_S), keeper_messages.Persisted):
         pass
     manifest = Manifest("job", saved.generation, 1, (notice.file,), 1.0)
     data = read_back(str(tmp_path), manifest, 0)
@@ -367,7 +372,7 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
     storage.commit(str(tmp_path), None, manifest, 2)
     assert rank.trainer.save(4, {"state": {"w": np.full(100, 3)}}) is not None
     rank.trainer.persist(saved.generation)
-    while not isinstance(notice := rank.notices.get(timeout=WAIT_S), wire.Persisted):
+    while not isinstance(notice := rank.notices.get(timeout=WAIT_S), keeper_messages.Persisted):
         pass
     assert notice.file == manifest.files[0], "what is committed stays as it is"
     assert read_back(str(tmp_path), manifest, 0) == data
@@ -400,7 +405,7 @@ def test_space_at_save_to_is_warned_about_once(
     generation = rank.save(1)
     for step in range(2, 4):
         rank.trainer.persist(generation)
-        while not isinstance(rank.notices.get(timeout=WAIT_S), wire.Persisted):
+        while not isinstance(rank.notices.get(timeout=WAIT_S), keeper_messages.Persisted):
             pass
         generation = rank.save(step)
     rank.trainer.held()
@@ -439,16 +444,16 @@ def test_a_long_write_is_heard_of_in_rank_0s_log(
 ) -> None:
     """DL-90: now and then while it lasts, and how fast it was; the votes hear of none of it but the end."""
     caplog.set_level("INFO", "dlrover_hooks")
-    monkeypatch.setattr(progress, "LARGE_BYTES", 1)
+    monkeypatch.setattr(progress_log, "LARGE_BYTES", 1)
     keeper._shards._patience = Patience(report_s=0.05)  # pyright: ignore[reportPrivateUsage]
-    say = progress.say
+    say = progress_log.say
     with faulty_store() as bucket:
         heard = threading.Event()
-        monkeypatch.setattr(progress, "say", lambda *args: (say(*args), heard.set()))
+        monkeypatch.setattr(progress_log, "say", lambda *args: (say(*args), heard.set()))
         bucket.fail = lambda verb, path: verb == "end" and heard.wait(WAIT_S)
         rank = Rank(0, save_to="faulty://bucket/ck")
         rank.trainer.persist(rank.save(1))
-        assert isinstance(rank.notices.get(timeout=WAIT_S), wire.Persisted)
+        assert isinstance(rank.notices.get(timeout=WAIT_S), keeper_messages.Persisted)
         rank.trainer.close(finished=True)
     assert re.search(r"step 1: \S+ KB of \S+ KB written in", caplog.text)
     assert re.search(r"step 1 is written: \S+ KB in", caplog.text)
@@ -464,11 +469,11 @@ def test_a_file_of_a_larger_world_gets_into_no_lone_manifest(monkeypatch: pytest
         known.append(dict(given["known"]))
         return Manifest("job", generation, 1, (file,), 0.0)
 
-    monkeypatch.setattr(durable, "persist", lambda *_, **__: file)
-    monkeypatch.setattr(durable, "last_will", will)
+    monkeypatch.setattr(shard_writer, "persist", lambda *_, **__: file)
+    monkeypatch.setattr(shard_writer, "last_will", will)
     found: Any = SimpleNamespace(proof=SimpleNamespace(slot=SimpleNamespace(rank=0)), segment=SimpleNamespace(seat=0))
-    hello = wire.Hello(seat=0, job="job", save_to="somewhere")
-    order = wire.Persist(generation=generation, rank=0, world_size=2, url="somewhere")
+    hello = keeper_messages.Hello(seat=0, job="job", save_to="somewhere")
+    order = keeper_messages.Persist(generation=generation, rank=0, world_size=2, url="somewhere")
     shards.persist(found, hello, order)
     posts.get(timeout=WAIT_S)()
     for ranks in ([found], [found, found]):

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dlrover_hooks.checkpoint import image, snapshot
-from dlrover_hooks.checkpoint.durable import _own
-from dlrover_hooks.checkpoint.header import Inside, holds_shards, parse
-from dlrover_hooks.checkpoint.recipe import Recipe
+from dlrover_hooks.checkpoint.state import safetensors_writer
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, holds_shards, parse
+from dlrover_hooks.checkpoint.storage.shard_writer import _own
+from dlrover_hooks.checkpoint.tensors import torch_backend
+from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.errors import UnsupportedState, UsageError
-from dlrover_hooks.integrations.filling import refuse_sharded
 from dlrover_hooks.protocol import Generation
+from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
 
 
 @contextlib.contextmanager
@@ -33,11 +34,11 @@ def mesh(rank: int, *shape: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def saved(tensor: Any, **others: torch.Tensor) -> tuple[image.TensorSpec, bytes]:
+def saved(tensor: Any, **others: torch.Tensor) -> tuple[safetensors_writer.TensorSpec, bytes]:
     tensors = {"state.w": tensor, **others}
     recipe = Recipe(tensors)
     header = b"".join(recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {})))
-    return snapshot.specs(tensors)[0], header + bytes(recipe.layout.total_bytes - len(header))
+    return torch_backend.specs(tensors)[0], header + bytes(recipe.layout.total_bytes - len(header))
 
 
 @pytest.mark.parametrize(("rank", "rows", "begin"), [(0, 3, 0), (1, 3, 3), (2, 1, 6)])
@@ -95,4 +96,4 @@ def test_adapters_that_restore_whole_tensors_refuse_parts() -> None:
 
 def test_partial_sums_are_refused() -> None:
     with mesh(0, 2) as two, pytest.raises(UnsupportedState, match=r"state\.w is a DTensor of partial sums"):
-        snapshot.specs({"state.w": DTensor.from_local(torch.ones(2), two, [Partial()], run_check=False)})
+        torch_backend.specs({"state.w": DTensor.from_local(torch.ones(2), two, [Partial()], run_check=False)})

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlrover_hooks.checkpoint import image, snapshot
-from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.header import Inside
-from dlrover_hooks.checkpoint.images import Images, deliver_from_view
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.state import safetensors_writer
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
+from dlrover_hooks.checkpoint.tensors import torch_backend
+from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
 from tests.images import image_of
@@ -34,7 +35,7 @@ class Memory:
     """An image in plain memory."""
 
     def __init__(self, data: bytearray) -> None:
-        self.view, self.header = memoryview(data), image.parse(data)
+        self.view, self.header = memoryview(data), safetensors_writer.parse(data)
 
     def need(self, spans: Any) -> None:
         pass
@@ -52,7 +53,7 @@ class Memory:
 def loaded(data: bytearray, names: Any = None, threads: int = 2) -> dict[str, torch.Tensor]:
     images = Images(GENERATION, 1, lambda _: Memory(data))
     images.image(0)
-    return snapshot.load(
+    return torch_backend.load(
         [one for one in images.index().values() if names is None or one.name in names], Copier(threads)
     )
 
@@ -64,7 +65,7 @@ def put(tensors: dict[str, Any], threads: int = 2) -> bytearray:
 def every_dtype() -> dict[str, torch.Tensor]:
     return {
         name: torch.arange(-8, 8).abs().to(torch.float32).to(dtype).reshape(4, 4)
-        for name, dtype in snapshot.DTYPES.items()
+        for name, dtype in torch_backend.DTYPES.items()
     }
 
 
@@ -163,4 +164,4 @@ def _cut(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
 )
 def test_what_an_image_cannot_hold_is_named(tensor: torch.Tensor) -> None:
     with pytest.raises(UnsupportedState, match=r"state\.odd"):
-        snapshot.specs({"state.odd": tensor})
+        torch_backend.specs({"state.odd": tensor})

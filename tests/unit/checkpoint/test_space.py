@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.checkpoint.space import at, disk, free_disk, free_memory, memory, size
-from dlrover_hooks.memory import Free
+from dlrover_hooks.checkpoint.storage.capacity import at, disk, free_disk, free_memory, memory, size
+from dlrover_hooks.host.memory_limit import Free
 
 GB = 1_000_000_000
 

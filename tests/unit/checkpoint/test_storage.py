@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint import catalog, retention, storage, verification
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
-from dlrover_hooks.checkpoint.storage import Claim
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
+from dlrover_hooks.checkpoint.restore import verification
+from dlrover_hooks.checkpoint.storage import catalog, generations, retention
+from dlrover_hooks.checkpoint.storage.generations import Claim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import faulty_store
@@ -51,37 +52,37 @@ def save(
 ) -> Manifest:
     view = memoryview(data)
     files = tuple(
-        storage.write_shard(url, None, which, rank, world, [view[:7], view[7:]], len(data), job=job)
+        generations.write_shard(url, None, which, rank, world, [view[:7], view[7:]], len(data), job=job)
         for rank in range(world)
     )
     manifest = Manifest(job, which, world, files, float(which.step))
-    storage.commit(url, None, manifest, keep)
+    generations.commit(url, None, manifest, keep)
     return manifest
 
 
 def steps(url: str) -> list[int]:
-    return [manifest.generation.step for manifest in storage.scan(url, None, "job").manifests]
+    return [manifest.generation.step for manifest in generations.scan(url, None, "job").manifests]
 
 
 def names(url: str) -> set[str]:
-    return set(storage.Place(url).sizes()) - {".owner.lock"}
+    return set(generations.Place(url).sizes()) - {".owner.lock"}
 
 
 def test_write_commit_scan_read(url: str) -> None:
-    storage.probe(url)
-    assert storage.scan(url, None, "job") == storage.Scan()
+    generations.probe(url)
+    assert generations.scan(url, None, "job") == generations.Scan()
     manifest = save(url, generation(5))
     assert manifest.files[0].chunks == digests(memoryview(DATA))
-    assert storage.scan(url, None, "job").manifests == (manifest,)
-    assert storage.scan(url, None, "other").manifests == ()
+    assert generations.scan(url, None, "job").manifests == (manifest,)
+    assert generations.scan(url, None, "other").manifests == ()
     assert read_back(url, manifest, 1) == DATA
-    assert storage.manifest_of(url, None, generation(5)) == manifest
+    assert generations.manifest_of(url, None, generation(5)) == manifest
     assert names(url) == {"latest.json", "step-0000000005-0000"}
 
 
 def test_without_manifest_it_does_not_exist_and_is_swept_later(url: str) -> None:
-    storage.write_shard(url, None, generation(1), 0, 1, [memoryview(DATA)], len(DATA), job="job")
-    storage.write_shard(url, None, generation(9), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+    generations.write_shard(url, None, generation(1), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+    generations.write_shard(url, None, generation(9), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     assert steps(url) == []
     save(url, generation(5))
     assert names(url) == {"latest.json", "step-0000000005-0000", "step-0000000009-0000"}
@@ -102,19 +103,19 @@ def test_retention_by_steps_and_time(url: str) -> None:
     keep = Retention(last=2, every_steps=10, every="40s")  # `save` dates a generation by its step
     for step in (3, 9, 11, 14, 19, 20, 25, 41, 42, 43, 44):
         for _ in range(2):
-            storage.commit(url, None, save(url, generation(step), keep=keep), keep)
+            generations.commit(url, None, save(url, generation(step), keep=keep), keep)
     assert steps(url) == [44, 43, 41, 20, 11, 3]
 
 
 def test_what_is_read_is_not_removed(url: str) -> None:
     """DL-91: a reader's note holds retention off until it is done, or an hour after it died."""
     save(url, generation(1))
-    with retention.reading(storage.Place(url), generation(1)):
+    with retention.reading(generations.Place(url), generation(1)):
         save(url, generation(2), keep=1)
         assert steps(url) == [2, 1]
-        assert storage.scan(url, None, "job").damaged == ()
-    note = f"{storage.folder(generation(1))}/reading-dead.json"
-    storage.Place(url).put(note, b'{"until": 1.0}')
+        assert generations.scan(url, None, "job").damaged == ()
+    note = f"{generations.folder(generation(1))}/reading-dead.json"
+    generations.Place(url).put(note, b'{"until": 1.0}')
     save(url, generation(3), keep=1)
     assert steps(url) == [3]
 
@@ -122,16 +123,16 @@ def test_what_is_read_is_not_removed(url: str) -> None:
 def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """DL-91: where the MANIFEST cannot be written nothing is committed, and `latest` still names the one before."""
     save(url, generation(1))
-    before = storage.Place(url).read("latest.json")
+    before = generations.Place(url).read("latest.json")
 
-    def fail(place: storage.Place, name: str, data: bytes) -> bool:
+    def fail(place: generations.Place, name: str, data: bytes) -> bool:
         raise StorageFailed("the MANIFEST cannot be written")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.Place, "put_new", fail)
+        patch.setattr(generations.Place, "put_new", fail)
         with pytest.raises(StorageFailed, match="the MANIFEST"):
             save(url, generation(2))
-    assert storage.Place(url).read("latest.json") == before
+    assert generations.Place(url).read("latest.json") == before
     assert steps(url) == [1]
     save(url, generation(2))
     assert steps(url) == [2, 1]
@@ -140,14 +141,14 @@ def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.Mon
 def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
     """DL-91: neither its files nor its MANIFESTs; the refusal names the job, its newest step and the ways out."""
     theirs = [save(url, generation(step)) for step in (20, 40)]
-    tree = {name: storage.Place(url).sizes(name) for name in names(url)}
-    storage.refuse_others(url, None, "job")
+    tree = {name: generations.Place(url).sizes(name) for name in names(url)}
+    generations.refuse_others(url, None, "job")
     with pytest.raises(SaveToBusy, match="holds step 40 of job 'job'") as refused:
-        storage.refuse_others(url, None, "other")
+        generations.refuse_others(url, None, "other")
     assert "--job job" in refused.value.hint
     with pytest.raises(SaveToBusy, match="step 40 of job 'job'"):
         save(url, generation(40, FRESH), job="other")
-    assert {name: storage.Place(url).sizes(name) for name in names(url)} == tree
+    assert {name: generations.Place(url).sizes(name) for name in names(url)} == tree
     with pytest.raises(SaveToBusy):
         save(url, generation(50, FRESH), job="other")
     assert steps(url) == [40, 20]
@@ -158,26 +159,26 @@ def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(ur
     """DL-91: not earlier, and not those of a run that was not told to start anew."""
     for step in (20, 40):
         save(url, generation(step))
-    storage.start_anew(url, None, "job", FRESH)
+    generations.start_anew(url, None, "job", FRESH)
     assert steps(url) == [40, 20]
     save(url, generation(10, "c" * 32))
     assert "step-0000000040-0000" in names(url)
     save(url, generation(5, FRESH))
     assert names(url) == {"latest.json", "given-up.json", "step-0000000005-0000"}
-    storage.start_anew(url, None, "job", FRESH)
+    generations.start_anew(url, None, "job", FRESH)
     assert "fresh.json" not in names(url), "there is nothing before it"
 
 
 def test_a_late_commit_of_a_run_that_was_given_up_is_refused(url: str) -> None:
     """DL-91: the keeper of another node may hold something of it; `latest` would go back, and hide the fresh run."""
     old = save(url, generation(100))
-    storage.start_anew(url, None, "job", FRESH)
+    generations.start_anew(url, None, "job", FRESH)
     late = save(url, generation(110))  # the fresh run has nothing yet
     save(url, generation(10, FRESH))
-    file = storage.write_shard(url, None, generation(120), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+    file = generations.write_shard(url, None, generation(120), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     for manifest in (Manifest("job", generation(120), 1, (file,), 999.0), old, late):
         with pytest.raises(Stale, match="has started anew"):
-            storage.commit(url, None, manifest, 2)
+            generations.commit(url, None, manifest, 2)
     assert steps(url) == [10]
     save(url, generation(20, FRESH))
     assert steps(url) == [20, 10]
@@ -185,9 +186,9 @@ def test_a_late_commit_of_a_run_that_was_given_up_is_refused(url: str) -> None:
 
 def test_what_was_committed_just_as_its_run_was_given_up_is_passed_over(url: str) -> None:
     save(url, generation(100))
-    storage.start_anew(url, None, "job", FRESH)
+    generations.start_anew(url, None, "job", FRESH)
     save(url, generation(10, FRESH))
-    place = storage.Place(url)
+    place = generations.Place(url)
     marker = place.read("given-up.json")
     place.remove("given-up.json")
     save(url, generation(120))
@@ -198,38 +199,38 @@ def test_what_was_committed_just_as_its_run_was_given_up_is_passed_over(url: str
 def test_any_jobs_newest_run_can_be_asked_for(url: str) -> None:
     save(url, generation(7, FRESH), job="theirs")
     save(url, generation(3), job="theirs")
-    scan = storage.scan(url, None, None)
+    scan = generations.scan(url, None, None)
     assert [manifest.generation for manifest in scan.manifests] == [generation(3)]
-    storage.finish(url, None, "theirs", RUN, 3)
-    assert storage.scan(url, None, None).finished_step == 3
+    generations.finish(url, None, "theirs", RUN, 3)
+    assert generations.scan(url, None, None).finished_step == 3
 
 
 def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
     old, new = save(url, generation(1)), save(url, generation(2))
-    storage.commit(url, None, new, 2)
-    storage.commit(url, None, old, 2)
+    generations.commit(url, None, new, 2)
+    generations.commit(url, None, old, 2)
     assert steps(url) == [2, 1]
-    assert b'"step":2' in (storage.Place(url).read("latest.json") or b"")
+    assert b'"step":2' in (generations.Place(url).read("latest.json") or b"")
 
 
 def test_what_is_committed_is_not_written_again(url: str) -> None:
     """DL-91: another image of the same step would not match the hashes in the MANIFEST. Damaged, it is."""
     manifest = save(url, generation(1))
-    again = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA[::-1])], len(DATA), job="job")
+    again = generations.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA[::-1])], len(DATA), job="job")
     assert again == manifest.files[0]
     assert read_back(url, manifest, 0) == DATA
-    storage.Place(url).put(f"step-0000000001-0000/{again.name}", b"short")
+    generations.Place(url).put(f"step-0000000001-0000/{again.name}", b"short")
     assert save(url, generation(1), data=DATA[::-1]).files != manifest.files
     assert steps(url) == [1]
 
 
 def test_commit_refuses_what_is_not_whole(url: str) -> None:
-    file = storage.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA), job="job")
+    file = generations.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA), job="job")
     with pytest.raises(StorageFailed, match="all 2 ranks"):
-        storage.commit(url, None, Manifest("job", generation(1), 2, (file,), 1.0), 2)
-    storage.Place(url).put(f"{storage.folder(generation(1))}/{file.name}", DATA[:-1])
+        generations.commit(url, None, Manifest("job", generation(1), 2, (file,), 1.0), 2)
+    generations.Place(url).put(f"{generations.folder(generation(1))}/{file.name}", DATA[:-1])
     with pytest.raises(StorageFailed, match=r"expected \d+ bytes, found \d+"):
-        storage.commit(url, None, Manifest("job", generation(1), 1, (file,), 1.0), 2)
+        generations.commit(url, None, Manifest("job", generation(1), 1, (file,), 1.0), 2)
     assert steps(url) == []
 
 
@@ -237,36 +238,36 @@ def test_a_fresh_run_hides_the_old_one_and_may_write_over_its_steps(url: str) ->
     save(url, generation(1))
     save(url, generation(2), world=3)
     save(url, generation(2, FRESH), data=DATA[::-1])
-    scan = storage.scan(url, None, "job")
+    scan = generations.scan(url, None, "job")
     assert [manifest.generation for manifest in scan.manifests] == [generation(2, FRESH)]
     assert scan.damaged == ()
-    home = storage.folder(generation(2))
-    assert len(storage.Place(url).sizes(home)) == 3  # two ranks and the MANIFEST; the third rank's old file is gone
+    home = generations.folder(generation(2))
+    assert len(generations.Place(url).sizes(home)) == 3  # two ranks and the MANIFEST; the third rank's old file is gone
 
 
 def test_finished_belongs_to_its_run(url: str) -> None:
     save(url, generation(1))
-    storage.finish(url, None, "job", RUN, 1)
-    assert storage.scan(url, None, "job").finished_step == 1
-    assert storage.scan(url, None, "other").finished_step is None
+    generations.finish(url, None, "job", RUN, 1)
+    assert generations.scan(url, None, "job").finished_step == 1
+    assert generations.scan(url, None, "other").finished_step is None
     save(url, generation(1, FRESH))
-    assert storage.scan(url, None, "job").finished_step is None
+    assert generations.scan(url, None, "job").finished_step is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"job": 1}', b"\xff\xfe"])
 def test_damaged_manifest_is_passed_over_and_named(url: str, damage: bytes) -> None:
     save(url, generation(1))
     save(url, generation(2))
-    storage.Place(url).put("step-0000000002-0000/MANIFEST.json", damage)
-    scan = storage.scan(url, None, "job")
+    generations.Place(url).put("step-0000000002-0000/MANIFEST.json", damage)
+    scan = generations.scan(url, None, "job")
     assert [manifest.generation.step for manifest in scan.manifests] == [1]
     assert "step-0000000002-0000" in scan.damaged[0]
 
 
 def test_damaged_latest_is_named_and_the_last_run_taken(url: str) -> None:
     save(url, generation(1))
-    storage.Place(url).put("latest.json", b"{")
-    scan = storage.scan(url, None, "job")
+    generations.Place(url).put("latest.json", b"{")
+    scan = generations.scan(url, None, "job")
     assert len(scan.manifests) == 1
     assert "latest.json" in scan.damaged[0]
 
@@ -278,13 +279,13 @@ def test_a_bit_flip_in_latest_hides_no_generation(tmp_path: Path) -> None:
         save(url, generation(step), keep=3)
     data = path.read_bytes()
     good = catalog.decode(data, catalog.Latest)
-    assert good == catalog.Latest("job", generation(3), storage.folder(generation(3)))
+    assert good == catalog.Latest("job", generation(3), generations.folder(generation(3)))
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         assert catalog.decode(bytes(flipped), catalog.Latest) in (good, None)
     path.write_bytes(data.replace(RUN[:4].encode(), b"aaba", 1))
-    scan = storage.scan(url, None, "job")
+    scan = generations.scan(url, None, "job")
     assert [manifest.generation.step for manifest in scan.manifests] == [3, 2, 1]
     assert "latest.json: cannot be read, or does not match its hash; step 3" in scan.damaged[0]
 
@@ -292,12 +293,12 @@ def test_a_bit_flip_in_latest_hides_no_generation(tmp_path: Path) -> None:
 def test_a_latest_of_an_unknown_run_hides_no_generation(url: str) -> None:
     """Its folder was removed, or it was written by hand; one without a digest is an older release's."""
     save(url, generation(4))
-    row = catalog.Latest("job", generation(9, FRESH), storage.folder(generation(9, FRESH)))
-    storage.Place(url).put("latest.json", msgspec.json.encode(row))
+    row = catalog.Latest("job", generation(9, FRESH), generations.folder(generation(9, FRESH)))
+    generations.Place(url).put("latest.json", msgspec.json.encode(row))
     assert steps(url) == [4]
-    damaged = storage.scan(url, None, "job").damaged
+    damaged = generations.scan(url, None, "job").damaged
     assert "names a run of which nothing is there; step 4" in damaged[-1]
-    assert [*verification.tree_faults(storage.Place(url), catalog.listing(storage.Place(url)))] == [
+    assert [*verification.tree_faults(generations.Place(url), catalog.listing(generations.Place(url)))] == [
         f"latest.json: names {row.generation}, which is not there or not whole"
     ]
 
@@ -307,16 +308,16 @@ def test_a_manifest_that_became_another_runs_is_named(url: str) -> None:
     save(url, generation(1))
     manifest = save(url, generation(2))
     other = msgspec.structs.replace(manifest, generation=generation(2, run=RUN[:-1] + chr(ord(RUN[-1]) ^ 1)))
-    storage.Place(url).put("step-0000000002-0000/MANIFEST.json", msgspec.json.encode(other))
+    generations.Place(url).put("step-0000000002-0000/MANIFEST.json", msgspec.json.encode(other))
     assert steps(url) == [1]
-    assert "step-0000000002-0000" in storage.scan(url, None, "job").damaged[0]
+    assert "step-0000000002-0000" in generations.scan(url, None, "job").damaged[0]
 
 
 def test_truncated_file_is_passed_over(url: str) -> None:
     save(url, generation(1))
     manifest = save(url, generation(2))
     name = f"step-0000000002-0000/{manifest.files[1].name}"
-    storage.Place(url).put(name, DATA[:-5])
+    generations.Place(url).put(name, DATA[:-5])
     assert steps(url) == [1]
     with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[1].name}: expected {len(DATA)} bytes"):
         read_back(url, manifest, 1)
@@ -327,14 +328,14 @@ def test_bit_flip_is_named_by_file_chunk_and_generation(url: str, at: int, chunk
     manifest = save(url, generation(2), world=1)
     flipped = bytearray(DATA)
     flipped[at] ^= 1
-    storage.Place(url).put(f"step-0000000002-0000/{manifest.files[0].name}", bytes(flipped))
+    generations.Place(url).put(f"step-0000000002-0000/{manifest.files[0].name}", bytes(flipped))
     with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[0].name}: chunk {chunk} "):
         read_back(url, manifest, 0)
 
 
 def test_a_manifest_is_put_once(url: str) -> None:
     """DL-91: of two writers the quicker one's stays, and the other hears of it."""
-    place = storage.Place(url)
+    place = generations.Place(url)
     place.make()
     assert place.put_new("one.json", b"1")
     assert not place.put_new("one.json", b"2")
@@ -342,7 +343,7 @@ def test_a_manifest_is_put_once(url: str) -> None:
     mine = save(url, generation(1), world=1)
     other = msgspec.structs.replace(mine, files=(msgspec.structs.replace(mine.files[0], chunks=("0",)),))
     with pytest.raises(StorageFailed, match="is not that of step 1"):
-        storage.commit(url, None, other, 2)
+        generations.commit(url, None, other, 2)
     assert names(url) - {"one.json"} == {"latest.json", "step-0000000001-0000"}
 
 
@@ -370,8 +371,8 @@ def test_temporary_files_of_others_stay_and_stop_no_commit(tmp_path: Path) -> No
 
 def test_what_others_put_beside_the_files_stays_and_stops_no_commit(url: str) -> None:
     """File servers put folders into every folder. Of our own files those go that the MANIFEST does not name."""
-    place, home = storage.Place(url), "step-0000000001-0000"
-    storage.write_shard(url, None, generation(1), 2, 3, [memoryview(DATA)], len(DATA), job="job")
+    place, home = generations.Place(url), "step-0000000001-0000"
+    generations.write_shard(url, None, generation(1), 2, 3, [memoryview(DATA)], len(DATA), job="job")
     place.put(f"{home}/notes.txt", b"mine")
     place.make(f"{home}/@eaDir")
     place.put(f"{home}/@eaDir/thumb", b"theirs")
@@ -386,7 +387,7 @@ def test_what_cannot_be_removed_stops_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NFS keeps what is open as `.nfs*`: all else is removed, it is said once, and tried again."""
-    url, homes = str(tmp_path), [tmp_path / storage.folder(generation(step)) for step in (1, 2)]
+    url, homes = str(tmp_path), [tmp_path / generations.folder(generation(step)) for step in (1, 2)]
     for step in (1, 2):
         save(url, generation(step))
     (homes[0] / ".nfs0001").touch()
@@ -413,13 +414,13 @@ def test_older_runs_that_cannot_be_removed_are_tried_again(tmp_path: Path, monke
     """After `--fresh`, too: the first commit of the new run counts, and a later one removes the rest."""
     url = str(tmp_path)
     save(url, generation(1))
-    storage.start_anew(url, None, "job", FRESH)
+    generations.start_anew(url, None, "job", FRESH)
 
-    def fail(place: storage.Place, name: str) -> None:
+    def fail(place: generations.Place, name: str) -> None:
         raise StorageFailed(f"cannot remove {name}: Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.Place, "remove", fail)
+        patch.setattr(generations.Place, "remove", fail)
         save(url, generation(1, FRESH, attempt=1))
     assert steps(url) == [1]
     assert (tmp_path / "step-0000000001-0000").exists()
@@ -429,21 +430,21 @@ def test_older_runs_that_cannot_be_removed_are_tried_again(tmp_path: Path, monke
 
 def test_a_file_that_is_gone_is_named(url: str) -> None:
     manifest = save(url, generation(2), world=1)
-    storage.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
+    generations.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
     with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[0].name}: there is no such file"):
         read_back(url, manifest, 0)
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match="wrote 3, found 3"):
-        storage.write_shard(str(tmp_path), None, generation(1), 0, 1, [memoryview(b"abc")], 4, job="job")
+        generations.write_shard(str(tmp_path), None, generation(1), 0, 1, [memoryview(b"abc")], 4, job="job")
 
     def broken() -> Iterator[memoryview]:
         yield memoryview(b"abc")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(StorageFailed, match="No space left") as caught:
-        storage.write_shard(str(tmp_path), None, generation(2), 0, 1, broken(), 4, job="job")
+        generations.write_shard(str(tmp_path), None, generation(2), 0, 1, broken(), 4, job="job")
     assert "free some space" in caught.value.hint
     assert os.listdir(tmp_path / "step-0000000002-0000") == []
 
@@ -451,15 +452,15 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
 def test_probe_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFailed, match=r"Not a directory|File exists") as caught:
-        storage.probe(str(tmp_path / "file" / "ck"))
+        generations.probe(str(tmp_path / "file" / "ck"))
     assert "folder" in caught.value.hint
     with pytest.raises(StorageFailed, match="nosuch"):
-        storage.probe("nosuch://bucket/ck")
+        generations.probe("nosuch://bucket/ck")
 
 
 def test_probe_of_an_unwritable_folder() -> None:
     with pytest.raises(StorageFailed, match="cannot") as caught:
-        storage.probe("/proc/self/ck")  # refuses root too
+        generations.probe("/proc/self/ck")  # refuses root too
     assert caught.value.hint
 
 
@@ -475,7 +476,7 @@ def test_claim_is_one_jobs_and_may_be_taken_twice_by_it(url: str) -> None:
 
 
 HOLD = (
-    "from dlrover_hooks.checkpoint.storage import Claim; import sys; "
+    "from dlrover_hooks.checkpoint.storage.generations import Claim; import sys; "
     "c = Claim.take({!r}, None, {!r}, 'other process'); print('held', flush=True); sys.stdin.read()"
 )
 
@@ -491,7 +492,7 @@ def test_claim_ends_with_its_process(tmp_path: Path) -> None:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(SaveToBusy, match=r"'theirs' \(other process\)"):
             Claim.take(url, None, "ours", "us")
-        holder = storage.holder(url)
+        holder = generations.holder(url)
         assert holder is not None
         assert holder.job == "theirs"
         other.kill()
@@ -500,9 +501,8 @@ def test_claim_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_storage_is_torch_free() -> None:
-    code = (
-        "import sys, dlrover_hooks.checkpoint.storage, dlrover_hooks.checkpoint.service; print('torch' in sys.modules)"
-    )
+    modules = "dlrover_hooks.checkpoint.storage.generations, dlrover_hooks.checkpoint.keeper.daemon"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

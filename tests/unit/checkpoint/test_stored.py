@@ -12,18 +12,20 @@ import msgspec
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint import snapshot, storage, stored
-from dlrover_hooks.checkpoint.chunks import CHUNK_BYTES, digests
-from dlrover_hooks.checkpoint.copying import Copier
-from dlrover_hooks.checkpoint.images import Images, need_all
-from dlrover_hooks.checkpoint.patience import Patience
-from dlrover_hooks.checkpoint.place import Place
-from dlrover_hooks.checkpoint.restoring import Opening
-from dlrover_hooks.checkpoint.stored import StoredImage
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.restore import shard_reader
+from dlrover_hooks.checkpoint.restore.generation_loader import Opening
+from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.tensors import torch_backend
+from dlrover_hooks.checkpoint.tensors.shard_index import Images, need_all
 from dlrover_hooks.errors import Corrupt, StorageFailed, UsageError
-from dlrover_hooks.integrations.dcp import opened
-from dlrover_hooks.integrations.filling import Filling
 from dlrover_hooks.protocol import Manifest, ShardFile
+from dlrover_hooks.pytorch.dcp_reader import opened
+from dlrover_hooks.pytorch.tensor_loading import Filling
 from tests.e2e.kept import until
 from tests.unit.checkpoint.test_snapshot import GENERATION, put
 
@@ -34,8 +36,8 @@ TENSORS = {f"state.{name}": torch.full((CHUNK_BYTES // 4,), float(number)) for n
 def tree(tmp_path: Path) -> Path:
     """One generation; chunk 1 of its file (tensors a and b) is damaged."""
     data = put(TENSORS)
-    file = ShardFile(storage.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
-    home = tmp_path / storage.folder(GENERATION)
+    file = ShardFile(generations.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
+    home = tmp_path / generations.folder(GENERATION)
     home.mkdir()
     (home / "MANIFEST.json").write_bytes(msgspec.json.encode(Manifest("job", GENERATION, 1, (file,), 1.0)))
     data[CHUNK_BYTES + 100] ^= 1
@@ -52,14 +54,14 @@ def open_tree(tree: Path) -> Images:
 def test_only_what_is_needed_is_read(tree: Path) -> None:
     images = open_tree(tree)
     index = images.index()
-    assert torch.equal(snapshot.load([index["state.d"]])["state.d"], TENSORS["state.d"])
+    assert torch.equal(torch_backend.load([index["state.d"]])["state.d"], TENSORS["state.d"])
     with pytest.raises(Corrupt, match=r"shard-00001.*: chunk 1 does not match its hash"):
-        snapshot.load([index["state.a"]])
+        torch_backend.load([index["state.a"]])
     images.close()
 
 
 def test_a_file_of_another_size_is_not_read(tree: Path) -> None:
-    manifest = storage.manifest_of(str(tree), None, GENERATION)
+    manifest = generations.manifest_of(str(tree), None, GENERATION)
     (file,) = manifest.files
     longer = msgspec.structs.replace(file, nbytes=file.nbytes + 8)
     with pytest.raises(Corrupt, match=rf"expected {longer.nbytes} bytes, found {file.nbytes}"):
@@ -94,17 +96,17 @@ def test_tensors_of_any_size_are_read_straight_to_their_place(tmp_path: Path, ro
     tensors = {f"state.{index}": torch.randint(256, (size,), dtype=torch.uint8) for index, size in enumerate(ODD)}
     tensors["state.f"] = torch.randn(CHUNK_BYTES // 3)
     data = put(tensors)
-    file = ShardFile(storage.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
+    file = ShardFile(generations.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
     place = Place(root or str(tmp_path))
     manifest = Manifest("job", GENERATION, 1, (file,), 1.0)
-    place.make(storage.folder(GENERATION))
-    place.put(f"{storage.folder(GENERATION)}/MANIFEST.json", msgspec.json.encode(manifest))
-    place.put(f"{storage.folder(GENERATION)}/{file.name}", bytes(data))
+    place.make(generations.folder(GENERATION))
+    place.put(f"{generations.folder(GENERATION)}/MANIFEST.json", msgspec.json.encode(manifest))
+    place.put(f"{generations.folder(GENERATION)}/{file.name}", bytes(data))
     for needed in ([], ["state.3"], list(tensors)):
         images = opened(place.url)
         images.everything()
         need_all(images.index()[name] for name in needed)
-        loaded = snapshot.load(images.index().values(), Copier(threads))
+        loaded = torch_backend.load(images.index().values(), Copier(threads))
         images.close()
         assert {name: torch.equal(tensor, loaded[name]) for name, tensor in tensors.items()} == dict.fromkeys(
             tensors, True
@@ -117,7 +119,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(tree: Path) -> Non
     with path.open("rb+") as file:
         file.truncate(3 * CHUNK_BYTES)
     with pytest.raises(Corrupt, match=r"chunk 3 does not match its hash"):
-        snapshot.load([images.index()["state.d"]])
+        torch_backend.load([images.index()["state.d"]])
     images.close()
 
 
@@ -125,7 +127,7 @@ def test_a_read_that_stands_still_is_given_up(tree: Path, monkeypatch: pytest.Mo
     """The memory that it may still write to lives until its thread ends."""
     images, released, left = open_tree(tree), threading.Event(), threading.Event()
     index, made, seen = images.index(), list[weakref.ref[torch.Tensor]](), list[bool]()
-    empty, read_at = torch.empty, stored._read_at
+    empty, read_at = torch.empty, shard_reader._read_at
 
     def watched(*args: Any, **more: Any) -> torch.Tensor:
         tensor = empty(*args, **more)
@@ -138,13 +140,13 @@ def test_a_read_that_stands_still_is_given_up(tree: Path, monkeypatch: pytest.Mo
         read_at(fd, start, pieces)
         left.set()
 
-    monkeypatch.setattr(stored, "READS", Patience(stall_s=0.1))
+    monkeypatch.setattr(shard_reader, "READS", Patience(stall_s=0.1))
     monkeypatch.setattr(torch, "empty", watched)
-    monkeypatch.setattr(stored, "_read_at", hangs)
+    monkeypatch.setattr(shard_reader, "_read_at", hangs)
     with pytest.raises(StorageFailed, match=r"cannot read .*shard-00001.*: nothing moved for 0.1 s"):
-        snapshot.load([index["state.d"]])
+        torch_backend.load([index["state.d"]])
     images.close()
-    (thread,) = stored.READS._stuck
+    (thread,) = shard_reader.READS._stuck
     released.set()
     assert left.wait(60)
     thread.join(60)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_hooks.checkpoint.tree import flatten, unflatten
+from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
 from dlrover_hooks.errors import Corrupt, UnsupportedState
 
 LEAVES = (

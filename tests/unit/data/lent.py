@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.alone import Alone
-from dlrover_hooks.data.leased import LeasedLoader
+from dlrover_hooks.client.in_process_master import Alone
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 
 JOB = "job"
 

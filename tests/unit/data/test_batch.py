@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.data.batch import Plan
+from dlrover_hooks.data.batch_plan import Plan
 from dlrover_hooks.errors import UsageError
 
 SHARES = [(b, N, world) for b, N in itertools.product((1, 3, 4), range(1, 8)) for world in range(1, N + 1)]

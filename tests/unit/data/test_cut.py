@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.data.cut import Cut, united
+from dlrover_hooks.data.data_state import Cut, united
 from dlrover_hooks.errors import Corrupt
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.protocol.ranges import Ranges
 
 
 def encoded(*pairs: tuple[int, int]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.data.generators import (
+from dlrover_hooks.rng.generators import (
     Generator,
     NumpyGenerator,
     Public,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data import leases
-from dlrover_hooks.data.leases import Borrower, Claim, Held, Pace
+from dlrover_hooks.data.leased import lease_client
+from dlrover_hooks.data.leased.lease_client import Borrower, Claim, Held, Pace
 from dlrover_hooks.errors import BadRequest, HooksError, MasterAway, Stale
 from dlrover_hooks.protocol import LedgerState
 
@@ -99,7 +99,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_lease(
     master: Master, borrow: Callable[..., Borrower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long lease the master hears now and then: less is trained again, and it is lent for longer."""
-    monkeypatch.setattr(leases, "ACK_S", 0.0)
+    monkeypatch.setattr(lease_client, "ACK_S", 0.0)
     borrower = borrow(lookahead=0)
     master.asked()
     master.lend(1, within_s=5.0)
@@ -130,7 +130,7 @@ def test_a_step_longer_than_the_time_to_acknowledge_wakes_nobody(
             naps.put(timeout)
             super().get(block, timeout)
 
-    monkeypatch.setattr(leases, "ACK_S", 0.0)
+    monkeypatch.setattr(lease_client, "ACK_S", 0.0)
     monkeypatch.setattr(queue, "SimpleQueue", Bell)
     borrower = borrow(lookahead=0)
     master.asked()
@@ -335,7 +335,7 @@ def test_an_end_that_nobody_can_be_told_is_an_error(master: Master, borrow: Call
 def test_pace_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard sizes and deadlines come from the speed of the work, not of the network."""
     now = [0.0]
-    monkeypatch.setattr(leases.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lease_client.time, "monotonic", lambda: now[0])
     pace = Pace()
     for _ in range(100):
         pace.waits(now[0])

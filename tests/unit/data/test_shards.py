@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from dlrover_hooks.data import feed
-from dlrover_hooks.data import leased as leased_module
-from dlrover_hooks.data.leased import LeasedLoader
+from dlrover_hooks.data.leased import leased_loader as leased_module
+from dlrover_hooks.data.leased import pipeline
+from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.sources import Stream, Table
 from dlrover_hooks.data.order import Order
-from dlrover_hooks.data.shards import ShardDataset
-from dlrover_hooks.data.sources import Stream, Table
 from dlrover_hooks.errors import (
     BadRequest,
     DataMismatch,
     UsageError,
 )
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.protocol.ranges import Ranges
 from tests.unit.data.lent import WORKERS, Ids, Log, Master, marked, once, train
 
 
@@ -230,7 +230,7 @@ def test_a_bare_dataloader_is_refused(workers: int) -> None:
     rows = iter(DataLoader(ShardDataset(Ids(8)), 4, num_workers=workers))
     with pytest.raises(UsageError, match="elastic_loader"):
         next(rows)
-    feed.shut_down(rows)
+    pipeline.shut_down(rows)
     with pytest.raises(UsageError, match="elastic_loader"):
         next(iter(DataLoader(ShardDataset(Stream(Log(), ["a"])), 4)))
 

@@ -13,12 +13,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data import feed
-from dlrover_hooks.data.leased import LeasedLoader
-from dlrover_hooks.data.leases import Held
-from dlrover_hooks.data.shards import Read, ShardDataset
-from dlrover_hooks.data.sources import Stream
-from dlrover_hooks.data.tally import Piece
+from dlrover_hooks.data.leased import pipeline
+from dlrover_hooks.data.leased.applied_ranges import Piece
+from dlrover_hooks.data.leased.dataset import Read, ShardDataset
+from dlrover_hooks.data.leased.lease_client import Held
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import (
     HooksError,
     MasterAway,
@@ -112,11 +112,11 @@ class Lender:
 def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped() -> None:
     """It was prefetched in time, but the master may have lent it to another worker since."""
     lender: Any = Lender()
-    one = feed.Feed(lender, None, 4)
+    one = pipeline.Feed(lender, None, 4)
     picks = one.picks()
     assert [next(picks).lo for _ in range(4)] == [0, 4, 8, 12]
     one.rows = iter([Read(number, 4) for number in range(4)])
-    assert one.pull(lambda: True) == feed.Delivery(Piece(lender.held, 0, 4), 0)
+    assert one.pull(lambda: True) == pipeline.Delivery(Piece(lender.held, 0, 4), 0)
     lender.held.until = 0.0
     assert one.pull(lambda: True) is None
     assert lender.stops == [4]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased import LeasedLoader
-from dlrover_hooks.data.sources import Files, Stream, TextRecords
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.sources import Files, Stream, TextRecords
 from dlrover_hooks.errors import (
     DataMismatch,
     ShardsFailed,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrover_hooks.data import records
-from dlrover_hooks.data.sources import Files, Stream, Table, TextRecords, as_source
+from dlrover_hooks.data.leased import text_records
+from dlrover_hooks.data.leased.sources import Files, Stream, Table, TextRecords, as_source
 from dlrover_hooks.errors import DataMismatch, UsageError
 from dlrover_hooks.protocol import Partition
 
@@ -48,8 +48,8 @@ def test_a_line_is_a_record(tmp_path: Path, content: bytes, every: int) -> None:
 @pytest.mark.parametrize("every", [1, 3, 16, 1000])
 def test_records_of_many_files_in_any_order(tmp_path: Path, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """DL-64: numbers run through all files, whatever pieces the scan reads and however few files stay open."""
-    monkeypatch.setattr(records, "_PIECE_BYTES", 7)
-    monkeypatch.setattr(records, "_OPEN_FILES", 2)
+    monkeypatch.setattr(text_records, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(text_records, "_OPEN_FILES", 2)
     lines = [[f"{file}/{line}" * (line % 3) for line in range(count)] for file, count in enumerate((5, 0, 33, 1, 16))]
     contents = {f"f{number}": "\n".join(part).encode() + b"\n" * bool(part) for number, part in enumerate(lines)}
     found = TextRecords(write(tmp_path, **contents), every=every)

@@ -9,9 +9,9 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, GivenUp, Stale
 from dlrover_hooks.master.clock import Uptime
-from dlrover_hooks.master.core import jobs, views
-from dlrover_hooks.master.core.nodes import GRACE_S, Nodes
-from dlrover_hooks.master.liveness import Liveness
+from dlrover_hooks.master.core import job_registry, views
+from dlrover_hooks.master.core.heartbeats import GRACE_S, Nodes
+from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import join
 
@@ -143,7 +143,7 @@ def test_a_replacement_that_dies_before_it_has_a_seat_is_a_failure_too() -> None
     for code in (0, p.REQUEUE):
         master.call(p.Exited("job", "b", f"importing {code}", code, newcomer=True))
     assert view(master).failures == 3
-    assert jobs.decode(jobs.encode(master.state)) == master.state
+    assert job_registry.decode(job_registry.encode(master.state)) == master.state
 
 
 def test_a_newcomer_that_has_ended_gets_no_seat() -> None:

@@ -11,10 +11,10 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest
 from dlrover_hooks.master import openapi
-from dlrover_hooks.master.core import events, jobs, views
+from dlrover_hooks.master.core import events, job_registry, views
 from dlrover_hooks.master.core.events import Envelope, Key
-from dlrover_hooks.master.core.jobs import Master
-from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.master.core.heartbeats import Nodes
+from dlrover_hooks.master.core.job_registry import Master
 from tests.e2e.job_script import attach, held, join, vote
 
 LARGEST = p.LARGEST_STEP
@@ -63,8 +63,10 @@ class Books:
         sent = msgspec.json.decode(msgspec.json.encode(event), type=type(event))
         key = Key(incarnation=event.incarnation, channel="c", seq=1) if isinstance(event, p.Attach) else None
         envelope = events.decode(events.encode(Envelope(now=now, event=sent, key=key)))
-        reply = jobs.apply(self.state, envelope.event, envelope.now, envelope.key).reply
-        assert jobs.encode(jobs.decode(jobs.encode(self.state))) == jobs.encode(self.state)
+        reply = job_registry.apply(self.state, envelope.event, envelope.now, envelope.key).reply
+        assert job_registry.encode(job_registry.decode(job_registry.encode(self.state))) == job_registry.encode(
+            self.state
+        )
         return msgspec.json.decode(msgspec.json.encode(reply), type=type(reply))
 
     def ask(self, request: Any) -> Any:

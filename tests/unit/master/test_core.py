@@ -9,10 +9,12 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import jobs, nodes, restore, rounds
+from dlrover_hooks.master.core import heartbeats, job_registry
+from dlrover_hooks.master.core.checkpoints import restore_sources
 from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.master.core.rounds import rendezvous
 from dlrover_hooks.testing import MasterFake, StorageFake
 from tests.e2e.job_script import RUN, attach, held, join, stored, vote
 
@@ -125,11 +127,11 @@ def test_weights_begin_a_run_of_its_own() -> None:
 def test_a_sharded_state_needs_all_images_on_each_node(sharded: bool) -> None:
     """At another world size; of a replicated one any image will do."""
     slots = [msgspec.structs.replace(held(8, rank, 3), sharded=sharded) for rank in range(3)]
-    offers = restore.Offers(held={"a": tuple(slots[:2]), "b": tuple(slots[2:])})
-    assert bool(restore.in_memory(offers, {"a": [0], "b": [1]})) is not sharded
-    assert restore.in_memory(offers, {"a": [0, 1], "b": [2]})  # each rank's own image is there
+    offers = restore_sources.Offers(held={"a": tuple(slots[:2]), "b": tuple(slots[2:])})
+    assert bool(restore_sources.in_memory(offers, {"a": [0], "b": [1]})) is not sharded
+    assert restore_sources.in_memory(offers, {"a": [0, 1], "b": [2]})  # each rank's own image is there
     offers.held["b"] = offers.held["a"] = tuple(slots)
-    assert restore.in_memory(offers, {"a": [0], "b": [1]})
+    assert restore_sources.in_memory(offers, {"a": [0], "b": [1]})
 
 
 def test_durable_when_all_have_stored() -> None:
@@ -255,29 +257,29 @@ def test_two_ways_to_die() -> None:
     """
     every = Nodes(lease_s=10.0, suspicion_s=0.5)
     for name in ("x", "y"):
-        nodes.beat(every, ("job", name), 0.0)
-        nodes.opened(every, ("job", name), 0.0)
-        nodes.closed(every, ("job", name), 1.0)
-    nodes.opened(every, ("job", "y"), 1.2)
-    nodes.beat(every, ("job", "z"), 1.2)
-    assert [lost.incarnation for lost in nodes.verdicts(every, 1.5)] == ["x"]
-    assert nodes.verdicts(every, 9.9) == []
-    assert [lost.reason for lost in nodes.verdicts(every, 11.3)] == ["no heartbeat for 10 s"]
-    assert nodes.verdicts(every, 61.1) == []
-    nodes.beat(every, ("job", "y"), 61.15)
-    assert nodes.verdicts(every, 121.1) == []
-    assert [lost.reason for lost in nodes.verdicts(every, 121.2)] == ["no heartbeat for 60 s"]
+        heartbeats.beat(every, ("job", name), 0.0)
+        heartbeats.opened(every, ("job", name), 0.0)
+        heartbeats.closed(every, ("job", name), 1.0)
+    heartbeats.opened(every, ("job", "y"), 1.2)
+    heartbeats.beat(every, ("job", "z"), 1.2)
+    assert [lost.incarnation for lost in heartbeats.verdicts(every, 1.5)] == ["x"]
+    assert heartbeats.verdicts(every, 9.9) == []
+    assert [lost.reason for lost in heartbeats.verdicts(every, 11.3)] == ["no heartbeat for 10 s"]
+    assert heartbeats.verdicts(every, 61.1) == []
+    heartbeats.beat(every, ("job", "y"), 61.15)
+    assert heartbeats.verdicts(every, 121.1) == []
+    assert [lost.reason for lost in heartbeats.verdicts(every, 121.2)] == ["no heartbeat for 60 s"]
 
 
 def test_silence_counts_again_when_the_connection_ends() -> None:
     """DL-79: somebody who comes back without a connection has the short lease."""
     every = Nodes(lease_s=10.0, suspicion_s=0.5)
-    nodes.opened(every, ("job", "x"), 0.0)
-    nodes.beat(every, ("job", "x"), 0.0)
-    nodes.closed(every, ("job", "x"), 1.0)
-    nodes.heard(every, ("job", "x"), 1.2, 0.0)
-    assert nodes.verdicts(every, 10.9) == []
-    assert len(nodes.verdicts(every, 11.1)) == 1
+    heartbeats.opened(every, ("job", "x"), 0.0)
+    heartbeats.beat(every, ("job", "x"), 0.0)
+    heartbeats.closed(every, ("job", "x"), 1.0)
+    heartbeats.heard(every, ("job", "x"), 1.2, 0.0)
+    assert heartbeats.verdicts(every, 10.9) == []
+    assert len(heartbeats.verdicts(every, 11.1)) == 1
 
 
 def test_silence_breaks_the_round() -> None:
@@ -392,15 +394,15 @@ def test_a_repeated_event_is_answered_as_before() -> None:
 
 def test_a_job_that_starts_anew_keeps_only_its_counters() -> None:
     """Master row 13: every other field is as in a new job, the ones that are added later, too."""
-    state = jobs.Master()
-    jobs.apply(state, join(), 1.0)
+    state = job_registry.Master()
+    job_registry.apply(state, join(), 1.0)
     for worker in ("w0", "w1"):
-        jobs.apply(state, attach(worker), 2.0)
+        job_registry.apply(state, attach(worker), 2.0)
     change = p.KeyChange(p.Change.SET, "stale", b"1")
-    jobs.apply(state, p.ChangeKeys("job", "w0", 1, (change,)), 3.0)
+    job_registry.apply(state, p.ChangeKeys("job", "w0", 1, (change,)), 3.0)
     for worker in ("w0", "w1"):
-        jobs.apply(state, p.Leave("job", worker, p.Departure.DONE, 5), 4.0)
-    jobs.apply(state, join("late", 1, lives="n", low=2, high=2, fresh=True, proposed_run="run1"), 5.0)
+        job_registry.apply(state, p.Leave("job", worker, p.Departure.DONE, 5), 4.0)
+    job_registry.apply(state, join("late", 1, lives="n", low=2, high=2, fresh=True, proposed_run="run1"), 5.0)
     job, new = state.jobs["job"], Job(name="job", run="run1")
     kept = {"rounds", "plan", "fresh", "proposed", "replies", "changed_at"}
     changed = [name for name in Job.__struct_fields__ if getattr(job, name) != getattr(new, name)]
@@ -411,25 +413,25 @@ def test_a_job_that_starts_anew_keeps_only_its_counters() -> None:
 
 def test_newcomers_are_counted_when_the_membership_changes() -> None:
     """Master row 9: a heartbeat looks at no list, however many train and wait."""
-    state = jobs.Master()
-    jobs.apply(state, join(high=3), 1.0)
+    state = job_registry.Master()
+    job_registry.apply(state, join(high=3), 1.0)
     for worker in ("w0", "w1"):
-        jobs.apply(state, attach(worker), 2.0)
-    jobs.apply(state, join("spare", 1, lives="s", low=2, high=3), 3.0)
+        job_registry.apply(state, attach(worker), 2.0)
+    job_registry.apply(state, join("spare", 1, lives="s", low=2, high=3), 3.0)
     known = state.jobs["job"].rounds
-    assert known.newcomers == rounds.count_newcomers(known) == 1
-    jobs.apply(state, p.Leave("job", "spare", p.Departure.STOPPED), 4.0)
-    assert known.newcomers == rounds.count_newcomers(known) == 0
+    assert known.newcomers == rendezvous.count_newcomers(known) == 1
+    job_registry.apply(state, p.Leave("job", "spare", p.Departure.STOPPED), 4.0)
+    assert known.newcomers == rendezvous.count_newcomers(known) == 0
 
 
 def test_parted_members_are_remembered_by_name() -> None:
     """Master row 9: the youngest few times the world size, found without a search; a snapshot changes nothing."""
-    known = rounds.Rounds()
+    known = rendezvous.Rounds()
     for number in range(1000):
-        rounds.remember(known, f"w{number % 7}-{number}")
+        rendezvous.remember(known, f"w{number % 7}-{number}")
         if number == 500:
-            known = msgspec.msgpack.decode(msgspec.msgpack.encode(known, order="deterministic"), type=rounds.Rounds)
+            known = msgspec.msgpack.decode(msgspec.msgpack.encode(known, order="deterministic"), type=rendezvous.Rounds)
     assert 64 <= len(known.parted) <= 128
     assert min(known.parted.values()) == 1000 - len(known.parted)
-    assert rounds.is_over(known, "w5-999")
-    assert not rounds.is_over(known, "w5-5")
+    assert rendezvous.is_over(known, "w5-999")
+    assert not rendezvous.is_over(known, "w5-5")

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.cli import main
+from dlrover_hooks.cli.main import main
 from dlrover_hooks.errors import JobAlive, UnknownJob
 from dlrover_hooks.master.__main__ import command
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import ForgetFinished, Key
-from dlrover_hooks.master.core.jobs import Master
+from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import SERIES, Metrics
 from dlrover_hooks.master.runtime import Runtime
@@ -34,7 +34,7 @@ def named(event: Any, job: str) -> Any:
 
 def finished(state: Master, job: str = "job", now: float = 10.0, save_to: str | None = None) -> None:
     for event in (join(), attach("w0", save_to=save_to), attach("w1", save_to=save_to), *DONE):
-        jobs.apply(state, named(event, job), now)
+        job_registry.apply(state, named(event, job), now)
     assert state.jobs[job].finished
 
 
@@ -44,31 +44,31 @@ def test_a_finished_job_is_forgotten_after_a_time() -> None:
     finished(state, "old", 10.0, "/tree")
     finished(state, "asked", 10.0)
     finished(state, "new", 60.0)
-    jobs.apply(state, named(join(), "trains"), 10.0)
-    jobs.apply(state, named(join(lives="other"), "asked"), 55.0)
-    outcome = jobs.apply(state, ForgetFinished(before=50.0), 70.0)
+    job_registry.apply(state, named(join(), "trains"), 10.0)
+    job_registry.apply(state, named(join(lives="other"), "asked"), 55.0)
+    outcome = job_registry.apply(state, ForgetFinished(before=50.0), 70.0)
     assert set(state.jobs) == {"asked", "new", "trains"}
     assert state.owners == {}
     assert "ReleaseClaims" in {type(effect).__name__ for effect in outcome.effects}
-    assert jobs.encode(jobs.decode(jobs.encode(state))) == jobs.encode(state)
+    assert job_registry.encode(job_registry.decode(job_registry.encode(state))) == job_registry.encode(state)
 
 
 def test_a_job_is_deleted_on_request() -> None:
     """Not while it has workers, unless that is forced; whoever waits for it is woken and refused."""
     state = Master()
     for event in (join(), attach("w0")):
-        jobs.apply(state, event, 10.0)
-    before = jobs.encode(state)
+        job_registry.apply(state, event, 10.0)
+    before = job_registry.encode(state)
     with pytest.raises(JobAlive, match="'job'"):
-        jobs.apply(state, p.DeleteJob("job"), 11.0)
-    assert jobs.encode(state) == before
-    outcome = jobs.apply(state, p.DeleteJob("job", force=True), 11.0)
+        job_registry.apply(state, p.DeleteJob("job"), 11.0)
+    assert job_registry.encode(state) == before
+    outcome = job_registry.apply(state, p.DeleteJob("job", force=True), 11.0)
     topics = {getattr(effect, "topic", "") for effect in outcome.effects}
     assert topics >= {"watch job", "plan job", "round job", "parting job"}
     with pytest.raises(UnknownJob):
-        jobs.apply(state, attach("w1"), 12.0)
+        job_registry.apply(state, attach("w1"), 12.0)
     finished(state)
-    jobs.apply(state, p.DeleteJob("job"), 12.0)
+    job_registry.apply(state, p.DeleteJob("job"), 12.0)
     assert state.jobs == {}
 
 
@@ -78,10 +78,10 @@ def test_joins_to_a_finished_job_leave_nothing() -> None:
     sizes = []
     for index in range(9):
         late = join(f"late{index}", lives=f"late{index}-")
-        reply = jobs.apply(state, late, 20.0, Key(incarnation=f"late{index}", channel="main", seq=1)).reply
+        reply = job_registry.apply(state, late, 20.0, Key(incarnation=f"late{index}", channel="main", seq=1)).reply
         assert isinstance(reply, p.Joined)
         assert reply.finished
-        sizes.append(len(jobs.encode(state)))
+        sizes.append(len(job_registry.encode(state)))
     assert len(set(sizes)) == 1
 
 
@@ -139,7 +139,7 @@ def test_metrics_are_bounded() -> None:
     """Finished jobs are only counted, and of unfinished ones the newest have series."""
     state = Master()
     for index in range(SERIES + 20):
-        jobs.apply(state, named(join(), f"u{index}"), float(index))
+        job_registry.apply(state, named(join(), f"u{index}"), float(index))
     finished(state, "f")
     text = Metrics().text(state).decode()
     assert text.count("dlrover_hooks_rounds_total{") == SERIES

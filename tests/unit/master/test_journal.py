@@ -13,9 +13,9 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, JournalFailed, UsageError
-from dlrover_hooks.master.core import events, jobs
+from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
-from dlrover_hooks.master.core.jobs import Master
+from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal, _crc
 from tests.e2e.job_script import attach, join
 
@@ -105,21 +105,21 @@ def test_format_1_is_read_and_goes_on_as_format_2(tmp_path: Path) -> None:
     path, state = tmp_path / "master.db", Master()
     history: list[Any] = [join(), attach("w0"), attach("w1")]
     for event in history[:2]:
-        jobs.apply(state, event, 1.0)
+        job_registry.apply(state, event, 1.0)
     database = sqlite3.connect(path)
     database.executescript(FORMAT_1)
     with database:
-        database.execute("INSERT INTO snapshot VALUES (1, 2, ?)", (jobs.encode(state),))
+        database.execute("INSERT INTO snapshot VALUES (1, 2, ?)", (job_registry.encode(state),))
         database.executemany("INSERT INTO events VALUES (?, ?)", [(2, record(history[1])), (3, record(history[2]))])
     database.close()
-    jobs.apply(state, history[2], 1.0)
-    assert jobs.encode(load(path)) == jobs.encode(state)
+    job_registry.apply(state, history[2], 1.0)
+    assert job_registry.encode(load(path)) == job_registry.encode(state)
     journal = Journal(path)
     assert journal.owner == "whose"
     journal.append([record(p.Leave("job", "w0", p.Departure.FAILED))])
     journal.close()
-    jobs.apply(state, p.Leave("job", "w0", p.Departure.FAILED), 1.0)
-    assert jobs.encode(load(path)) == jobs.encode(state)
+    job_registry.apply(state, p.Leave("job", "w0", p.Departure.FAILED), 1.0)
+    assert job_registry.encode(load(path)) == job_registry.encode(state)
     change(path, "UPDATE events SET record = ? WHERE seq = 3", record(history[1]))
     with pytest.raises(UsageError, match=r"event 3: .*checksum"):
         load(path)
@@ -130,10 +130,10 @@ def long(path: Path) -> bytes:
     journal, state = Journal(path, synchronous="normal"), Master()
     for number in range(60):
         event = join(f"a{number}", 1, lives=f"{number}-", low=2, high=2)
-        jobs.apply(state, event, float(number))
-        journal.append([record(event, float(number))], jobs.encode(state) if number in (20, 40) else None)
+        job_registry.apply(state, event, float(number))
+        journal.append([record(event, float(number))], job_registry.encode(state) if number in (20, 40) else None)
     journal.close()
-    return jobs.encode(state)
+    return job_registry.encode(state)
 
 
 @pytest.mark.parametrize("damage", ["state = x'c1'", "state = substr(state, 2)", "seq = 39", "crc = crc + 1"])
@@ -144,13 +144,13 @@ def test_a_damaged_snapshot_is_made_up_for_by_the_one_before(
     path = tmp_path / "master.db"
     state = long(path)
     change(path, f"UPDATE snapshots SET {damage} WHERE seq = (SELECT max(seq) FROM snapshots)")
-    assert jobs.encode(load(path)) == state
+    assert job_registry.encode(load(path)) == state
     assert "its snapshot at event" in caplog.text
     journal = Journal(path)
     journal.load()
     journal.append([], state)
     assert [seq for (seq,) in journal._db.execute("SELECT seq FROM snapshots")] == [21, 60]
-    assert jobs.encode(journal.load()) == state
+    assert job_registry.encode(journal.load()) == state
     journal.close()
     change(path, "UPDATE snapshots SET state = x'c1'")
     with pytest.raises(UsageError, match=r"snapshot at event 60: .*; and without it: .*event 1\b.*missing"):
@@ -160,7 +160,7 @@ def test_a_damaged_snapshot_is_made_up_for_by_the_one_before(
 def outcome(path: Path) -> tuple[bytes | None, str]:
     """Its state; or what the refusal says."""
     try:
-        return jobs.encode(load(path)), "another state, and nothing said"
+        return job_registry.encode(load(path)), "another state, and nothing said"
     except (UsageError, JournalFailed) as error:
         return None, error.message
 
@@ -183,11 +183,11 @@ def test_a_flipped_byte_is_made_up_for_or_named(tmp_path: Path, part: int) -> No
 
 def test_what_a_newer_release_refuses_is_passed_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Row 10: an event that was accepted once ends no later start; it changes nothing."""
-    whole = jobs.encode(load(path))
+    whole = job_registry.encode(load(path))
     journal = Journal(path)
     journal.append([record(join(job="a\nb")), msgspec.msgpack.encode(["Lost", 1.0, None, {"job": 3}])])
     journal.close()
-    assert jobs.encode(load(path)) == whole
+    assert job_registry.encode(load(path)) == whole
     assert re.search("event 4 is passed over.*\n?.*control character", caplog.text)
     assert "event 5 is passed over" in caplog.text
 
@@ -196,7 +196,7 @@ def test_what_a_newer_release_refuses_is_passed_over(path: Path, caplog: pytest.
 def test_names_that_no_address_can_show(name: str) -> None:
     """Row 12."""
     with pytest.raises(BadRequest, match="--job"):
-        jobs.apply(Master(), join(job=name), 1.0)
+        job_registry.apply(Master(), join(job=name), 1.0)
     ledger = p.OpenLedger("job", "holder", name, "f", (p.Partition(end=9),), free=True)
     with pytest.raises(BadRequest, match="printable"):
-        jobs.apply(Master(), ledger, 1.0)
+        job_registry.apply(Master(), ledger, 1.0)

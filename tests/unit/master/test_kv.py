@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, HooksError, Stale, TooLarge
-from dlrover_hooks.master.core import jobs, kv, views
+from dlrover_hooks.master.core import job_registry, views
 from dlrover_hooks.master.core.effects import Wake
 from dlrover_hooks.master.core.events import Envelope, Key, decode, encode
-from dlrover_hooks.master.core.nodes import Nodes
+from dlrover_hooks.master.core.heartbeats import Nodes
+from dlrover_hooks.master.core.rounds import key_value_store
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Change, KeyChange
+from dlrover_hooks.testing import StorageFake
 
 KEYS = st.sampled_from(["a", "b", "c"])
 SMALL = st.sampled_from([b"", b"1", b"-20", b"x", b"yy"])
@@ -41,11 +43,11 @@ def agent(name: str, **more: object) -> p.Join:
     return p.Join(**(fields | more))  # type: ignore[arg-type]
 
 
-def met(*names: str) -> jobs.Master:
+def met(*names: str) -> job_registry.Master:
     """These agents sit in round 1."""
-    state = jobs.Master()
+    state = job_registry.Master()
     for name in names:
-        jobs.apply(state, agent(name, min_workers=len(names), max_workers=len(names)), 0.0)
+        job_registry.apply(state, agent(name, min_workers=len(names), max_workers=len(names)), 0.0)
     return state
 
 
@@ -62,20 +64,20 @@ def test_replay_gives_the_same_state_and_refusals_change_nothing(batches: list[l
     """Through the journal's bytes, a snapshot at any point, and a repeated request (its first answer comes again)."""
     live, replayed = met("a", "b"), met("a", "b")
     for number, batch in enumerate(batches, 1):
-        event, key, before = change(*batch), Key("a", "store", number), jobs.encode(live)
+        event, key, before = change(*batch), Key("a", "store", number), job_registry.encode(live)
         record = decode(encode(Envelope(now=1.0, event=event, key=key)))
         try:
-            reply = jobs.apply(live, event, 1.0, key).reply
+            reply = job_registry.apply(live, event, 1.0, key).reply
         except HooksError:
-            assert jobs.encode(live) == before
+            assert job_registry.encode(live) == before
             continue
-        jobs.apply(replayed, record.event, record.now, record.key)
-        assert jobs.apply(live, event, 2.0, key) == msgspec.structs.replace(
-            jobs.apply(live, event, 2.0, key), reply=reply, repeated=True
+        job_registry.apply(replayed, record.event, record.now, record.key)
+        assert job_registry.apply(live, event, 2.0, key) == msgspec.structs.replace(
+            job_registry.apply(live, event, 2.0, key), reply=reply, repeated=True
         )
         if number == cut:
-            replayed = jobs.decode(jobs.encode(replayed))
-    assert jobs.encode(live) == jobs.encode(replayed)
+            replayed = job_registry.decode(job_registry.encode(replayed))
+    assert job_registry.encode(live) == job_registry.encode(replayed)
     keys = live.jobs["job@agents"].keys
     assert keys.nbytes == sum(len(name) + len(value) for name, value in keys.values.items())
 
@@ -83,48 +85,48 @@ def test_replay_gives_the_same_state_and_refusals_change_nothing(batches: list[l
 @given(st.lists(CHANGES.filter(len), max_size=12))
 def test_all_or_nothing(batches: list[list[KeyChange]]) -> None:
     """A batch does what its changes do one by one; if one of them is refused, none is made."""
-    together, one_by_one = kv.Keys(), kv.Keys()
+    together, one_by_one = key_value_store.Keys(), key_value_store.Keys()
     for batch in batches:
-        draft = msgspec.msgpack.decode(msgspec.msgpack.encode(one_by_one), type=kv.Keys)
+        draft = msgspec.msgpack.decode(msgspec.msgpack.encode(one_by_one), type=key_value_store.Keys)
         try:
-            alone = tuple(kv.change(draft, [one])[0] for one in batch)
+            alone = tuple(key_value_store.change(draft, [one])[0] for one in batch)
         except BadRequest:
             with pytest.raises(BadRequest):
-                kv.change(together, batch)
+                key_value_store.change(together, batch)
         else:
             one_by_one = draft
-            assert kv.change(together, batch) == alone
+            assert key_value_store.change(together, batch) == alone
         assert together == one_by_one
 
 
 def test_sizes_are_bounded() -> None:
-    keys = kv.Keys()
+    keys = key_value_store.Keys()
     with pytest.raises(TooLarge, match="1025 characters"):
-        kv.change(keys, [KeyChange(Change.SET, "k" * 1025, b"")])
-    kv.change(keys, [KeyChange(Change.SET, "k", bytes(kv.LARGEST_VALUE))])
+        key_value_store.change(keys, [KeyChange(Change.SET, "k" * 1025, b"")])
+    key_value_store.change(keys, [KeyChange(Change.SET, "k", bytes(key_value_store.LARGEST_VALUE))])
     with pytest.raises(TooLarge):
-        kv.change(keys, [KeyChange(Change.APPEND, "k", b"1")])
-    more = [KeyChange(Change.SET, str(number), bytes(kv.LARGEST_VALUE)) for number in range(62)]
-    kv.change(keys, more)
+        key_value_store.change(keys, [KeyChange(Change.APPEND, "k", b"1")])
+    more = [KeyChange(Change.SET, str(number), bytes(key_value_store.LARGEST_VALUE)) for number in range(62)]
+    key_value_store.change(keys, more)
     with pytest.raises(TooLarge, match="at most"):
-        kv.change(keys, [KeyChange(Change.SET, "l", bytes(kv.LARGEST_VALUE))])
-    kv.change(keys, [KeyChange(Change.DELETE, "0"), KeyChange(Change.SET, "l", b"")])
-    many = [KeyChange(Change.SET, f"n{number}", b"") for number in range(kv.MOST_KEYS)]
+        key_value_store.change(keys, [KeyChange(Change.SET, "l", bytes(key_value_store.LARGEST_VALUE))])
+    key_value_store.change(keys, [KeyChange(Change.DELETE, "0"), KeyChange(Change.SET, "l", b"")])
+    many = [KeyChange(Change.SET, f"n{number}", b"") for number in range(key_value_store.MOST_KEYS)]
     with pytest.raises(TooLarge, match="keys"):
-        kv.change(keys, many)
+        key_value_store.change(keys, many)
 
 
 def test_keys_live_as_long_as_their_round() -> None:
     """A fresh store for each round; who speaks of an older one, or is no member, is refused."""
     state = met("a", "b")
-    jobs.apply(state, change(KeyChange(Change.SET, "k", b"old")), 1.0)
+    job_registry.apply(state, change(KeyChange(Change.SET, "k", b"old")), 1.0)
     with pytest.raises(Stale):
-        jobs.apply(state, change(KeyChange(Change.SET, "k", b"x"), who="stranger"), 1.0)
+        job_registry.apply(state, change(KeyChange(Change.SET, "k", b"x"), who="stranger"), 1.0)
     for name in ("a", "b"):
-        jobs.apply(state, agent(name), 2.0)
-    assert state.jobs["job@agents"].keys == kv.Keys()
+        job_registry.apply(state, agent(name), 2.0)
+    assert state.jobs["job@agents"].keys == key_value_store.Keys()
     with pytest.raises(Stale, match=r"Round 1 .* is over"):
-        jobs.apply(state, change(KeyChange(Change.SET, "k", b"x")), 3.0)
+        job_registry.apply(state, change(KeyChange(Change.SET, "k", b"x")), 3.0)
     with pytest.raises(Stale):
         views.query(state, Nodes(), waiting("k"))
 
@@ -132,9 +134,9 @@ def test_keys_live_as_long_as_their_round() -> None:
 def test_who_waits_in_a_broken_round_is_told() -> None:
     """What is there can still be read; what is not will never come."""
     state, nodes = met("a", "b"), Nodes()
-    jobs.apply(state, change(KeyChange(Change.SET, "there", b"1")), 1.0)
+    job_registry.apply(state, change(KeyChange(Change.SET, "there", b"1")), 1.0)
     assert views.query(state, nodes, waiting("there", "not")) is None
-    outcome = jobs.apply(state, p.Leave("job@agents", "b", p.Departure.FAILED), 2.0)
+    outcome = job_registry.apply(state, p.Leave("job@agents", "b", p.Departure.FAILED), 2.0)
     woken = {effect.topic for effect in outcome.effects if isinstance(effect, Wake)}
     assert woken & set(views.topics(state, waiting("there", "not")))
     assert views.query(state, nodes, waiting("there")) == p.KeyValues((b"1",))
@@ -147,7 +149,7 @@ def test_a_change_wakes_those_who_wait_for_the_key() -> None:
     state = met("a", "b")
     for number, key in enumerate(("first", "second")):
         topics = set(views.topics(state, waiting("first", "second")))
-        effects = jobs.apply(state, change(KeyChange(Change.SET, key, b"1")), 1.0 + number).effects
+        effects = job_registry.apply(state, change(KeyChange(Change.SET, key, b"1")), 1.0 + number).effects
         assert {effect.topic for effect in effects if isinstance(effect, Wake)} <= topics
 
 
@@ -157,21 +159,21 @@ def test_a_change_wakes_those_who_wait_for_the_key() -> None:
 def test_an_agents_round_trains_as_soon_as_it_is_formed() -> None:
     """Nobody attaches; a node that could be added is told of at once (DL-85, ED-23)."""
     state, nodes = met("a"), Nodes()
-    jobs.apply(state, agent("a", min_workers=1, max_workers=3, last_call_s=0.0), 1.0)
+    job_registry.apply(state, agent("a", min_workers=1, max_workers=3, last_call_s=0.0), 1.0)
     job = state.jobs["job@agents"]
     assert job.rounds.round is not None
     assert job.rounds.round.phase is p.Phase.TRAINING
     watch = p.Watch("job@agents", "a")
     assert views.query(state, nodes, watch) is None
-    jobs.apply(state, agent("b", min_workers=1, max_workers=3), 2.0)
+    job_registry.apply(state, agent("b", min_workers=1, max_workers=3), 2.0)
     assert views.query(state, nodes, watch) == p.Notice(2, waiting=1)
 
 
 def test_the_newest_nodes_bounds_count_until_somebody_says_otherwise() -> None:
     """min/max change while the job runs: those that meet again say nothing of them (max_workers=0)."""
     state = met("a")
-    jobs.apply(state, agent("b", min_workers=1, max_workers=2), 1.0)
-    jobs.apply(state, agent("a", min_workers=0, max_workers=0), 2.0)
+    job_registry.apply(state, agent("b", min_workers=1, max_workers=2), 1.0)
+    job_registry.apply(state, agent("a", min_workers=0, max_workers=0), 2.0)
     job = state.jobs["job@agents"]
     assert job.rounds.round is not None
     assert (job.rounds.min_workers, job.rounds.max_workers, job.rounds.round.world_size) == (1, 2, 2)
@@ -181,7 +183,7 @@ def test_who_was_told_something_is_not_suspected_for_having_heard_it(tmp_path: P
     """A thousand that are told of one break ask again, and the last of them is heard late. Not so a hang-up."""
 
     async def scene() -> tuple[float, float]:
-        runtime = Runtime(Journal(tmp_path / "master.db"), lease_s=10.0, suspicion_s=0.5)
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=10.0, suspicion_s=0.5)
         runtime.start()
         for name in ("a", "b"):
             await runtime.event(agent(name))

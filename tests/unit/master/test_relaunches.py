@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint.cadence import Durable, save_due
+from dlrover_hooks.checkpoint.save.schedule import Durable, save_due
 from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import attach, held, join, stored, vote
 

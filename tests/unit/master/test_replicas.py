@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.master.core import jobs, views
-from dlrover_hooks.master.core.nodes import Nodes
-from dlrover_hooks.master.core.replicas import ring
+from dlrover_hooks.master.core import job_registry, views
+from dlrover_hooks.master.core.checkpoints.replica_ring import ring
+from dlrover_hooks.master.core.heartbeats import Nodes
 from tests.e2e.job_script import RUN, attach, held, join, stored
 
 SECRET = p.Secret("0123")
@@ -42,7 +42,7 @@ class Two:
     """One worker on each of `nodes`; what they say when they attach is given."""
 
     def __init__(self, *nodes: str, held_by: dict[str, tuple[p.Held, ...]] | None = None, apart: str = "") -> None:
-        self.state = jobs.Master()
+        self.state = job_registry.Master()
         for node in nodes:
             self.send(join(node, 1, lives=node, low=len(nodes), high=len(nodes), node=node))
         for node in nodes:
@@ -50,7 +50,7 @@ class Two:
             self.send(attach(f"{node}0", stored=(stored(1),), held=(held_by or {}).get(node, ()), node=node, **more))
 
     def send(self, event: p.Message) -> p.Message:
-        return jobs.apply(self.state, event, 1.0).reply
+        return job_registry.apply(self.state, event, 1.0).reply
 
     def ask(self, request: p.Message) -> p.Message | None:
         return views.query(self.state, Nodes(), request)

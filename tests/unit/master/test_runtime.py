@@ -14,12 +14,13 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint.claim import LOCK
+from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
+from dlrover_hooks.checkpoint.storage.url_claim import LOCK
 from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.checkpoint_store import Hold
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.master.core.jobs import Master
-from dlrover_hooks.master.folders import Folders, Hold
+from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
@@ -68,13 +69,13 @@ def test_snapshots_and_a_full_disk(tmp_path: Path) -> None:
         assert sum(batches) == 53
         assert len(batches) < 12
         assert journal.since_snapshot < 20
-        assert jobs.encode(journal.load()) == jobs.encode(runtime.state)
-        before = jobs.encode(runtime.state)
+        assert job_registry.encode(journal.load()) == job_registry.encode(runtime.state)
+        before = job_registry.encode(runtime.state)
         journal.full = True
         answers = await asyncio.gather(*(runtime.event(vote(1, step)) for step in range(5)), return_exceptions=True)
         assert all(isinstance(answer, JournalFailed) for answer in answers)
         await runtime.query(p.ListJobs())  # waits until the state is read again
-        assert jobs.encode(runtime.state) == before
+        assert job_registry.encode(runtime.state) == before
         journal.full = False
         assert isinstance(await runtime.event(vote(1, 49)), p.Voted)
         await runtime.close()
@@ -92,12 +93,12 @@ def test_a_full_disk_costs_one_reload(tmp_path: Path) -> None:
         runtime = Runtime(journal, storage=StorageFake())
         runtime.start()
         await runtime.event(join())
-        before, loads = jobs.encode(runtime.state), journal.loads
+        before, loads = job_registry.encode(runtime.state), journal.loads
         journal.full = True
         for worker in ("w0", "w1") * 3:
             with pytest.raises(JournalFailed):
                 await runtime.event(attach(worker, save_to="/tree"))
-        assert (journal.loads, jobs.encode(runtime.state)) == (loads + 1, before)
+        assert (journal.loads, job_registry.encode(runtime.state)) == (loads + 1, before)
         runtime._inform(Lost(job="job", incarnation="w0"))
         assert (await runtime.ready()) != ""
         journal.full = False
@@ -265,7 +266,7 @@ def test_an_ended_job_gives_its_save_to_up(tmp_path: Path, end: str) -> None:
     url = str(tmp_path / "tree")
 
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"))
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=CommittedStorage())
         runtime.start()
         await runtime.event(join())
         for worker in ("w0", "w1"):
@@ -321,7 +322,7 @@ def test_a_job_that_goes_on_keeps_its_save_to(tmp_path: Path) -> None:
 def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
     """Row 4: neither one that is stale from the start nor one whose round ends while storage is asked."""
 
-    class Slow(Folders):
+    class Slow(CommittedStorage):
         def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
             held = super().claim(url, options, job, owner)
             asked.set()

@@ -9,10 +9,10 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import jobs
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import Deadline, Wake
 from dlrover_hooks.master.core.events import Key, Lost, Tick
-from dlrover_hooks.ranges import Ranges
+from dlrover_hooks.protocol.ranges import Ranges
 from tests.e2e.job_script import attach, join, stored
 
 
@@ -20,11 +20,11 @@ class Core:
     """A core at a time of the test's choice; free holders unless told otherwise."""
 
     def __init__(self) -> None:
-        self.state, self.now, self.seq = jobs.Master(), 1000.0, 0
+        self.state, self.now, self.seq = job_registry.Master(), 1000.0, 0
         self.effects: tuple[Any, ...] = ()
 
     def send(self, event: p.Message, key: Key | None = None) -> Any:
-        outcome = jobs.apply(self.state, event, self.now, key)
+        outcome = job_registry.apply(self.state, event, self.now, key)
         self.effects = outcome.effects
         return outcome.reply
 
@@ -137,7 +137,7 @@ def test_a_restart_arms_the_deadline_again() -> None:
     core = Core()
     core.open()
     core.take()
-    assert [effect.at for effect in jobs.unfinished_effects(core.state)] == [1600.0]  # type: ignore[union-attr]
+    assert [effect.at for effect in job_registry.unfinished_effects(core.state)] == [1600.0]  # type: ignore[union-attr]
 
 
 def test_what_kills_its_holders_is_found_and_left_out() -> None:
@@ -375,10 +375,10 @@ def test_a_stream_cannot_end_before_what_is_done() -> None:
         ("a", 20, 40),
     ]
     core.take("w0", p.Ack(1, 20), count=0)
-    before = jobs.encode(core.state)
+    before = job_registry.encode(core.state)
     with pytest.raises(BadRequest, match="20 are done"):
         core.open("w1", epoch_length=0, partitions=(p.Partition("a", end=19), parts[1]))
-    assert jobs.encode(core.state) == before
+    assert job_registry.encode(core.state) == before
     core.open("w1", epoch_length=0, partitions=(p.Partition("a", end=22), parts[1]))
     assert core.take("w0", p.Ack(3, 22), p.Ack(2, 10, back=True), count=0).state is p.LedgerState.OPEN
     got = core.take("w0", count=9, rate=0.1)

@@ -6,7 +6,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core import answers, views
+from dlrover_hooks.master.core import dispatch, views
 from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.testing import MasterFake
@@ -114,7 +114,7 @@ def test_who_cannot_recover_after_all_leaves_newcomers_to_its_agent() -> None:
     ask = p.Watch("job", "launcher")
     assert told(master, ask) is None
     for worker in ("w0", "w1", "w2"):
-        outcome = answers.apply(master.state.jobs["job"], p.Attach("job", worker, "a", 1), 0.0)
+        outcome = dispatch.apply(master.state.jobs["job"], p.Attach("job", worker, "a", 1), 0.0)
         assert Wake(topic=watch_topic("job")) in outcome.effects
         master.call(p.Attach("job", worker, "a", 1, recovers=True))
     assert not any(member.recovers for member in master.call(p.ShowJob("job")).members)
@@ -164,8 +164,8 @@ def test_newcomers_that_came_before_the_round_trained_are_told_of_when_it_does()
     job = Job("job", RUN)
     for name in ("w0", "new"):
         seat = p.Seat(name, 0)
-        answers.apply(job, join(name, seats=(seat,), node=name, low=1, high=2), 0.0)
-    outcome = answers.apply(job, p.Attach("job", "w0", "w0", 1, recovers=True), 0.0)
+        dispatch.apply(job, join(name, seats=(seat,), node=name, low=1, high=2), 0.0)
+    outcome = dispatch.apply(job, p.Attach("job", "w0", "w0", 1, recovers=True), 0.0)
     assert job.rounds.round is not None
     assert job.rounds.round.phase is p.Phase.TRAINING
     assert Wake(topic=watch_topic("job")) in outcome.effects

@@ -14,7 +14,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, MasterError
 from dlrover_hooks.master.clock import Clock, Uptime
-from dlrover_hooks.master.core import answers, jobs
+from dlrover_hooks.master.core import dispatch, job_registry
 from dlrover_hooks.master.core.events import Tick
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.runtime import Runtime
@@ -185,7 +185,7 @@ def test_a_bug_in_the_core_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     async def scenario() -> None:
         hands, journal = Hands(), SlowJournal(tmp_path / "m.db")
         async with training(journal, hands) as runtime:
-            honest = answers._TABLE[p.Vote]
+            honest = dispatch._TABLE[p.Vote]
 
             def broken(job: Any, event: p.Vote, now: float, effects: Any) -> p.Message:
                 reply = honest(job, event, now, effects)
@@ -193,7 +193,7 @@ def test_a_bug_in_the_core_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
                     raise OverflowError("int too big to convert")
                 return reply
 
-            monkeypatch.setitem(answers._TABLE, p.Vote, broken)
+            monkeypatch.setitem(dispatch._TABLE, p.Vote, broken)
             journal.gate.clear()
             journal.writes.clear()
             under_way = asyncio.ensure_future(runtime.event(vote(0, 11)))
@@ -210,7 +210,7 @@ def test_a_bug_in_the_core_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
             assert [entry.generation.step for entry in saves.open] == [11, 12]
             assert saves.newest_complete == p.Generation(1, 11, "run0")
             assert not runtime.failed
-        assert jobs.encode(Journal(tmp_path / "m.db").load()) == jobs.encode(runtime.state)
+        assert job_registry.encode(Journal(tmp_path / "m.db").load()) == job_registry.encode(runtime.state)
 
     run(scenario)
 
@@ -222,10 +222,10 @@ def test_what_cannot_be_journaled_is_not_applied(tmp_path: Path) -> None:
         runtime = Runtime(Journal(tmp_path / "m.db"), storage=StorageFake())
         runtime.start()
         await runtime.event(join())
-        before = jobs.encode(runtime.state)
+        before = job_registry.encode(runtime.state)
         with pytest.raises(BadRequest, match="Attach cannot be journaled"):
             await runtime.event(attach("w0", storage_options={"size": 1 << 70}))
-        assert jobs.encode(runtime.state) == before
+        assert job_registry.encode(runtime.state) == before
         await runtime.close()
 
     run(scenario)

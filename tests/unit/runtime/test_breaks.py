@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from dlrover_hooks.launcher.broken_rounds import all_ended, elsewhere, left_only, live_on, missing, needed_again, silent
+from dlrover_hooks.launcher.failures import USAGE, Blame, End, Verdict, culprit
+from dlrover_hooks.launcher.failures import judge as judged
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView, MemberView, Parting, Phase
-from dlrover_hooks.runtime.breaks import all_ended, elsewhere, left_only, live_on, missing, needed_again, silent
-from dlrover_hooks.runtime.verdict import USAGE, Blame, End, Verdict, culprit
-from dlrover_hooks.runtime.verdict import judge as judged
 
 
 def member(name: str, *, node: str = "a", gone: str = "", recovers: bool = True, attached: bool = True, **more: int):

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from dlrover_hooks.runtime import child as children
-from dlrover_hooks.runtime.child import Child
+from dlrover_hooks.host import child_process as children
+from dlrover_hooks.host.child_process import Child
 
 TRACED = "import ctypes, os, signal\nctypes.CDLL(None).prctl(0x59616D61, -1)\nos.write(1, b'x')\nsignal.pause()"
 TRACER = """

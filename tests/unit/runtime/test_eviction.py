@@ -9,10 +9,10 @@ import types
 from typing import Any
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.runtime import launch
-from dlrover_hooks.runtime.eviction import Eviction
-from dlrover_hooks.runtime.notices import Notice
-from dlrover_hooks.runtime.options import Options
+from dlrover_hooks.launcher import launcher as launch
+from dlrover_hooks.launcher.interruption import Eviction
+from dlrover_hooks.launcher.interruption_notices import Notice
+from dlrover_hooks.launcher.options import Options
 
 
 class Client:

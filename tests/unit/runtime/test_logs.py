@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.runtime import logs
-from dlrover_hooks.runtime.logs import Logs, Streams, streams
+from dlrover_hooks.launcher.processes import log_files
+from dlrover_hooks.launcher.processes.log_files import Logs, Streams, streams
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_later_worker_is_shown_from_its_own_first_line_on(tmp_path: Path, capf
     made = Logs(str(tmp_path), Streams(), Streams(3))
     for word in ("first", "later"):
         with made.files(word, 0, 0, 1) as (out, _):
-            os.write(out, word.encode() + b"\n" + b"." * (logs._LONG + 1))
+            os.write(out, word.encode() + b"\n" + b"." * (log_files._LONG + 1))
         made.ended(word)
     made.close()
-    long = f"[default0]:{'.' * (logs._LONG + 1)}\n"
+    long = f"[default0]:{'.' * (log_files._LONG + 1)}\n"
     assert capfd.readouterr().out == f"[default0]:first\n{long}[default0]:later\n{long}"
     assert (tmp_path / "1/0/stdout.log").read_text().count("\n") == 2
 
@@ -67,11 +67,11 @@ def test_a_screen_that_nobody_reads_stops_the_thread_alone(
 ) -> None:
     """A launcher that waited for it would replace no dead worker and obey no Ctrl-C."""
     read, write = os.pipe()
-    monkeypatch.setattr(logs, "_END_S", 0.1)
+    monkeypatch.setattr(log_files, "_END_S", 0.1)
     made = Logs(str(tmp_path), Streams(), Streams())
     path = tmp_path / "out"
     path.write_bytes(b"x\n" * (1 << 20))
-    made._copy("w0", logs.Copy(str(path), 0, "[default0]:", write))
+    made._copy("w0", log_files.Copy(str(path), 0, "[default0]:", write))
     select.select([read], [], [])
     for _ in range(2):
         made.ended("w0")

@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 
 from dlrover_hooks import config
-from dlrover_hooks.checkpoint.wire import Hashed
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
+from dlrover_hooks.launcher.agent import Agent
+from dlrover_hooks.launcher.master_requests import Station
+from dlrover_hooks.launcher.options import Options
 from dlrover_hooks.protocol import Generation, JobView, Notice, Phase
-from dlrover_hooks.runtime.agent import Agent
-from dlrover_hooks.runtime.options import Options
-from dlrover_hooks.runtime.regroup import Membership
-from dlrover_hooks.runtime.speaker import Station
 from dlrover_hooks.session import Session
+from dlrover_hooks.worker.membership import Membership
 
 NOWHERE = "http://127.0.0.1:9"
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.runtime.options import Bounds, Level, Options, bounds, check
+from dlrover_hooks.launcher.options import Bounds, Level, Options, bounds, check
 
 COMMAND = ("true",)
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from dlrover_hooks.config import Config, Place
-from dlrover_hooks.runtime.seat import join_request
+from dlrover_hooks.worker.join import join_request
 
 
 def taken(port: int) -> bool:
@@ -37,7 +37,7 @@ def test_a_forked_child_lets_it_go() -> None:
     """A DataLoader worker may outlive its parent's round."""
     import os
 
-    from dlrover_hooks.runtime import ports
+    from dlrover_hooks.host import ports
 
     ports.held_port()
     child = os.fork()

@@ -6,9 +6,9 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.config import of_lost_peer
-from dlrover_hooks.runtime.last_words import Words
-from dlrover_hooks.runtime.standby import opens_gpu
-from dlrover_hooks.runtime.verdict import USER_ERROR, End, Repeats, judge
+from dlrover_hooks.launcher.failures import USER_ERROR, End, Repeats, judge
+from dlrover_hooks.launcher.processes.worker_errors import Words
+from dlrover_hooks.launcher.warm.fork_server import opens_gpu
 
 
 def view(step: int) -> p.JobView:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.runtime import script_imports
+from dlrover_hooks.launcher.warm import script_imports
 
 
 def read(folder: Path, files: dict[str, str], *command: str) -> tuple[list[str], dict[str, str]]:

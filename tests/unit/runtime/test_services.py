@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.errors import LaunchError
-from dlrover_hooks.runtime import services
-from dlrover_hooks.runtime.child import Child
-from dlrover_hooks.runtime.services import Services
+from dlrover_hooks.host.child_process import Child
+from dlrover_hooks.launcher.processes import services
+from dlrover_hooks.launcher.processes.services import Services
 
 
 @contextlib.contextmanager

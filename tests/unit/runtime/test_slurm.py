@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks.errors import LaunchError, UsageError
-from dlrover_hooks.runtime import slurm
+from dlrover_hooks.launcher import slurm
 
 BATCH = {  # sbatch --nodes 2 --ntasks-per-node 1 --gpus-per-node 4, then srun; task 1
     "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_NNODES": "2",

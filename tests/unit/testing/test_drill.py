@@ -13,8 +13,8 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Departure, ShowJob
 from dlrover_hooks.session import Session
 from dlrover_hooks.testing import InjectedFault
-from dlrover_hooks.testing.inject import Struck
-from dlrover_hooks.testing.trace import Run
+from dlrover_hooks.testing.faults.fault_actions import Struck
+from dlrover_hooks.testing.faults.step_trace import Run
 from tests.e2e.session_life import Position
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.testing import faults
-from dlrover_hooks.testing.faults import Fault, Kind, Moment, Target
+from dlrover_hooks.testing.faults import fault_plan
+from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment, Target
 
 TEXT = """
 # comment
@@ -21,13 +21,13 @@ step=40 kill of=master
 
 
 def test_a_file_is_read_and_written() -> None:
-    found = faults.parse(TEXT)
+    found = fault_plan.parse(TEXT)
     assert found == (
         Fault(step=20, rank=1, kind=Kind.KILL),
         Fault(step=30, kind=Kind.STOP, at=Moment.QUIET, seconds=3.0),
         Fault(step=40, kind=Kind.KILL, of=Target.MASTER),
     )
-    assert faults.parse(faults.written(found, "again")) == found
+    assert fault_plan.parse(fault_plan.written(found, "again")) == found
 
 
 @pytest.mark.parametrize(
@@ -46,41 +46,42 @@ def test_a_line_that_means_nothing_is_named(line: str, why: str, tmp_path: Path)
     path = tmp_path / "faults.txt"
     path.write_text(f"step=1 kill\n{line}\n")
     with pytest.raises(UsageError, match=r"faults\.txt:2") as refused:
-        faults.read(path)
+        fault_plan.read(path)
     assert why in refused.value.message
     assert "step=20 rank=1 kill" in refused.value.hint
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.txt cannot be read"):
-        faults.read(tmp_path / "nowhere.txt")
+        fault_plan.read(tmp_path / "nowhere.txt")
 
 
 def test_each_strikes_its_rank_at_its_moment_and_later_where_that_did_not_come() -> None:
-    plan = faults.parse("step=5 rank=1 kill\nstep=5 rank=1 at=quiet stop\nstep=7 rank=0 at=forward hang")
-    assert faults.due(plan, 5, 1, Moment.FORWARD, ()) == []
-    assert faults.due(plan, 5, 1, Moment.BACKWARD, ()) == [0]
-    assert faults.due(plan, 5, 0, Moment.QUIET, ()) == []
-    assert faults.due(plan, 5, 1, Moment.QUIET, ()) == [0, 1], "there was no backward"
-    assert faults.due(plan, 5, 1, Moment.QUIET, {0, 1}) == []
-    assert faults.due(plan, 9, 0, Moment.FORWARD, ()) == [2], "rolled forward over it"
+    plan = fault_plan.parse("step=5 rank=1 kill\nstep=5 rank=1 at=quiet stop\nstep=7 rank=0 at=forward hang")
+    assert fault_plan.due(plan, 5, 1, Moment.FORWARD, ()) == []
+    assert fault_plan.due(plan, 5, 1, Moment.BACKWARD, ()) == [0]
+    assert fault_plan.due(plan, 5, 0, Moment.QUIET, ()) == []
+    assert fault_plan.due(plan, 5, 1, Moment.QUIET, ()) == [0, 1], "there was no backward"
+    assert fault_plan.due(plan, 5, 1, Moment.QUIET, {0, 1}) == []
+    assert fault_plan.due(plan, 9, 0, Moment.FORWARD, ()) == [2], "rolled forward over it"
 
 
 def test_chance_is_the_seeds_in_every_process() -> None:
     """Whatever the hash seed of the process: a failed run is repeated by its number."""
     code = (
-        "from dlrover_hooks.testing import faults; print(faults.written(faults.random(5, steps=90, world=4)), end='')"
+        "from dlrover_hooks.testing.faults.fault_plan import random, written\n"
+        "print(written(random(5, steps=90, world=4)), end='')"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
-    here = faults.random(5, steps=90, world=4)
-    assert told == faults.written(here)
-    assert {(fault.kind, fault.of) for fault in here} == set(faults.MENU)
-    assert here != faults.random(6, steps=90, world=4)
+    here = fault_plan.random(5, steps=90, world=4)
+    assert told == fault_plan.written(here)
+    assert {(fault.kind, fault.of) for fault in here} == set(fault_plan.MENU)
+    assert here != fault_plan.random(6, steps=90, world=4)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_random_faults_fit_into_the_run(seed: int) -> None:
-    plan = faults.random(seed, steps=40, world=3, count=7)
+    plan = fault_plan.random(seed, steps=40, world=3, count=7)
     assert [fault.step for fault in plan] == sorted(fault.step for fault in plan)
     assert all(3 <= fault.step < 40 and fault.rank < 3 for fault in plan)
     assert len(plan) == 7
@@ -88,4 +89,4 @@ def test_random_faults_fit_into_the_run(seed: int) -> None:
 
 def test_too_many_faults_are_refused() -> None:
     with pytest.raises(UsageError, match="10 faults in 12 steps"):
-        faults.random(1, steps=12, world=2)
+        fault_plan.random(1, steps=12, world=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlrover_hooks.testing import footprint
+from dlrover_hooks.rehearsal import footprint
 
 
 def test_lines_added_and_files_written_anew(tmp_path: Path) -> None:

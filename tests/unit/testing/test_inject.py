@@ -13,9 +13,9 @@ import time
 import psutil
 import pytest
 
-from dlrover_hooks.testing import inject
-from dlrover_hooks.testing.faults import Fault, Kind
-from dlrover_hooks.testing.inject import Surroundings
+from dlrover_hooks.testing.faults import fault_actions
+from dlrover_hooks.testing.faults.fault_actions import Surroundings
+from dlrover_hooks.testing.faults.fault_plan import Fault, Kind
 
 AROUND = Surroundings("job", "node")
 
@@ -23,7 +23,7 @@ AROUND = Surroundings("job", "node")
 def victim(fault: str) -> subprocess.Popen[str]:
     """A process that lets `fault` happen to itself, and then says something."""
     code = f"""if True:
-        from dlrover_hooks.testing import faults, inject
+        from dlrover_hooks.testing.faults import fault_actions as inject, fault_plan as faults
         print("ready", flush=True)
         inject.strike(faults.parse("step=1 {fault}")[0], inject.Surroundings("job", "node"))
         print("over", flush=True)
@@ -64,7 +64,7 @@ def test_a_hang_lets_no_other_thread_run() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     before = counted[0]
-    inject.hang(0.3)
+    fault_actions.hang(0.3)
     during = counted[0] - before
     done.set()
     thread.join()
@@ -76,13 +76,13 @@ def test_a_cut_ends_the_connections_to_the_master_or_all_others() -> None:
         url = f"http://127.0.0.1:{master.getsockname()[1]}"
         ours, theirs = (socket.create_connection(one.getsockname()) for one in (master, peer))
         served = [one.accept()[0] for one in (master, peer)]
-        inject.cut(url).join(5)
+        fault_actions.cut(url).join(5)
         assert served[0].recv(1) == b""
         theirs.sendall(b"x")
         assert served[1].recv(1) == b"x", "peers hear nothing of it"
         for one in (ours, served[0]):
             one.close()
-        inject.cut(url, peers=True).join(5)
+        fault_actions.cut(url, peers=True).join(5)
         assert served[1].recv(1) == b""
         for one in (theirs, served[1]):
             one.close()
@@ -90,7 +90,7 @@ def test_a_cut_ends_the_connections_to_the_master_or_all_others() -> None:
 
 def test_a_cut_lasts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as master:
-        cutting = inject.cut(f"http://127.0.0.1:{master.getsockname()[1]}", 0.3)
+        cutting = fault_actions.cut(f"http://127.0.0.1:{master.getsockname()[1]}", 0.3)
         with socket.create_connection(master.getsockname()) as again, master.accept()[0] as served:
             served.settimeout(5)
             assert served.recv(1) == b""
@@ -106,10 +106,12 @@ def test_a_fault_is_claimed_once_by_whoever_asks_first(tmp_path: os.PathLike[str
     fault = Fault(step=1, kind=Kind.KILL)
     path = os.path.join(tmp_path, "faults.struck")
     won: list[bool] = []
-    threads = [threading.Thread(target=lambda: won.append(inject.Struck(path).claim(0, fault))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: won.append(fault_actions.Struck(path).claim(0, fault))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(won) == [False] * 7 + [True]
-    assert [row["fault"] for row in inject.Struck(path).rows()] == ["step=1 rank=0 kill"]
+    assert [row["fault"] for row in fault_actions.Struck(path).rows()] == ["step=1 rank=0 kill"]

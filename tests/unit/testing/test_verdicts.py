@@ -9,8 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from dlrover_hooks.testing.trace import Head, Life, Row, Run
-from dlrover_hooks.testing.verdicts import DATA, RECOVERED, RELAUNCHED, SAME, SAVED, WRITTEN, Evidence, Verdict, judge
+from dlrover_hooks.rehearsal.comparison import (
+    DATA,
+    RECOVERED,
+    RELAUNCHED,
+    SAME,
+    SAVED,
+    WRITTEN,
+    Evidence,
+    Verdict,
+    judge,
+)
+from dlrover_hooks.testing.faults.step_trace import Head, Life, Row, Run
 
 NAMES = ("0.weight", "0.bias")
 

@@ -1,0 +1,247 @@
+"""A trainer's line to its node's keeper: starts the keeper if need be, matches replies, hands on notices. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.unix_socket import address, dial, reach
+from dlrover_hooks.config import worker_environment
+from dlrover_hooks.errors import KeeperAway
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+_HINT = "its memory is lost; the next save starts a new keeper, older checkpoints come from `save_to`"
+_log = logging.getLogger(__name__)
+_links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
+_START_S = 60.0
+"""A keeper that does not listen by then hangs."""
+_starting: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+"""Keepers that did not listen yet when their try was over, by socket, and when they are given up."""
+
+
+class KeeperLink:
+    """One connection. `call` and `send` from any thread; `notify` is called on the link's own reader thread.
+
+    So is `ended`, once, when the keeper (not `close`) ended the line.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        notify: Callable[[keeper_messages.Notice], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._socket = connection
+        self._notify, self._ended = notify, ended
+        self._closed = False
+        self._waiting: dict[int, queue.SimpleQueue[tuple[keeper_messages.Wire, int] | None]] = {}
+        self._refs = 0
+        self._lock = threading.Lock()
+        self._answers = threading.Lock()
+        """A reply is put into its queue, or the queue is given up, never both at once."""
+        self._alive = True
+        self._reader = threading.Thread(target=self._read, name="dlrover-hooks-keeper-link", daemon=True)
+        self._reader.start()
+        _links.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        job: str,
+        node: str,
+        *,
+        notify: Callable[[keeper_messages.Notice], None],
+        ended: Callable[[], None] = lambda: None,
+        start: bool = True,
+        linger_s: float = 600.0,
+        deadline_s: float = 30.0,
+    ) -> KeeperLink:
+        """Connect to the keeper of (job, node); with `start`, start one first if none is there.
+
+        Raises:
+            KeeperAway: there is none within `deadline_s`.
+        """
+        path, until = address(job, node).socket, time.monotonic() + deadline_s
+        while True:
+            connection = dial(path)
+            if connection is not None:
+                return cls(connection, notify, ended)
+            if time.monotonic() >= until:
+                raise KeeperAway(f"no keeper for job {job!r} on node {node!r} within {deadline_s:g} s", hint=_HINT)
+            if start:
+                _start(job, node, linger_s, until)
+            time.sleep(0.02)
+
+    @staticmethod
+    def begin(job: str, node: str, linger_s: float) -> bool:
+        """Start a keeper of (job, node) without waiting for it, unless one listens. `connect` waits.
+
+        True: none was there, so this node's memory holds nothing of the job.
+        """
+        path = address(job, node).socket
+        connection = dial(path)
+        if connection is not None:
+            connection.close()
+            return False
+        if path not in _starting:
+            _starting[path] = _spawned(job, node, linger_s), time.monotonic() + _START_S
+        return True
+
+    @property
+    def alive(self) -> bool:
+        """The keeper has not closed the line."""
+        return self._alive
+
+    def call(self, request: Callable[[int], keeper_messages.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
+        """Send `request(ref)`, wait for its reply: the reply and its descriptor (-1: none).
+
+        Raises:
+            KeeperAway: the keeper is gone or does not answer in time.
+        """
+        answer: queue.SimpleQueue[tuple[keeper_messages.Wire, int] | None] = queue.SimpleQueue()
+        with self._lock:
+            self._refs += 1
+            ref = self._refs
+            self._waiting[ref] = answer
+        try:
+            self.send(request(ref))
+            if not self._alive:
+                raise KeeperAway("the keeper is gone", hint=_HINT)
+            got = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            raise KeeperAway(f"the keeper did not answer within {timeout_s:g} s", hint=_HINT) from None
+        finally:
+            self._give_up(ref, answer)
+        if got is None:
+            raise KeeperAway("the keeper is gone", hint=_HINT)
+        reply, fd = got
+        if fd < 0 and isinstance(reply, keeper_messages.CARRY_FD) and reply.at is not None:
+            fd = reach(reply.at)
+        return reply, fd
+
+    def _give_up(self, ref: int, answer: queue.SimpleQueue[tuple[keeper_messages.Wire, int] | None]) -> None:
+        """Nobody waits for the reply `ref` any more; the descriptor of one that came too late is closed."""
+        with self._answers:
+            self._waiting.pop(ref, None)
+        while not answer.empty():
+            late = answer.get_nowait()
+            if late is not None and late[1] >= 0:
+                os.close(late[1])
+
+    def send(self, message: keeper_messages.Wire) -> None:
+        """Send without waiting for an answer. The line is over once a send has failed.
+
+        Raises:
+            KeeperAway: the keeper is gone, or has not read for `address.SEND_S`.
+        """
+        try:
+            with self._lock:
+                self._socket.sendall(keeper_messages.frame(message))
+        except OSError as error:
+            self._alive = False
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # half a message may be out, and others wait to send theirs
+            stopped = isinstance(error, BlockingIOError)
+            why = "the keeper reads nothing any more" if stopped else f"the keeper is gone: {error.strerror or error}"
+            raise KeeperAway(why, hint=_HINT) from error
+
+    def close(self) -> None:
+        """End the line and its thread. Idempotent."""
+        self._alive, self._closed = False, True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(5.0)
+        self._socket.close()
+
+    def _read(self) -> None:
+        frames = keeper_messages.Frames()
+        try:
+            while frames.receive(self._socket):
+                for message, fd in frames.messages():
+                    self._deliver(message, fd)
+        except (OSError, KeeperAway) as error:
+            _log.debug("the line to the keeper ended: %s", error)
+        finally:
+            self._alive = False
+            frames.close()
+            for answer in list(self._waiting.values()):
+                answer.put(None)
+            if not self._closed:
+                self._ended()
+
+    def _deliver(self, message: Any, fd: int) -> None:
+        if not message.ref:
+            try:
+                self._notify(message)
+            except Exception:  # the reader must go on; whoever listens stores its own errors
+                _log.exception("a keeper's notice was not taken")
+            return
+        with self._answers:
+            answer = self._waiting.get(message.ref)
+            if answer is not None:
+                answer.put((message, fd))
+                return
+        if fd >= 0:
+            os.close(fd)
+
+    def _forked(self) -> None:
+        """In a forked child: let go of the line, or the keeper would not see the trainer die."""
+        self._alive = False
+        self._socket.close()
+
+
+def _forked() -> None:
+    for link in list(_links):
+        link._forked()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _start(job: str, node: str, linger_s: float, until: float) -> None:
+    """Start a keeper of its own session; returns when it listens, when another one does, or at `until`.
+
+    On a slow machine a start takes longer than a try waits: it goes on, and a later try finds it. Were it killed, a
+    trainer whose keeper has died would never have another one there.
+    """
+    path, now = address(job, node).socket, time.monotonic()
+    process, hangs = _starting.pop(path, None) or (_spawned(job, node, linger_s), now + _START_S)
+    try:
+        process.wait(max(until - now, 0.1))
+    except subprocess.TimeoutExpired:
+        if now < hangs:
+            _starting[path] = process, hangs
+            return
+        process.kill()
+        process.wait()
+
+
+def _spawned(job: str, node: str, linger_s: float) -> subprocess.Popen[bytes]:
+    """A process that ends as soon as its keeper, detached from it, listens."""
+    command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--detach"]
+    log = address(job, node).log
+    command += ["--job", job, "--node", node, "--linger-s", str(linger_s), "--log", log]
+    environment = worker_environment()
+    if not _ROOT.endswith("-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
+    with open(log, "ab") as file:  # it outlives the worker, and with it the worker's own standard error
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            start_new_session=True,
+            env=environment,
+        )

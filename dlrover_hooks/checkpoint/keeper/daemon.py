@@ -1,0 +1,184 @@
+"""The keeper's parts put together, and its end: one loop, with threads (`crew`) for all that may take long.
+
+Hashing, pre-faulting and storing never hold up Hello, Allocate or a hash of another seat (DL-90, DL-91). No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages, unix_socket
+from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
+from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
+from dlrover_hooks.checkpoint.keeper.hasher import Hashes
+from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
+from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
+from dlrover_hooks.checkpoint.keeper.request_handlers import Answers
+from dlrover_hooks.checkpoint.keeper.segment_allocator import Rooms
+from dlrover_hooks.checkpoint.memory.inventory import Found, Holdings, Proof, Segment
+from dlrover_hooks.checkpoint.replication.controller import Replication
+from dlrover_hooks.errors import Corrupt
+from dlrover_hooks.host.worker_pool import Crew
+
+LOOK_S = 2.0
+"""So often the keeper sees whether it can still be found; a trainer looks for it much longer."""
+_log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Loop and state of the process. Everything but the crews' jobs runs on the main thread."""
+
+    def __init__(self, plate: unix_socket.Plate, *, life_fd: int | None, linger_s: float, grace_s: float) -> None:
+        self.holdings = Holdings()
+        launched = life_fd is not None
+        self._lifetime = Lifetime(time.monotonic(), launched=launched, linger_s=linger_s, grace_s=grace_s)
+        self._plate, self._look_at = plate, time.monotonic() + LOOK_S
+        self._loop = Loop(plate.listener, self._handle, self._lost)
+        rooms, openings = Crew("room", 2, self._loop.post), Crew("open", 2, self._loop.post)
+        self._hashes = Hashes(self._loop.post, self._hashed)
+        self._shards = Shards(self._loop.post, self._loop.tell)
+        self._will = Will(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
+        self._replication = Replication(self.holdings, self._loop.post, self._loop.tell)
+        self._answers = Answers(
+            self._loop,
+            self.holdings,
+            self._lifetime,
+            self._hashes,
+            self._shards,
+            Rooms(self._loop, self.holdings, self._lifetime, self._shards, rooms),
+            openings,
+            self._will,
+            self._replication,
+        )
+        self._will_begun = self._over = False
+        if life_fd is not None:
+            self._live_by(life_fd)
+
+    def run(self) -> None:
+        """Serve until the end."""
+        while not self._over:
+            self._loop.turn(self._timeout_s(time.monotonic()))
+            self._advance(time.monotonic())
+        self._replication.close()
+
+    def stop(self) -> None:
+        """End as soon as the loop gets to it. Any thread, or a signal handler."""
+        self._loop.post(self.end)
+
+    def end(self) -> None:
+        """Begin to end: nobody new comes in; the last will is written once all that was published is hashed."""
+        self._lifetime.end(time.monotonic())
+        self._loop.close_door()
+
+    def _timeout_s(self, now: float) -> float | None:
+        timeout_s = self._lifetime.timeout_s(now)
+        if self._lifetime.ending:
+            return timeout_s
+        look_s = max(self._look_at - now, 0.0)
+        return look_s if timeout_s is None else min(timeout_s, look_s)
+
+    def _look(self, now: float) -> None:
+        """Who removes the folder of our socket (a session that ends) must not cost this node its memory."""
+        self._look_at = now + LOOK_S
+        try:
+            if (listener := self._plate.mend()) is not None:
+                _log.warning("the socket %s was removed; it is there again", self._plate.at.socket)
+                self._loop.open_door(listener)
+        except OSError as error:
+            _log.warning("the socket %s was removed, and cannot be made again: %s", self._plate.at.socket, error)
+
+    def _advance(self, now: float) -> None:
+        if now >= self._look_at and not self._lifetime.ending:
+            self._look(now)
+        if self._lifetime.due(now):
+            self.end()
+        if self._lifetime.overdue(now):
+            _log.error("the last generation was not made durable within %s s", self._lifetime.grace_s)
+            self._over = True
+        elif self._lifetime.ending and not self._will_begun and not self._hashes.pending and not self._shards.pending:
+            self._write_will()
+
+    def _live_by(self, fd: int) -> None:
+        """Live as long as the pipe `fd`."""
+
+        def ended() -> None:
+            if not os.read(fd, 64):
+                self._loop.unwatch(fd)
+                for seat in list(self.holdings.seats):
+                    self._hash_rest(seat)
+                self.end()
+
+        self._lifetime.launched = True
+        self._loop.watch(fd, ended)
+
+    # ---- what the parts say
+
+    def _handle(self, peer: Peer, message: Any, fd: int) -> None:
+        if isinstance(message, keeper_messages.Adopt):
+            self._adopt(peer, message, fd)
+        else:
+            self._answers.take(peer, message)
+
+    def _adopt(self, peer: Peer, message: keeper_messages.Adopt, fd: int) -> None:
+        if fd < 0 and message.at is not None:
+            fd = unix_socket.reach(message.at, os.O_RDONLY)
+        if self._lifetime.ending or self._lifetime.launched or fd < 0:
+            if fd >= 0:
+                os.close(fd)
+            self._loop.send(
+                peer, keeper_messages.Refused(ref=message.ref, reason="this keeper ends, or has a launcher")
+            )
+            return
+        self._live_by(fd)
+        self._loop.send(peer, keeper_messages.Done(ref=message.ref))
+
+    def _lost(self, peer: Peer) -> None:
+        """The trainer is gone: give torn slots back, and hash what it had published and nobody has hashed yet.
+
+        All else was hashed once. It is compared with its hashes where it is opened, written or sent.
+        """
+        if peer.hello is not None:
+            seat = peer.hello.seat
+            self.holdings.roll_back(seat, retired=peer.replaced)
+            self._hash_rest(seat)
+            if not peer.finished and not peer.replaced:
+                self._will.trainer_died()
+        if not any(other.asked for other in self._loop.peers):
+            self._lifetime.alone(time.monotonic())
+
+    def _hash_rest(self, seat: int) -> None:
+        for segment, index in self.holdings.unproved(seat):
+            self._hashes.submit(segment, index, segment.arena.seq(index))
+
+    def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
+        if isinstance(proof, Exception):
+            _log.error("seat %d, slot %d could not be hashed: %s", segment.seat, index, proof)
+        elif proof is not None and segment in self.holdings.seats[segment.seat]:
+            self._tell_hashed(segment, proof)
+
+    def _tell_hashed(self, segment: Segment, proof: Proof) -> None:
+        slot = proof.slot
+        assert slot.generation is not None
+        try:
+            if segment.accept(proof):
+                notice = keeper_messages.Hashed(generation=slot.generation, rank=slot.rank, world_size=slot.world_size)
+                self._replication.proved(Found(segment, proof))
+                self._loop.tell(segment.seat, notice)
+        except Corrupt as damage:
+            _log.error("%s", damage)
+            self.holdings.damage.append(damage.message)
+            self._loop.tell(segment.seat, keeper_messages.Damaged(generation=slot.generation, reason=damage.message))
+
+    def _write_will(self) -> None:
+        self._will_begun = True
+        if self._lifetime.finished:
+            self._end_now()
+        else:
+            self._will.write(self._end_now)
+
+    def _end_now(self) -> None:
+        self._over = True

@@ -1,0 +1,83 @@
+"""Makes the newest generation that lies whole on this node durable: when a trainer died, and at the keeper's end.
+
+A generation that is spread over nodes is left alone: a shard file counts only once its rank's vote, or one keeper that
+has them all, vouches for it, and the ranks that could vote are gone. Loop thread only. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.keeper.hasher import Hashes
+from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
+from dlrover_hooks.checkpoint.memory.inventory import Holdings
+from dlrover_hooks.checkpoint.storage.shard_writer import NotAsHashed
+from dlrover_hooks.protocol import Generation, Manifest
+
+_log = logging.getLogger(__name__)
+
+
+class Will:
+    """`saving()`: the newest Hello that names a `save_to`, if any."""
+
+    def __init__(
+        self, holdings: Holdings, hashes: Hashes, shards: Shards, saving: Callable[[], keeper_messages.Hello | None]
+    ) -> None:
+        self._holdings, self._hashes, self._shards, self._saving = holdings, hashes, shards, saving
+        self._begun: Generation | None = None
+        """Being written, or written."""
+        self._busy = self._again = False
+        self._alive_run: str | None = None
+
+    def trainer_died(self) -> None:
+        """Breakpoint save: begin once all that it published is hashed. Those who come meanwhile are served."""
+        self._again = True
+        self._hashes.when_done(self._next)
+
+    def forget(self, run: str) -> None:
+        """`run` starts anew: nothing of the runs before may be committed behind it."""
+        self._alive_run = run
+
+    def write(self, then: Callable[[], None]) -> None:
+        """Write the newest, if there is one and it is not written yet; `then()` at the end, however it went.
+
+        What is written is compared with the hashes. A slot that is damaged by now counts no more, and the next newest
+        generation is written instead.
+        """
+        whole, saving = self._holdings.newest_whole(), self._saving()
+        if whole is None or saving is None or saving.save_to is None or whole[0] == self._begun:
+            then()
+            return
+        generation, ranks = whole
+        self._begun = generation
+
+        def written(manifest: Manifest | Exception) -> None:
+            if isinstance(manifest, Exception):
+                self._begun = None
+                _log.error("%s was not made durable: %s", generation, manifest)
+            if isinstance(manifest, NotAsHashed):
+                self._refute(manifest)
+                self.write(then)
+            else:
+                then()
+
+        self._shards.last_will(ranks, generation, saving, written, wanted=lambda: self._wanted(generation))
+
+    def _refute(self, damage: NotAsHashed) -> None:
+        segment, proof = damage.found
+        segment.refute(proof.slot)
+        self._holdings.damage.append(damage.message)
+
+    def _wanted(self, generation: Generation) -> bool:
+        return self._alive_run in (None, generation.run)
+
+    def _next(self) -> None:
+        if self._again and not self._busy:
+            self._again, self._busy = False, True
+            self.write(self._done)
+
+    def _done(self) -> None:
+        self._busy = False
+        self._next()

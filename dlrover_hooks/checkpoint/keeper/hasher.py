@@ -1,0 +1,58 @@
+"""Slots that the keeper is hashing, numbered in the order they were published. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint.memory.inventory import Proof, Segment, prove
+from dlrover_hooks.host.worker_pool import Crew
+
+
+class Hashes:
+    """Hashes slots on threads. All calls, and `done(segment, slot, outcome)`, are on the loop's thread (see `Crew`)."""
+
+    def __init__(
+        self,
+        post: Callable[[Callable[[], None]], None],
+        done: Callable[[Segment, int, Proof | Exception | None], None],
+    ) -> None:
+        self._crew = Crew("hash", 2, post)
+        self._done = done
+        self._number, self._under_way = 0, dict[int, int]()
+        """Bytes, by number."""
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        """Calls to be made once all hashes up to this number are done."""
+
+    @property
+    def pending(self) -> int:
+        """Hashes whose outcome has not been given to `done`."""
+        return self._crew.pending
+
+    @property
+    def pending_bytes(self) -> int:
+        """What is still to be hashed."""
+        return sum(self._under_way.values())
+
+    def submit(self, segment: Segment, index: int, seq: int) -> None:
+        """Hash this slot of the segment's arena as it stood at `seq`."""
+        self._number += 1
+        number = self._number
+        self._under_way[number] = segment.arena.slot(index).image_bytes
+
+        def then(proof: Proof | Exception | None) -> None:
+            self._under_way.pop(number)
+            self._done(segment, index, proof)
+            self._call_waiting()
+
+        self._crew.submit(lambda: prove(segment.arena, index, seq), then)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`call()` once all that was submitted by now is done; at once if nothing is under way."""
+        self._waiting.append((self._number, call))
+        self._call_waiting()
+
+    def _call_waiting(self) -> None:
+        oldest = min(self._under_way, default=self._number + 1)
+        for one in [one for one in self._waiting if one[0] < oldest]:
+            self._waiting.remove(one)
+            one[1]()

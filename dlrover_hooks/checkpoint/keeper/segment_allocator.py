@@ -1,0 +1,165 @@
+"""The keeper makes memory for its trainers, where there is space for it. Loop thread only; crews do what takes long.
+
+What is said about space is a notice to the trainer, which has the log that people read. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
+from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
+from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
+from dlrover_hooks.checkpoint.memory.inventory import Holdings, Segment
+from dlrover_hooks.checkpoint.memory.segment import SLOTS, Arena, shared_folder
+from dlrover_hooks.checkpoint.save.segment_client import SPARE_BYTES
+from dlrover_hooks.checkpoint.storage import capacity
+from dlrover_hooks.checkpoint.storage.filesystem import reason
+from dlrover_hooks.host.worker_pool import Crew
+
+_log = logging.getLogger(__name__)
+
+
+class Rooms:
+    """Segments for seats. `crew` makes them and looks at disks."""
+
+    def __init__(self, loop: Loop, holdings: Holdings, lifetime: Lifetime, shards: Shards, crew: Crew) -> None:
+        self._loop, self._holdings, self._lifetime, self._shards = loop, holdings, lifetime, shards
+        self._crew = crew
+        self._making: set[int] = set()
+        """Seats whose memory is being made: what is free now is not yet what will be."""
+        self._waiting: list[tuple[Peer, keeper_messages.Allocate]] = []
+        self._disk_said = False
+
+    def allocate(self, peer: Peer, message: keeper_messages.Allocate) -> None:
+        """Answer with a segment whose slots are large enough, a new one if need be and possible."""
+        assert peer.hello is not None
+        seat = peer.hello.seat
+        segment = self._holdings.current(seat)
+        if peer.replaced or self._lifetime.ending:
+            text = f"seat {seat} was taken over, or the keeper ends"
+            self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))
+        elif segment is not None and segment.arena.serves(message.slot_bytes, message.note_bytes):
+            self._allocated(peer, message, segment)
+        else:
+            self._make(peer, message, seat)
+
+    def _make(self, peer: Peer, message: keeper_messages.Allocate, seat: int) -> None:
+        try:
+            verdict, slots = self._verdict(message.slot_bytes), SLOTS
+            if not verdict.fits and self._making:
+                self._waiting.append((peer, message))
+                return
+            if not verdict.fits and message.gives:
+                verdict, slots = self._squeeze(seat, message.slot_bytes)
+        except OSError as error:
+            text = f"this system gives no shared memory: {reason(error)}"
+            self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))
+            return
+        if not verdict.fits:
+            self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=verdict.line, hint=verdict.hint))
+            return
+        for_images = message.slot_bytes > SPARE_BYTES
+        if for_images:
+            self._say(seat, verdict)
+        self._making.add(seat)
+        self._crew.submit(
+            lambda: Arena.create(seat, message.slot_bytes, note_bytes=message.note_bytes, filled=slots),
+            lambda made: self._made(peer, message, seat, made),
+        )
+        if for_images:
+            self.look_at_disk(peer.hello, message.slot_bytes)
+
+    def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> capacity.Verdict:
+        """Whether all that have no slots of that size get them. Raises OSError."""
+        return capacity.memory(slot_bytes, self._without(slot_bytes), capacity.free_memory(shared_folder()), slots)
+
+    def _squeeze(self, seat: int, slot_bytes: int) -> tuple[capacity.Verdict, int]:
+        """The state has outgrown the slots: free the old ones one by one; where that is not enough, make fewer.
+
+        `grow` makes the others once the old segment is gone; there must be memory for two then, or saves would stop.
+        """
+        for _ in self._holdings.give_up(seat, self._shards.under_way(seat)):
+            if (verdict := self._verdict(slot_bytes)).fits:
+                return verdict, SLOTS
+        then = capacity.free_memory(shared_folder())
+        then = then._replace(nbytes=then.nbytes + self._holdings.given_up_bytes(seat))
+        if self._holdings.given_up_bytes(seat) and capacity.memory(slot_bytes, 1, then, 2).fits:
+            for slots in (2, 1):
+                if (verdict := self._verdict(slot_bytes, slots)).fits:
+                    return verdict, slots
+        return self._verdict(slot_bytes), 0
+
+    def grow(self, seat: int) -> None:
+        """Give the seat's segment the slots that did not fit when it was made, if one fits now."""
+        segment = self._holdings.current(seat)
+        if segment is None or segment.arena.count == SLOTS or seat in self._making:
+            return
+        if capacity.memory(segment.arena.slot_bytes, 1, capacity.free_memory(shared_folder()), 1).fits:
+            self._making.add(seat)
+            self._crew.submit(segment.arena.grow, lambda grown: self._grown(seat, grown))
+
+    def _grown(self, seat: int, grown: Exception | None) -> None:
+        if grown is not None:
+            _log.warning("seat %d gets no further slot: %s", seat, reason(grown))
+        self._made_one(seat)
+
+    def _made_one(self, seat: int) -> None:
+        """Nothing is being made for `seat` any more: look after those that waited for it."""
+        self._making.discard(seat)
+        waiting, self._waiting = self._waiting, []
+        for other, request in waiting:
+            if other in self._loop.peers:
+                self.allocate(other, request)
+
+    def _without(self, slot_bytes: int) -> int:
+        """How many workers of this node have no slots of that size, nor get them now."""
+        seats = {peer.hello.seat for peer in self._loop.peers if peer.hello and not peer.replaced} - self._making
+        segments = (self._holdings.current(seat) for seat in seats)
+        return sum(1 for segment in segments if segment is None or segment.arena.slot_bytes < slot_bytes)
+
+    def _made(self, peer: Peer, message: keeper_messages.Allocate, seat: int, made: Arena | Exception) -> None:
+        if isinstance(made, Exception):
+            text = f"no memory for seat {seat}: {reason(made)}"
+            self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))
+        elif peer in self._loop.peers and not peer.replaced:
+            segment = Segment(seat, made)
+            self._holdings.add(segment)
+            self._allocated(peer, message, segment)
+        self._made_one(seat)
+
+    def _allocated(self, peer: Peer, message: keeper_messages.Allocate, segment: Segment) -> None:
+        self._shards.give_way(segment.seat)
+        busy, arena = self._shards.under_way(segment.seat), segment.arena
+        reply = keeper_messages.Allocated(
+            ref=message.ref, complete=self._holdings.complete, persisting=busy, at=keeper_messages.whereabouts(arena.fd)
+        )
+        self._loop.send(peer, reply, arena.fd)
+
+    # ---- the disk
+
+    def look_at_disk(self, hello: keeper_messages.Hello | None, image_bytes: int) -> None:
+        """Warn once if `keep` + 1 generations of `image_bytes` will not fit at a local `save_to`.
+
+        What other rules of `Retention` keep grows with time, and is left to the later looks.
+        """
+        if hello is None or hello.save_to is None or self._disk_said:
+            return
+        keep = hello.keep if isinstance(hello.keep, int) else hello.keep.last
+        url, options, seat = hello.save_to, hello.storage_options, hello.seat
+        self._crew.submit(
+            lambda: capacity.at(url, options, image_bytes, keep), lambda verdict: self._looked(seat, verdict)
+        )
+
+    def _looked(self, seat: int, verdict: Any) -> None:
+        if isinstance(verdict, Exception):
+            _log.info("the space at `save_to` is not known: %s", verdict)
+        elif verdict is not None and verdict.tight and not self._disk_said:
+            self._disk_said = True
+            self._say(seat, verdict)
+
+    def _say(self, seat: int, verdict: capacity.Verdict) -> None:
+        self._loop.tell(seat, keeper_messages.Space(line=verdict.line, tight=verdict.tight, hint=verdict.hint))

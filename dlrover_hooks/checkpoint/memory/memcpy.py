@@ -1,0 +1,163 @@
+"""Bytes from here to there: plain threads that copy without the GIL. No torch.
+
+Torch's own pool costs ten times as much when cores are busy (measured), so no torch operation runs for a copy. The C
+helper (`_copy.c`) is built where there is a compiler; without it the same is done by calls of `memcpy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    from dlrover_hooks.checkpoint.memory import _copy
+except ImportError:  # installed without a compiler
+    _copy = None
+
+Move = tuple[int, int, int]
+"""Destination address, source address, bytes."""
+
+PIECE_BYTES = 4 << 20
+_ALONE_BYTES = 1 << 20
+_TURNS = 8
+"""Shares for each thread: one that has something else to do first, or a slower core, takes fewer."""
+_libc = ctypes.CDLL(None)
+_memcpy = _libc.memcpy
+_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcpy.restype = ctypes.c_void_p
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def place_of(view: memoryview) -> int:
+    """Where the bytes of `view` begin."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
+
+
+class Pieces:
+    """Places that are filled again and again, cut into pieces, once.
+
+    Args:
+        offsets: where each place begins, from a base that is known later.
+        sizes: their bytes.
+        piece_bytes: of a piece, at most.
+    """
+
+    def __init__(
+        self, offsets: Sequence[int] | _Words, sizes: Sequence[int] | _Words, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        lengths = np.asarray(sizes, np.uint64)
+        counts = (-(-lengths.astype(np.int64) // piece_bytes)).astype(np.intp)
+        self.of = np.repeat(np.arange(len(counts)), counts)
+        """By piece, the place that it belongs to."""
+        first = np.cumsum(counts) - counts
+        self.at = ((np.arange(len(self.of)) - first[self.of]) * piece_bytes).astype(np.uint64)
+        self.offsets: _Words = np.asarray(offsets, np.uint64)[self.of] + self.at
+        self.sizes: _Words = np.minimum(lengths[self.of] - self.at, np.uint64(piece_bytes))
+        self.ends = np.cumsum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all places."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def shares(self, threads: int) -> list[tuple[int, int]]:
+        """Ranges of pieces (begin, end) of about equal bytes, at most `threads`."""
+        count = 1 if self.nbytes < _ALONE_BYTES else threads
+        borders = np.searchsorted(self.ends, [self.nbytes * i // count for i in range(1, count)], "left") + 1
+        edges = [0, *borders.tolist(), len(self.ends)]
+        return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
+
+
+class Copier:
+    """Copies with up to `threads` threads, the caller's among them. They live for one copy; any thread may call.
+
+    `native`: by the C helper; None: if it is there.
+    """
+
+    def __init__(self, threads: int | None = None, *, native: bool | None = None) -> None:
+        self.threads = threads or min(4, len(os.sched_getaffinity(0)))
+        self.native = _copy is not None if native is None else native
+
+    def copy(self, moves: Iterable[Move]) -> None:
+        """Do all `moves`, shared out among the threads."""
+        targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
+        self.fill(Pieces(targets, sizes), 0, sources)
+
+    def reader(self, pieces: Pieces, base: int, froms: _Words) -> Callable[[], None]:
+        """What fills all `pieces` from `base` on, by the calling thread alone; `froms[i]` is where piece i is read.
+
+        For small ones that are read again and again. The caller keeps `pieces` and `froms`, and what lies at `base`.
+        """
+        count = len(pieces.ends)
+        if not self.native:
+            return functools.partial(_run, pieces, base, froms, [(0, count)])
+        taken = np.zeros(1, np.uint64)
+        work = _native(pieces, base, froms, [(0, count)], taken)
+
+        def read() -> None:
+            taken[0] = 0
+            work()
+
+        return read
+
+    def fill(
+        self,
+        pieces: Pieces,
+        base: int,
+        sources: Sequence[int] | _Words,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fill all `pieces` from `base` on; `sources[i]` is the address of what place i gets.
+
+        The caller's thread does `meanwhile` first, while others copy already; what that raises leaves here.
+        """
+        froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
+        shares = pieces.shares(1 if self.threads == 1 else self.threads * _TURNS)
+        if self.native:
+            work = _native(pieces, base, froms, shares, np.zeros(1, np.uint64))
+        else:
+            work = functools.partial(_run, pieces, base, froms, iter(shares))
+        count = min(self.threads, len(shares))
+        helpers = list[threading.Thread]()
+        try:
+            for _ in range(count - 1):
+                helper = threading.Thread(target=work, name="dlrover-hooks-copy")
+                with contextlib.suppress(RuntimeError):  # no more threads are allowed here: those that run do it all
+                    helper.start()
+                    helpers.append(helper)
+            meanwhile()
+            work()
+        finally:
+            for helper in helpers:
+                helper.join()
+
+
+def _native(
+    pieces: Pieces, base: int, froms: _Words, shares: Sequence[tuple[int, int]], taken: _Words
+) -> Callable[[], None]:
+    """What copies share after share until none is left; `taken` counts them. Any number of threads may call it."""
+    assert _copy is not None, "the C helper is not installed"
+    edges = np.asarray([0, *(end for _, end in shares)], np.uint64)
+    kept = (pieces.offsets, froms, pieces.sizes, edges, taken)
+    to, source, size, edge, count = (int(words.ctypes.data) for words in kept)
+    copy = functools.partial(_copy.copy, base, to, source, size, edge, len(shares), count)
+
+    def work(kept: Any = kept) -> None:
+        copy()
+
+    return work
+
+
+def _run(pieces: Pieces, base: int, froms: _Words, left: Iterable[tuple[int, int]]) -> None:
+    for begin, end in left:  # each share goes to one thread: an iterator moves under the GIL
+        rows = (words[begin:end].tolist() for words in (pieces.offsets, froms, pieces.sizes))
+        for to, source, size in zip(*rows, strict=True):
+            _memcpy(base + to, source, size)

@@ -1,0 +1,168 @@
+"""Which slot a save may overwrite (DL-90). Pure, and the reason why a restore is never older than one interval.
+
+Whatever is complete over all ranks, or may become so, stays on all of them until a newer one is known to be complete:
+
+- The master says which generation is the newest complete one; what is older than that is free.
+- A newer one is free only if some rank has passed it by (`Vote.passed`), so that it never gets complete. The master
+  says so, too: each rank has its own gaps, for a slot that is being persisted may cost it a save that the others make.
+- What is being persisted is never free.
+
+While the master is away nobody hears of the gaps of others. What this rank has not voted for yet is not complete, and
+never will be once its vote is withdrawn: saves go on over that, the oldest first (`Others`).
+
+A world of one rank has no others: there what was published last is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from dlrover_hooks.checkpoint.memory.segment import Slot
+from dlrover_hooks.errors import CheckpointError
+from dlrover_hooks.protocol import Generation
+
+MEETING = 8
+"""Ranks that hold one slot each for new saves could fill them at odd steps here and at even ones there, for ever. So
+once two saves in a row came to nothing, the last free slot is filled only at steps divisible by this, the same ones on
+all ranks: there they meet. Where news of a save takes longer than so many steps they may miss each other there, too:
+so the distance is doubled until it is no less than the time since the slot was filled, or the farthest.
+"""
+FARTHEST = 32
+
+
+NO_SLOT = (
+    "nothing is lost, and the next save takes the next free one; where saves follow each other faster than they are "
+    "hashed and written, a larger save_every leaves out fewer"
+)
+
+
+class NoSlot(CheckpointError):
+    """All slots are needed: this save is left out."""
+
+
+class Heard(NamedTuple):
+    """What a rank knows of the others."""
+
+    newest_complete: Generation | None = None
+    hopeless: frozenset[Generation] | None = None
+    """Its own newer ones that never get complete. None: there are no others."""
+    unvoted: frozenset[Generation] = frozenset()
+    """The master is away, and has not heard of these."""
+
+
+class Others:
+    """What this rank hears of the others, and what it has told them. Any thread."""
+
+    def __init__(self) -> None:
+        self.hopeless: frozenset[Generation] | None = None
+        """See `Heard`."""
+        self.away = False
+        """The master does not answer."""
+        self._lock = threading.Lock()
+        self._voted, self._withdrawn = deque[Generation](maxlen=16), set[Generation]()
+
+    def vote(self, generation: Generation) -> bool:
+        """A vote for it goes out now: its slot stays until the master says more. False: it was written over before."""
+        with self._lock:
+            if generation in self._withdrawn:
+                return False
+            if generation not in self._voted:
+                self._voted.append(generation)
+            return True
+
+    def unvote(self, generation: Generation) -> None:
+        """The vote for it certainly did not reach the master."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._voted.remove(generation)
+
+    def forget(self, generation: Generation) -> bool:
+        """True once if it was written over before a vote for it went out: nobody will vote for it."""
+        with self._lock:
+            gone = generation in self._withdrawn
+            self._withdrawn.discard(generation)
+            return gone
+
+    def choose_slot(
+        self, slots: Callable[[], Sequence[Slot]], heard: Heard, persisting: Collection[Generation], saved: Generation,
+        *, last: bool = False,
+    ) -> int | None:  # fmt: skip
+        """See the function of that name. What is to be written over although it may be voted for is withdrawn first."""
+        while True:
+            rows = slots()
+            asked = self.away and heard.hopeless is not None  # alone, nobody else needs what is written over
+            unvoted = self._unvoted(slot.generation for slot in rows) if asked else frozenset[Generation]()
+            index = choose_slot(rows, heard._replace(unvoted=unvoted), persisting, saved, last=last)
+            before = rows[index].generation if index is not None else None
+            if before is None or before not in unvoted or self._withdraw(before):
+                return index
+
+    def _unvoted(self, held: Iterable[Generation | None]) -> frozenset[Generation]:
+        with self._lock:
+            return frozenset(one for one in held if one is not None and one not in self._voted)
+
+    def _withdraw(self, generation: Generation) -> bool:
+        with self._lock:
+            if generation in self._voted:
+                return False
+            self._withdrawn.add(generation)
+            return True
+
+
+def choose_slot(
+    slots: Sequence[Slot], heard: Heard, persisting: Collection[Generation], saved: Generation, *, last: bool = False
+) -> int | None:
+    """The slot that the save of `saved` may overwrite: torn and free ones first, then the oldest.
+
+    None: there is none now, so skip this save. `last`: none follows, so all ranks wait until they can make this one.
+    Slots of another run count as older than all of this run.
+    """
+    newest = max((slot for slot in slots if _whole(slot)), key=lambda slot: _age(slot, saved.run), default=None)
+    usable = [slot for slot in slots if not (_whole(slot) and _needed(slot, newest, heard, persisting, saved))]
+    if not usable:
+        given = heard.unvoted.difference((heard.newest_complete, *persisting))
+        usable = [slot for slot in slots if slot.generation in given]
+    if len(usable) == 1 and not last and saved.step % _distance(heard, usable[0], saved):
+        return None
+    return min(usable, key=lambda slot: _age(slot, saved.run)).index if usable else None
+
+
+def _distance(heard: Heard, slot: Slot, saved: Generation) -> int:
+    """Of the steps at which the last free `slot` may be filled."""
+    if heard.hopeless is None or len(heard.hopeless) < 2:
+        return 1
+    distance, filled = MEETING, slot.generation
+    while filled is not None and filled in heard.hopeless and distance < min(saved.step - filled.step, FARTHEST):
+        distance *= 2
+    return distance
+
+
+def _needed(
+    slot: Slot, newest: Slot | None, heard: Heard, persisting: Collection[Generation], saved: Generation
+) -> bool:
+    generation = slot.generation
+    if generation == heard.newest_complete or generation in persisting:
+        return True
+    if heard.hopeless is None:
+        return slot is newest
+    return generation not in heard.hopeless and _may_complete(generation, heard.newest_complete, saved)
+
+
+def _may_complete(generation: Generation | None, complete: Generation | None, saved: Generation) -> bool:
+    """It was saved since the restore, which went by what all ranks held, and is newer than what is complete."""
+    if generation is None or (generation.run, generation.attempt) != (saved.run, saved.attempt):
+        return False
+    return complete is None or complete.run != saved.run or generation > complete
+
+
+def _whole(slot: Slot) -> bool:
+    return not slot.torn and slot.generation is not None
+
+
+def _age(slot: Slot, run: str) -> tuple[bool, bool, int, int]:
+    if slot.torn or slot.generation is None:
+        return (False, False, 0, 0)
+    return (True, slot.generation.run == run, slot.generation.attempt, slot.generation.step)

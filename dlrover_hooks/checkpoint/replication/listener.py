@@ -1,0 +1,118 @@
+"""Where other nodes' keepers come in: a TCP listener, a thread for each caller, nobody heard who proved nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint.replication.peer_channel import Channel, admit
+from dlrover_hooks.errors import HooksError, KeeperAway
+from dlrover_hooks.protocol import Secret
+
+CALLERS = 64
+"""At once; whoever proves itself then is turned away, and tries again."""
+STRANGERS = 64
+"""Who has proved nothing yet, which takes milliseconds: when one more comes, the one that takes longest must go."""
+PAUSE_S = 0.5
+"""Before `accept` is called again where it failed, for lack of file descriptors say."""
+_log = logging.getLogger(__name__)
+
+
+class Door:
+    """Listens on `host`:`port` (0: any free port) until `close`. `serve(channel, node)` is called on a caller's thread.
+
+    `secret()` and `node()`: what this keeper proves, now.
+
+    Raises:
+        OSError: that address cannot be had.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: Callable[[], Secret],
+        node: Callable[[], str],
+        serve: Callable[[Channel, str], None],
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.host, self.port = host, int(self._listener.getsockname()[1])
+        self._secret, self._node, self._serve = secret, node, serve
+        self._free = threading.Semaphore(CALLERS)
+        self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
+
+    def close(self) -> None:
+        """End the listener and all connections, and so their threads. Idempotent."""
+        self._closing.set()
+        for one in (self._listener, *tuple(self._open)):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                _log.warning("port %d takes no connection for now: %s", self.port, error)
+                self._closing.wait(PAUSE_S)
+                continue
+            self._let_in(connection)
+            self._open.add(connection)
+            caller = threading.Thread(
+                target=self._answer, args=(connection, str(address[0])), name="keeper-caller", daemon=True
+            )
+            try:
+                caller.start()
+            except RuntimeError as error:  # no more threads are allowed here
+                _log.warning("a connection from %s was refused: %s", address[0], error)
+                self._end(connection)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._strangers) >= STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees that, and ends
+            self._strangers[connection] = None
+
+    def _answer(self, connection: socket.socket, address: str) -> None:
+        try:
+            channel, node = admit(connection, address, self._secret(), self._node())
+            self._known(connection)
+            self._take(channel, node)
+        except (HooksError, OSError) as error:
+            _log.warning("%s", error.message if isinstance(error, HooksError) else error)
+        except Exception:
+            _log.exception("the connection from %s ended", address)
+        finally:
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._known(connection)
+        self._open.discard(connection)
+        connection.close()
+
+    def _known(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def _take(self, channel: Channel, node: str) -> None:
+        if not self._free.acquire(blocking=False):
+            raise KeeperAway(f"{channel.who} was turned away: {CALLERS} others are here")
+        try:
+            self._serve(channel, node)
+        finally:
+            self._free.release()

@@ -1,0 +1,112 @@
+"""One image from keeper to keeper, chunk by chunk, each verified where it arrives. Any thread; no torch (DL-91)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, cut, digests
+from dlrover_hooks.checkpoint.memory.inventory import Berth, Found, Proof
+from dlrover_hooks.checkpoint.replication import replica_protocol as r
+from dlrover_hooks.checkpoint.replication.peer_channel import CHUNK_S, VERIFY_S, Channel
+from dlrover_hooks.checkpoint.storage import shard_writer
+from dlrover_hooks.errors import Corrupt, KeeperAway
+
+
+class Overwritten(KeeperAway):
+    """The trainer has used the slot again before all of it was sent."""
+
+
+def offer(found: Found, home: str) -> r.Offer:
+    """The image, as one of node `home`'s own unless it is a replica itself."""
+    slot, chunks = found.proof
+    assert slot.generation is not None
+    where = found.segment.home or home, found.segment.seat
+    return r.Offer(*where, slot.generation, slot.rank, slot.world_size, slot.image_bytes, chunks)
+
+
+def give(channel: Channel, found: Found, home: str, wait: Callable[[int], object] = lambda _: None) -> None:
+    """Offer the image and send what the other side wants of it; `wait(nbytes)` is called before each chunk.
+
+    Raises:
+        Overwritten: the slot was used again meanwhile. The other side keeps what it had.
+        Corrupt: the slot no longer holds what was hashed; names node, slot and chunk.
+        KeeperAway: the other side refuses, hangs or is gone.
+    """
+    slot = found.proof.slot
+    view = found.segment.arena.view(slot.index, slot.image_bytes)
+    pieces = list(cut(view))
+    channel.send(offer(found, home))
+    while True:
+        word = channel.receive(r.Want, r.Whole, r.Damaged, within_s=VERIFY_S)
+        if isinstance(word, r.Whole):
+            return
+        if found.segment.arena.seq(slot.index) != slot.seq:
+            channel.send(r.Refuse(f"{slot.generation} was overwritten by a newer one"))
+            raise Overwritten(
+                f"{slot.generation}, rank {slot.rank}, was overwritten before {channel.who} had it",
+                hint="sending takes longer than two saves: save less often, or raise DLROVER_HOOKS_REPLICA_MB_PER_S",
+            )
+        if isinstance(word, r.Damaged) or not 0 <= word.chunk < len(pieces):
+            shard_writer.verify(found)
+            raise KeeperAway(f"{channel.who} got chunk {word.chunk} of {slot.generation} damaged")
+        wait(len(pieces[word.chunk]))
+        channel.send(r.Here())
+        channel.send_bytes(pieces[word.chunk])
+
+
+def take(channel: Channel, offer: r.Offer, berth: Berth) -> Proof:
+    """Fill `berth` with what was offered, and publish it there.
+
+    Raises:
+        Corrupt: a chunk does not match its digest; names it, the image and the giver.
+        KeeperAway: the giver cannot go on, hangs or is gone.
+    """
+    arena, index = berth.segment.arena, berth.slot
+    view = arena.view(index, offer.image_bytes)
+    pieces = list(cut(view))
+    beside = berth.beside
+    other = list(cut(arena.view(beside.slot.index, beside.slot.image_bytes))) if beside is not None else []
+    sources = r.sources(offer.chunks, berth.inside, beside.chunks if beside is not None else ())
+    for chunk, source in enumerate(sources):
+        if source == "beside":
+            pieces[chunk][:] = other[chunk]
+        elif source == "sent":
+            _fetch(channel, offer, chunk, pieces[chunk])
+    damaged = [chunk for chunk, digest in enumerate(digests(view)) if digest != offer.chunks[chunk]]
+    for chunk in damaged:  # while it lay here
+        _fetch(channel, offer, chunk, pieces[chunk])
+    if damaged and digests(view) != offer.chunks:
+        raise Corrupt(f"the memory of this node does not keep {offer}")
+    arena.publish(index, offer.generation, offer.rank, offer.world_size, offer.image_bytes)
+    with contextlib.suppress(KeeperAway):  # it is here all the same
+        channel.send(r.Whole())
+    return Proof(arena.slot(index), offer.chunks)
+
+
+def _fetch(channel: Channel, offer: r.Offer, chunk: int, piece: memoryview) -> None:
+    channel.send(r.Want(chunk))
+    channel.receive(r.Here, within_s=CHUNK_S)
+    channel.fill(piece)
+    if digests(piece) != offer.chunks[chunk : chunk + 1]:
+        channel.send(r.Damaged(chunk))
+        raise Corrupt(f"{offer}: chunk {chunk} from {channel.who} did not match its hash")
+
+
+def sound(offer: r.Offer) -> bool:
+    """Whether its numbers agree."""
+    generation, count = offer.generation, -(-offer.image_bytes // CHUNK_BYTES)
+    return (
+        0 < count == len(offer.chunks)
+        and 0 <= offer.rank < offer.world_size < 1 << 32
+        and 0 <= generation.attempt < 1 << 63
+        and 0 <= generation.step < 1 << 63
+        and re.fullmatch("[0-9a-f]{32}", generation.run) is not None
+    )
+
+
+def pacer(pace: r.Pace, sleep: Callable[[float], object]) -> Callable[[int], object]:
+    """`wait` for `give`, by the clock."""
+    return lambda nbytes: sleep(pace.wait_s(nbytes, time.monotonic()))

@@ -1,0 +1,207 @@
+"""What a round restores, out of this node's memory or out of storage, for one rank. Training thread.
+
+Two phases, so that a load that fails leaves the model as it was: `Restorer.load` opens and verifies all that this rank
+needs, `Restored.fill` copies it into the adapter's own tensors, once every rank has said that it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.restore.shard_reader import READS, StoredImage
+from dlrover_hooks.checkpoint.state.pytree import unflatten
+from dlrover_hooks.checkpoint.storage import generations
+from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.retention import reading
+from dlrover_hooks.checkpoint.tensors.numpy_backend import library
+from dlrover_hooks.checkpoint.tensors.shard_index import Image, Images, Slot, chosen
+from dlrover_hooks.errors import Corrupt, StorageFailed
+from dlrover_hooks.protocol import Generation, Restore, Source
+
+
+class Fit(Protocol):
+    """How the adapter's own tensors take what was saved. All it needs of the images is verified already."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By saved name, the tensors that `fill` will write; they stand in the restored tree."""
+        ...
+
+    def fill(self) -> None:
+        """Copy. No error is left but that memory was overwritten meanwhile."""
+        ...
+
+
+class Opening(NamedTuple):
+    """What an adapter may look at: `state` is the saved one with a `Stored` in the place of each tensor."""
+
+    state: Any
+    images: Images
+    copier: Copier
+    weights_only: bool = False
+
+
+Fitting = Callable[[Opening], Fit]
+"""Raises UsageError if what was saved does not fit."""
+
+
+class Restored(NamedTuple):
+    """`tree` in fresh memory, but for tensors of the adapter's own, which are as they were until `fill`.
+
+    `same_world`: its `rank` part is this very rank's of an equally large world. `leases`: the parts of that name of all
+    saved ranks that this rank answers for. Over all ranks, each is there.
+    """
+
+    tree: dict[str, Any]
+    same_world: bool
+    leases: tuple[dict[str, Any], ...]
+    images: Images
+    fit: Fit | None = None
+
+    def fill(self) -> None:
+        """The second phase; it ends with `close`.
+
+        Raises:
+            Corrupt: the memory was overwritten under the copy. The tensors are of no use then.
+        """
+        try:
+            if self.fit is not None:
+                self.fit.fill()
+            self.images.check()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the images. Idempotent."""
+        self.images.close()
+
+
+class Restorer:
+    """Opens what is to be restored at `rank` of `world_size`, through the keeper of this node (`line`) or storage."""
+
+    def __init__(
+        self,
+        line: Line,
+        copier: Copier,
+        seat: int,
+        rank: int,
+        world_size: int,
+        save_to: str | None,
+        options: dict[str, Any],
+        fetch: Callable[[Generation, int, int], None],
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._line, self._copier, self._seat = line, copier, seat
+        self._save_to, self._options, self._fetch = save_to, options, fetch
+
+    def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
+        """See `Checkpointer.load`."""
+        with self._noted(restore):
+            return self._load(restore, fitting)
+
+    def _noted(self, restore: Restore) -> contextlib.AbstractContextManager[None]:
+        """Another job may save at another URL meanwhile: its retention spares what is read here."""
+        if restore.source is not Source.STORAGE or restore.url in (None, self._save_to):
+            return contextlib.nullcontext()
+        return reading(Place(restore.url, self._options), restore.generation)
+
+    def _load(self, restore: Restore, fitting: Fitting | None) -> Restored:
+        memory = restore.source is not Source.STORAGE
+        opener = self._opener(restore) if memory else self._files(restore)
+        images = Images(restore.generation, restore.world_size, opener)
+        try:
+            first, leases = self._here(restore) if memory else (0, self._shares(restore))
+            found = self._restored(restore, images, first, fitting)
+            leases = [] if restore.weights else leases
+            leases = [images.image(rank).header.inside().skeletons for rank in leases]
+            parts = tuple(unflatten(bytes(part["leases"]), {}) for part in leases if "leases" in part)
+            return found._replace(leases=parts)
+        except BaseException:
+            images.close()
+            raise
+
+    def _restored(self, restore: Restore, images: Images, first: int, fitting: Fitting | None) -> Restored:
+        same = restore.world_size == self.world_size and not restore.weights
+        skeletons = images.image(first).header.inside().skeletons
+        own = images.image(self.rank).header.inside().skeletons if same else {}
+        index = images.index()
+        if fitting is None and any(stored.sharded for stored in index.values()):
+            index = images.everything()
+        if "state" not in skeletons:
+            raise Corrupt(f"{restore.generation}: the image of rank {first} has no state, only {sorted(skeletons)}")
+        opening = Opening(unflatten(bytes(skeletons["state"]), index), images, self._copier, restore.weights)
+        fit = fitting(opening) if fitting is not None else None
+        given = dict(fit.tensors) if fit is not None else {}
+        parts = ("state", "data", *(("rank",) if same else ()))
+        wanted = [one for one in chosen(index, parts) if one.name not in given]
+        if restore.weights and fit is not None:
+            wanted, given = [], index | given  # the rest stays what it is: named, not read
+        if not all(one.is_whole for one in wanted):
+            index = images.everything()
+            wanted = [one for one in chosen(index, parts) if one.name not in given]
+        fresh = library().load(wanted, self._copier)
+        images.check()
+        tree = {
+            part: unflatten(bytes(skeletons[part]), fresh | given) for part in ("state", "data") if part in skeletons
+        }
+        if "rank" in own:
+            tree["rank"] = unflatten(bytes(own["rank"]), fresh)
+        return Restored(tree, same, (), images, fit)
+
+    # ---- memory
+
+    def _here(self, restore: Restore) -> tuple[int, list[int]]:
+        """Whose image to begin with, and of which ranks this one answers for the leases."""
+        if restore.world_size == self.world_size:
+            return self.rank, [self.rank]
+        held = self._line.inventory().held
+        this = restore.generation, restore.world_size
+        here = sorted({one.rank for one in held if (one.generation, one.world_size) == this})
+        wanted = self.rank % restore.world_size
+        first = wanted if wanted in here or not here else here[wanted % len(here)]
+        unasked = here if self._seat == 0 else []
+        return first, unasked if restore.answers is None else list(restore.answers)
+
+    def _opener(self, restore: Restore) -> Callable[[int], Image]:
+        def ask(rank: int) -> tuple[Any, int]:
+            which = {"generation": restore.generation, "rank": rank, "world_size": restore.world_size}
+            return self._line.ask(lambda ref: keeper_messages.Open(ref=ref, **which))
+
+        def open_slot(rank: int) -> Image:
+            reply, fd = ask(rank)
+            if isinstance(reply, keeper_messages.Refused) and restore.source is Source.PEER:  # not here, or damaged
+                self._fetch(restore.generation, rank, restore.world_size)
+                reply, fd = ask(rank)
+            if isinstance(reply, keeper_messages.Refused):
+                raise Corrupt(reply.reason, hint=reply.hint)
+            arena = Arena.attach(fd, writable=False)
+            try:
+                return Slot(arena, reply.slot, reply.seq, reply.image_bytes, reply.seat)
+            except BaseException:
+                arena.close()
+                raise
+
+        return open_slot
+
+    # ---- storage
+
+    def _shares(self, restore: Restore) -> list[int]:
+        """The ranks whose leases this one answers for."""
+        if restore.world_size == self.world_size:
+            return [self.rank]
+        return list(range(self.rank, restore.world_size, self.world_size))
+
+    def _files(self, restore: Restore) -> Callable[[int], Image]:
+        url = restore.url or self._save_to
+        if url is None:
+            raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
+        what = f"read the MANIFEST of {restore.generation} at {url}"
+        manifest = READS.run(lambda _: generations.manifest_of(url, self._options, restore.generation), what)
+        place = Place(url, self._options)
+        return lambda rank: StoredImage(place, manifest, rank)

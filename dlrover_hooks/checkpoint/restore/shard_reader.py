@@ -1,0 +1,239 @@
+"""A rank's file in storage, read chunk by chunk where it is needed; each chunk is verified as it comes. No torch.
+
+The MANIFEST may come from anybody: what it claims is compared with the file before any memory is taken.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import xxhash
+
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
+from dlrover_hooks.checkpoint.memory.memcpy import Copier
+from dlrover_hooks.checkpoint.state.safetensors_reader import header_end, parse
+from dlrover_hooks.checkpoint.storage.catalog import folder, shard_name
+from dlrover_hooks.checkpoint.storage.filesystem import Place, failures
+from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
+from dlrover_hooks.checkpoint.tensors.shard_index import Delivery, deliver_from_view
+from dlrover_hooks.errors import Corrupt, StorageFailed
+from dlrover_hooks.protocol import Manifest, ShardFile
+
+RUN_CHUNKS = 4
+"""A thread reads at most so many neighbouring chunks before it takes the next ones."""
+MOST_PIECES = 512
+"""Of one read; Linux takes 1024 (IOV_MAX)."""
+THREADS = min(4, len(os.sched_getaffinity(0)))
+READS = Patience()
+"""For all reads of a restore: one that gets no further byte for `patience.STALL_S` is given up. A hard NFS mount whose
+server is gone never says so."""
+
+
+class StoredImage:
+    """`rank`'s file of `manifest` in the tree at `place`.
+
+    Raises:
+        Corrupt: it is not what the MANIFEST says, or no image; names file, chunk and generation.
+        StorageFailed: it cannot be read, or a read stands still.
+    """
+
+    def __init__(self, place: Place, manifest: Manifest, rank: int) -> None:
+        self._place, self._generation = place, manifest.generation
+        self._home = folder(manifest.generation)
+        self._file = self._checked(next((one for one in manifest.files if one.rank == rank), None), rank)
+        try:
+            # takes memory only where it is written; private, since shared memory is slower to get and to give back
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, max(self._file.nbytes, 1), flags=flags)
+        except OSError as error:
+            raise StorageFailed(f"{self._name}: {self._file.nbytes} bytes do not fit into memory") from error
+        self.view = memoryview(self._memory)[: self._file.nbytes]
+        self._there: set[int] = set()
+        try:
+            self.need([(0, 8)])
+            end = header_end(self.view, self._file.nbytes)
+            self.need([(0, end)])
+            self.header = parse(self.view[:end], self._file.nbytes)
+        except Corrupt as error:
+            self.close()
+            if error.message.startswith(self._name):
+                raise
+            raise Corrupt(f"{self._name} of {self._generation}: {error.message}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _checked(self, file: ShardFile | None, rank: int) -> ShardFile:
+        home = self._place.path(self._home)
+        if file is None or file.name != shard_name(rank):
+            other = f", but {file.name!r}" if file else ""
+            raise Corrupt(f"{home}: {self._generation} has no file of rank {rank}{other}")
+        found = READS.run(lambda _: self._place.sizes(self._home), f"list {home}").get(file.name)
+        where = f"{home}/{file.name}"  # names step and attempt, too
+        if found is None:
+            raise Corrupt(f"{where}: there is no such file")
+        if found != file.nbytes:
+            raise Corrupt(f"{where}: expected {file.nbytes} bytes, found {found}")
+        if file.chunk_bytes != CHUNK_BYTES or len(file.chunks) != -(-file.nbytes // CHUNK_BYTES):
+            raise Corrupt(
+                f"{where}: {len(file.chunks)} hashes of {file.chunk_bytes} bytes each "
+                f"are not those of {file.nbytes} bytes in chunks of {CHUNK_BYTES}"
+            )
+        return file
+
+    @property
+    def _name(self) -> str:
+        return self._place.path(f"{self._home}/{self._file.name}")
+
+    def need(self, spans: Iterable[tuple[int, int]]) -> None:
+        missing = sorted(self._chunks_of(spans) - self._there)
+        self._read(missing, [], THREADS, None)
+        self._there.update(missing)
+
+    def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
+        """Read straight to the addresses: no second copy, and no memory of this image is touched for it."""
+        direct, copied = list[Delivery](), list[Delivery]()
+        for move in (one for one in moves if one[0] < one[1]):  # what was read for another reason is copied
+            (direct if self._chunks_of([move[:2]]).isdisjoint(self._there) else copied).append(move)
+        direct.sort()
+        self._read(sorted(self._chunks_of(move[:2] for move in direct)), direct, copier.threads, memory)
+        deliver_from_view(self, copied, copier)
+
+    def _chunks_of(self, spans: Iterable[tuple[int, int]]) -> set[int]:
+        return {
+            chunk
+            for start, stop in spans
+            for chunk in range(start // CHUNK_BYTES, -(-min(stop, self._file.nbytes) // CHUNK_BYTES))
+        }
+
+    def _read(self, chunks: Sequence[int], moves: Sequence[Delivery], threads: int, memory: Any) -> None:
+        """Read `chunks` by up to `threads` threads and verify each while it is in their caches.
+
+        What lies in one of `moves` (sorted, disjoint) goes to its address, the rest into `view`. `memory` is what those
+        addresses are in: a thread that hangs in the kernel may still write there, so it lives as long as the thread.
+        """
+        if chunks:
+            work = functools.partial(self._read_all, memory, list(chunks), moves, threads)
+            READS.run(work, f"read {self._name} of {self._generation}")
+
+    def _read_all(
+        self, memory: Any, chunks: list[int], moves: Sequence[Delivery], threads: int, attempt: Attempt
+    ) -> None:
+        del memory  # the caller's frame has it until this returns
+        runs = iter(list(_runs(chunks)))
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                with failures(f"read {self._name}"), self._source() as read:
+                    for first, count in runs:  # an iterator moves under the GIL: each run goes to one thread
+                        for chunk in range(first, first + count):
+                            if failed or attempt.given_up:
+                                return
+                            pieces = self._pieces(chunk, moves)
+                            read(chunk * CHUNK_BYTES, pieces)
+                            self._verify(chunk, pieces)
+                            attempt.moved = time.monotonic()
+            except BaseException as error:
+                failed.append(error)
+
+        helpers = [
+            threading.Thread(target=work, name="dlrover-hooks-read", daemon=True)
+            for _ in range(min(threads, -(-len(chunks) // RUN_CHUNKS)) - 1 if self._place.local else 0)
+        ]
+        started = list[threading.Thread]()
+        try:
+            for helper in helpers:
+                with contextlib.suppress(RuntimeError):  # no more threads allowed here: those that run do it all
+                    helper.start()
+                    started.append(helper)
+            work()
+        finally:
+            for helper in started:
+                helper.join()
+        if failed:
+            raise failed[0]
+
+    @contextlib.contextmanager
+    def _source(self) -> Iterator[Callable[[int, list[memoryview]], None]]:
+        """`read(start, pieces)` fills the pieces with the bytes from `start` on, as far as the file goes."""
+        if self._place.local:
+            fd = os.open(self._name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield functools.partial(_read_at, fd)
+            finally:
+                os.close(fd)
+            return
+        with self._place.fs.open(self._name, "rb", block_size=RUN_CHUNKS * CHUNK_BYTES) as file:
+            yield functools.partial(_read_from, file)
+
+    def _pieces(self, chunk: int, moves: Sequence[Delivery]) -> list[memoryview]:
+        """Where the bytes of `chunk` go, in their order."""
+        at, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._file.nbytes)
+        pieces = list[memoryview]()
+        for start, stop, address in moves[bisect.bisect_right(moves, at, key=lambda move: move[1]) :]:
+            if start >= end:
+                break
+            begin, until = max(start, at), min(stop, end)
+            if at < begin:
+                pieces.append(self.view[at:begin])
+            where = (ctypes.c_uint8 * (until - begin)).from_address(address + begin - start)
+            pieces.append(memoryview(where).cast("B"))
+            at = until
+        if at < end:
+            pieces.append(self.view[at:end])
+        return pieces
+
+    def _verify(self, chunk: int, pieces: Iterable[memoryview]) -> None:
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        if digest.hexdigest() != self._file.chunks[chunk]:
+            raise Corrupt(f"{self._name}: chunk {chunk} does not match its hash")
+
+    def check(self) -> None:
+        """It is this process's own copy."""
+
+    def close(self) -> None:
+        self.view.release()
+        with contextlib.suppress(BufferError):  # a traceback may hold a view: the memory goes with it
+            self._memory.close()
+
+
+def _read_at(fd: int, start: int, pieces: list[memoryview]) -> None:
+    left = pieces
+    while left and (got := os.preadv(fd, left[:MOST_PIECES], start)):
+        start += got
+        while left and got >= len(left[0]):
+            got -= len(left[0])
+            left = left[1:]
+        if got:
+            left = [left[0][got:], *left[1:]]
+
+
+def _read_from(file: Any, start: int, pieces: list[memoryview]) -> None:
+    file.seek(start)
+    for piece in pieces:
+        while len(piece) and (got := file.readinto(piece)):
+            piece = piece[got:]
+
+
+def _runs(chunks: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of neighbours."""
+    first, count = chunks[0], 1
+    for chunk in chunks[1:]:
+        if chunk == first + count and count < RUN_CHUNKS:
+            count += 1
+        else:
+            yield first, count
+            first, count = chunk, 1
+    yield first, count

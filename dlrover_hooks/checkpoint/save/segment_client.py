@@ -1,0 +1,207 @@
+"""A trainer's memory at its keeper: asked for, mapped and populated on a thread, ahead of the save. No torch.
+
+New memory costs 130 ms per GB in the keeper and as much here; a save that finds it ready pays nothing of that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, Arena
+from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
+
+PREPARE_WAIT_S = 1.0
+"""A save waits at most so long for memory that is under way; then it is skipped, and counted."""
+SPARE_BYTES = 64 << 10
+"""So that a header may grow without a new segment. Who asks for nothing gets so much: it is there for notes."""
+_ALLOCATE_S = 300.0
+_log = logging.getLogger(__name__)
+
+
+class Room:
+    """The arena of one seat. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
+
+    `allocated(reply)` is called on the helper thread, before the memory is handed out; `closing()` on the training
+    thread, before some is unmapped.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        allocated: Callable[[keeper_messages.Allocated], None],
+        closing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._line, self._allocated, self._closing = line, allocated, closing
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._arena: Arena | None = None
+        self._next: Arena | None = None
+        """Made ready, but not taken yet."""
+        self._stale: list[Arena] = []
+        """Made by keepers that are gone; not closed yet."""
+        self._notes: dict[int, tuple[bytes, bytes]] = {}
+        self._note_bytes = NOTE_BYTES
+        self._lives = 0
+        self._wanted = 0
+        self._closed = False
+        self._helper: threading.Thread | None = None
+        self._error: HooksError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """The memory that was asked for last is there: a save of that size does not wait for any."""
+        with self._changed:
+            return self._fits(self._wanted)
+
+    def prepare(self, nbytes: int) -> None:
+        """Have slots of `nbytes` made ready in the background; those that are there stay until then. Never blocks."""
+        with self._changed:
+            self._wanted = nbytes
+            self._see_to_it()
+
+    def expect(self, note_bytes: int) -> None:
+        """Have room for notes of `note_bytes`, from the next memory on; none is left that is too long. Never blocks."""
+        with self._changed:
+            self._note_bytes = max(self._note_bytes, note_bytes)
+            self._see_to_it()
+
+    def _see_to_it(self) -> None:
+        if self._closed or self._helper is not None or self._serves():
+            return
+        self._error = None
+        helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError as error:
+            self._error = KeeperAway(f"no thread can be started that asks for memory: {error}")
+        else:
+            self._helper = helper  # which waits for this lock before it says that it has ended
+
+    def take(self, nbytes: int) -> Arena:
+        """The arena, its slots of at least `nbytes`. If it is another one than before, that one is closed.
+
+        Raises:
+            CheckpointError: the memory is being prepared, and was not ready within `PREPARE_WAIT_S`.
+            KeeperAway: there is no keeper, or it has no memory for it.
+            UsageError: another process has the seat.
+        """
+        with self._changed:
+            if not self._fits(nbytes):
+                self._await(nbytes)
+                if self._arena is not None and self._helper is None and self._error is not None:
+                    self._stale.append(self._arena)  # not enough memory beside it: its slots may be given up
+                    self._arena = None
+                    self._switch()
+                    self._await(nbytes)
+            self._switch()
+            if self._arena is not None and self._fits(nbytes):
+                return self._arena
+            if self._helper is None and self._error is not None:
+                raise self._error
+            raise CheckpointError("the memory is being prepared", hint="a save after this one will find it ready")
+
+    def _await(self, nbytes: int) -> None:
+        self.prepare(nbytes)
+        self._changed.wait_for(lambda: self._helper is None or self._fits(nbytes), PREPARE_WAIT_S)
+
+    def note(self, place: int, data: bytes, body: bytes) -> None:
+        """Leave the note `data + body` in the memory that there is, and in what comes later.
+
+        Where there is none, it is asked for.
+
+        Any thread, but one at a time.
+        """
+        with self._lock:
+            self._notes[place] = data, body
+            for arena in (self._arena, self._next):
+                if arena is not None:
+                    arena.note(place, data, body)
+            if not self._fits(0):
+                self._see_to_it()
+
+    def lose(self) -> None:
+        """The keeper is gone, and what it made is of no use. Any thread."""
+        with self._changed:
+            self._lives += 1
+            self._stale += [arena for arena in (self._arena, self._next) if arena is not None]
+            self._arena = self._next = None
+
+    def close(self) -> None:
+        """Unmap, and end the thread; the line is closed already. Idempotent."""
+        with self._changed:
+            self._closed, helper = True, self._helper
+        if helper is not None:
+            helper.join(5.0)
+        self.lose()
+        with self._changed:
+            self._switch()
+
+    def _fits(self, nbytes: int) -> bool:
+        arena = self._next or self._arena
+        return arena is not None and arena.slot_bytes >= nbytes and self._line.seated
+
+    def _serves(self) -> bool:
+        """All that is wanted is there."""
+        arena = self._next or self._arena
+        return arena is not None and arena.serves(self._wanted, self._note_bytes) and self._line.seated
+
+    def _switch(self) -> None:
+        """Use what was made ready, and close the rest. Training thread: it alone knows that no copy goes on."""
+        if self._next is not None:
+            self._stale += [self._arena] if self._arena is not None else []
+            self._arena, self._next = self._next, None
+        if self._stale:
+            self._closing()
+        while self._stale:
+            self._stale.pop().close()
+
+    def _work(self) -> None:
+        error = None
+        try:
+            while self._make():
+                pass
+        except HooksError as raised:
+            error = raised
+        except OSError as raised:
+            error = KeeperAway(f"the memory cannot be mapped: {raised}")
+        except Exception as raised:  # told by the next save; this thread must not end without a word
+            _log.exception("the memory for saves could not be prepared")
+            error = CheckpointError(f"the memory could not be prepared: {type(raised).__name__}: {raised}")
+        with self._changed:
+            self._helper, self._error = None, error
+            self._changed.notify_all()
+
+    def _make(self) -> bool:
+        """Get what is wanted now; True if more is wanted by then."""
+        link = self._line.seat()
+        with self._changed:
+            lives, wanted, note_bytes = self._lives, self._wanted, self._note_bytes
+            gives = self._arena is None and self._next is None and not self._stale
+            if self._serves():  # only the seat was to be taken
+                return False
+        size = wanted + max(wanted // 64, SPARE_BYTES)
+        reply, fd = link.call(
+            lambda ref: keeper_messages.Allocate(ref=ref, slot_bytes=size, note_bytes=note_bytes, gives=gives),
+            timeout_s=_ALLOCATE_S,
+        )
+        if isinstance(reply, keeper_messages.Refused):
+            raise KeeperAway(reply.reason, hint=reply.hint)
+        arena = Arena.attach(fd)
+        with self._changed:
+            if self._closed or lives != self._lives:
+                arena.close()
+                return not self._closed
+            self._allocated(reply)
+            self._stale += [self._next] if self._next is not None else []
+            self._next = arena
+            old = [one for one in (self._arena, *self._stale) if one is not None and one.number != arena.number]
+            for place, note in self._notes.items():
+                arena.note(place, *note)
+                for one in old:  # it may be read for a while yet
+                    one.note(place, b"")
+            self._changed.notify_all()
+            return not arena.serves(self._wanted, self._note_bytes)

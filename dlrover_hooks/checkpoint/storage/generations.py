@@ -1,0 +1,373 @@
+"""The durable checkpoint tree at `save_to`: shard files, MANIFESTs, `latest`, retention (DL-90, DL-91).
+
+    save_to/latest.json                                 the newest committed generation
+    save_to/finished.json                               the run ended at this step
+    save_to/fresh.json                                  this run starts anew: its first commit removes the runs before
+    save_to/given-up.json                               runs that were: a late commit of theirs is refused
+    save_to/step-0000000100-0000/MANIFEST.json          this generation exists
+    save_to/step-0000000100-0000/shard-00001-model-00001-of-00001.safetensors
+
+A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files,
+MANIFEST, latest, retention; of a removal: MANIFEST, files. A tree is one job's: nothing here removes or writes over a
+generation of another job. No torch. Functions may be called from any thread; the
+writers of one tree are one job (`Claim`), its shard files one process per rank, and `commit` one process at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, Stream
+from dlrover_hooks.checkpoint.storage import mounts
+from dlrover_hooks.checkpoint.storage.catalog import (
+    FINISHED,
+    FRESH,
+    GIVEN_UP,
+    LATEST,
+    MANIFEST,
+    MANIFEST_BYTES,
+    SHARD,
+    Finished,
+    Fresh,
+    GivenUp,
+    Latest,
+    Listed,
+    age,
+    changes,
+    content,
+    decode,
+    encode,
+    fault,
+    folder,
+    listing,
+    load,
+    shard_name,
+)
+from dlrover_hooks.checkpoint.storage.filesystem import Place, absolute, is_part
+from dlrover_hooks.checkpoint.storage.retention import retain
+from dlrover_hooks.checkpoint.storage.stall_guard import Attempt
+from dlrover_hooks.checkpoint.storage.url_claim import Claim, Owner, holder
+from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
+from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, ShardFile
+
+_log = logging.getLogger("dlrover_hooks")
+
+__all__ = [
+    "Claim",
+    "Owner",
+    "Scan",
+    "absolute",
+    "commit",
+    "finish",
+    "folder",
+    "holder",
+    "manifest_of",
+    "probe",
+    "refuse_given_up",
+    "refuse_others",
+    "scan",
+    "shard_name",
+    "start_anew",
+    "write_shard",
+]
+
+
+class Scan(Message, frozen=True):
+    """What lies at a URL for one job (or for whoever saved there last): whole generations, newest first."""
+
+    manifests: tuple[Manifest, ...] = ()
+    finished_step: int | None = None
+    damaged: tuple[str, ...] = ()
+    """One line for each generation or file that was passed over, with the reason."""
+    lost: tuple[tuple[int, int], ...] = ()
+    """Attempt and step of the generations among them."""
+    heard: int = 0
+    """The greatest attempt of any folder, whole or not, of whatever run."""
+
+
+def probe(url: str, options: Mapping[str, Any] | None = None) -> None:
+    """Write and remove a small file at `url`.
+
+    Raises:
+        StorageFailed: it cannot be written; says why and what to do.
+    """
+    place = Place(url, options)
+    place.make()
+    name = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
+    place.put(name, b"dlrover-hooks " * 586)  # two pages: a full disk takes an empty file gladly
+    place.remove(name)
+
+
+def write_shard(
+    url: str,
+    options: Mapping[str, Any] | None,
+    generation: Generation,
+    rank: int,
+    world_size: int,
+    pieces: Iterable[memoryview],
+    nbytes: int,
+    *,
+    job: str,
+    attempt: Attempt | None = None,
+) -> ShardFile:
+    """Write global `rank`'s file of `job`'s `generation` from `pieces` (`nbytes` in all), hashing on the way.
+
+    What is committed stays as it is: its file is returned instead. `attempt` counts the bytes, and may be given up.
+
+    Raises:
+        SaveToBusy: another job's generation lies there.
+        StorageFailed: it could not be written whole. Nothing of it is visible then.
+    """
+    place, home = Place(url, options), folder(generation)
+    mounts.demand_same(place)
+    place.make(home)
+    _outdate(place, home, generation, job)
+    if (known := _committed_file(place, home, rank)) is not None:
+        return known
+    stream, name = Stream(), shard_name(rank)
+    place.write(f"{home}/{name}", (attempt or Attempt()).through(_hashed(stream, pieces)), nbytes)
+    found = place.sizes(home).get(name)
+    if not stream.nbytes == nbytes == found:
+        raise StorageFailed(
+            f"{place.path(home)}/{name} of {generation}, rank {rank} of {world_size}: "
+            f"expected {nbytes} bytes, wrote {stream.nbytes}, found {found}"
+        )
+    return ShardFile(name=name, rank=rank, nbytes=nbytes, chunk_bytes=CHUNK_BYTES, chunks=stream.digests())
+
+
+def _committed_file(place: Place, home: str, rank: int) -> ShardFile | None:
+    """`rank`'s file of the whole generation in `home`. A MANIFEST of a damaged one is removed."""
+    if (manifest := load(place, f"{home}/{MANIFEST}", Manifest)) is None:
+        return None
+    if fault(manifest, home, place.sizes(home)) is not None:
+        place.remove(f"{home}/{MANIFEST}")
+        return None
+    return next((file for file in manifest.files if file.rank == rank), None)
+
+
+def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    for piece in pieces:
+        yield from stream.split(piece.cast("B") if piece.format != "B" or piece.ndim != 1 else piece)
+
+
+def _outdate(place: Place, home: str, generation: Generation, job: str) -> None:
+    """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
+    old = load(place, f"{home}/{MANIFEST}", Manifest)
+    if old is not None and old.job != job:
+        raise _occupied(place, old)
+    if old is not None and old.generation != generation:
+        place.remove(f"{home}/{MANIFEST}")
+
+
+def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None:
+    """Let nobody but `job` write at `url` if generations lie there.
+
+    One that cannot be read is taken for the job's own where others of it lie; else there is a warning. It is not
+    written over: the file of that very step is refused until its MANIFEST can be read.
+
+    Raises:
+        SaveToBusy: they are another job's; names it, its newest step and the ways out.
+    """
+    place = Place(url, options)
+    rows = listing(place)
+    _refuse_others(place, rows, job)
+    if not any(one.manifest for one in rows):
+        for one in rows:
+            if one.unread:
+                _log.warning(
+                    "job %s: %s: %s. Whose it is is not known: it stays", job, place.path(one.folder), one.fault
+                )
+
+
+def _refuse_others(place: Place, rows: Iterable[Listed], job: str) -> None:
+    others = [one.manifest for one in rows if one.manifest is not None and one.manifest.job != job]
+    if others:
+        raise _occupied(place, max(others, key=age))
+
+
+def refuse_given_up(url: str, options: Mapping[str, Any] | None, generation: Generation) -> None:
+    """Of a run that was given up for a fresh one nothing more is committed.
+
+    Raises:
+        Stale: `generation` is of such a run.
+    """
+    place = Place(url, options)
+    if generation.run in _given_up(place):
+        raise Stale(
+            f"{generation} comes too late for {place.url}: the job has started anew there, and its older runs are gone"
+        )
+
+
+def _given_up(place: Place) -> tuple[str, ...]:
+    return (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
+
+
+def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
+    job = manifest.job
+    return SaveToBusy(
+        f"{place.url} holds step {manifest.generation.step} of job {job!r}; nothing of it is written over",
+        hint=f"go on with that job (--job {job}, or DLROVER_HOOKS_JOB={job}), start it anew (--job {job} --fresh), or "
+        "choose another `save_to`",
+    )
+
+
+def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) -> None:
+    """`run` of `job` starts although there is something to go on with: its first commit removes the runs before it."""
+    place = Place(url, options)
+    found = [one.manifest for one in listing(place) if one.manifest is not None]
+    if any(old.job == job and old.generation.run != run for old in found):
+        place.put(FRESH, encode(Fresh(job=job, run=run)))
+
+
+def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
+    """What `job` can be restored from: the whole generations of the run that `latest.json` names. None: of any job.
+
+    Damaged MANIFESTs and files of wrong size are passed over and named in `damaged`; so are MANIFESTs that storage does
+    not give, after a second try. Contents are not hashed here.
+
+    Raises:
+        StorageFailed: nothing can be listed, or there is nothing but what storage does not give.
+    """
+    place, rows = _look_twice(url, options)
+    lost = [one for one in rows if one.committed and one.fault is not None]
+    bad = [f"{place.path(one.folder)}: {one.fault}" for one in lost]
+    gone = _given_up(place)
+    found = [one.manifest for one in rows if one.manifest is not None and one.fault is None]
+    found = [one for one in found if job in (None, one.job) and one.generation.run not in gone]
+    found.sort(key=age, reverse=True)
+    if not found and any(one.unread for one in lost):  # to train from step 0 instead is nobody's wish
+        raise StorageFailed("; ".join(bad), hint="let this user read them, or remove what is beyond repair")
+    known = {one.manifest.generation.run for one in rows if one.manifest is not None}
+    run = _current_run(place, found, job, known, gone, bad)
+    ended = load(place, FINISHED, Finished)
+    finished = ended.step if ended is not None and job in (None, ended.job) and ended.run == run else None
+    return Scan(
+        manifests=tuple(manifest for manifest in found if manifest.generation.run == run),
+        finished_step=finished,
+        damaged=tuple(bad),
+        lost=tuple((one.attempt, one.step) for one in lost),
+        heard=max((row.attempt for row in rows), default=0),
+    )
+
+
+def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[Place, list[Listed]]:
+    """Again, with the file system opened anew, if something was not given: a glitch, or credentials that expired."""
+    place = Place(url, options)
+    rows = listing(place)
+    if any(one.unread for one in rows):
+        place = Place(url, options)
+        rows = listing(place)
+    return place, rows
+
+
+def _current_run(
+    place: Place,
+    found: list[Manifest],
+    job: str | None,
+    known: Collection[str],
+    gone: Collection[str],
+    bad: list[str],
+) -> str | None:
+    """The run that `latest` names, if there is anything of it (`known`); else that of the generation saved last."""
+    data = content(place, LATEST)
+    latest = decode(data, Latest)
+    ended = load(place, FINISHED, Finished)
+    ended = ended if ended is not None and job in (None, ended.job) else None
+    newest = max(found, key=lambda manifest: manifest.created_at).generation if found else None
+    instead = f"{newest} is the newest generation that is whole: its run is taken" if newest else ""
+    if latest is not None and job in (None, latest.job) and latest.generation.run not in gone:
+        home, run = place.path(latest.folder), latest.generation.run
+        if latest.generation not in (manifest.generation for manifest in found) and home not in str(bad):
+            bad.append(f"{home}: {LATEST} names {latest.generation}, which is not there")
+        if run in known or (ended is not None and ended.run == run):
+            return run
+        if newest:
+            bad.append(f"{place.path(LATEST)}: names a run of which nothing is there; {instead}")
+    elif data is not None and latest is None:
+        bad.append(
+            f"{place.path(LATEST)}: cannot be read, or does not match its hash; {instead or 'no generation is whole'}"
+        )
+    return newest.run if newest else ended.run if ended else None
+
+
+def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
+    """Make `manifest`'s generation exist, point `latest` at it, remove what `keep` does not keep. Idempotent.
+
+    Raises:
+        StorageFailed: a file is missing or short (nothing is committed then), or the tree cannot be written.
+        SaveToBusy: generations of another job lie there.
+        Stale: the job has started anew since, with another run.
+    """
+    place, home = Place(url, options), folder(manifest.generation)
+    mounts.demand_same(place)
+    rows = changes(place)
+    _refuse_others(place, rows, manifest.job)
+    refuse_given_up(url, options, manifest.generation)
+    sizes = place.sizes(home)
+    why = fault(manifest, home, sizes)
+    if why is not None:
+        raise StorageFailed(f"{manifest.generation} of job {manifest.job!r} at {place.path(home)}: {why}")
+    _outdate(place, home, manifest.generation, manifest.job)
+    _remove_strays(place, home, sizes, {file.name for file in manifest.files})
+    _make_exist(place, f"{home}/{MANIFEST}", manifest)
+    _point_latest(place, manifest)
+    this = Listed(home, manifest.generation.step, manifest.generation.attempt, manifest=manifest, committed=True)
+    retain(place, [*(one for one in rows if one.folder != home), this], manifest, keep)
+
+
+def _remove_strays(place: Place, home: str, sizes: Mapping[str, int], named: Collection[str]) -> None:
+    """Remove our own files that no MANIFEST will name: of ranks that are no more, or unfinished.
+
+    Other files and folders there are somebody else's (a file server puts some into every folder): they stay.
+    """
+    for name, size in sizes.items():
+        ours = SHARD.fullmatch(name) is not None or is_part(name)
+        if ours and size >= 0 and name not in named:
+            place.remove(f"{home}/{name}")
+
+
+def _make_exist(place: Place, name: str, manifest: Manifest) -> None:
+    """Write the MANIFEST. One that is there stays, and so does whoever is quicker."""
+    data = content(place, name, MANIFEST_BYTES)
+    if decode(data, Manifest) is None:
+        if data is not None:
+            place.remove(name)
+        place.put_new(name, msgspec.json.encode(manifest))
+    found = load(place, name, Manifest)
+    if found is None or found.files != manifest.files:
+        raise StorageFailed(f"{place.path(name)} is not that of {manifest.generation} of job {manifest.job!r}")
+
+
+def _point_latest(place: Place, manifest: Manifest) -> None:
+    now = load(place, LATEST, Latest)
+    new = Latest(job=manifest.job, generation=manifest.generation, folder=folder(manifest.generation))
+    same_run = now is not None and now.job == new.job and now.generation.run == new.generation.run
+    if now is None or not same_run or now.generation < new.generation:
+        place.put(LATEST, encode(new))
+
+
+def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
+    """Remember that `run` of `job` ended at `step`, so that a later start does not train again."""
+    place = Place(url, options)
+    mounts.demand_same(place)
+    place.make()
+    place.put(FINISHED, encode(Finished(job=job, run=run, step=step)))
+
+
+def manifest_of(url: str, options: Mapping[str, Any] | None, generation: Generation) -> Manifest:
+    """The MANIFEST of `generation`.
+
+    Raises:
+        Corrupt: there is none, it cannot be read, or it is another run's.
+    """
+    place = Place(url, options)
+    home = folder(generation)
+    manifest = load(place, f"{home}/{MANIFEST}", Manifest)
+    if manifest is None or manifest.generation != generation:
+        raise Corrupt(f"{place.path(home)}/{MANIFEST} of {generation}: missing, unreadable or of another run")
+    return manifest

@@ -1,0 +1,197 @@
+"""Which durable generations stay, and the removal of those that do not (DL-91). No torch.
+
+Of one run stay: the newest `last`; of each span of `every_steps` optimizer steps, and of each span of `every`, the
+first one saved in it. The spans are counted from step 0 and from the Unix epoch, so that the choice depends on nothing
+but what is there, and what was once kept for a span is kept by every later commit. The newest whole generation always
+stays, and so does what somebody reads (`reading`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from dlrover_hooks.checkpoint.storage.catalog import (
+    FRESH,
+    GIVEN_UP,
+    MANIFEST,
+    Fresh,
+    GivenUp,
+    Listed,
+    age,
+    encode,
+    folder,
+    load,
+    look,
+)
+from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.errors import StorageFailed
+from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
+
+_log = logging.getLogger("dlrover_hooks")
+_said = set[str]()
+"""Links, and what could not be removed: each was named in the log."""
+RUNS = 1000
+"""So many runs that were given up are remembered: 35 kB."""
+READER = "reading-"
+READ_S = 3600.0
+"""A reader that has died is waited for so long."""
+
+
+class Reader(Message, frozen=True):
+    """What a reader's note holds: Unix time."""
+
+    until: float
+
+
+def kept(found: Sequence[Manifest], keep: int | Retention) -> set[Generation]:
+    """What stays of `found`, the whole generations of one run, in any order."""
+    rules = Retention(last=keep) if isinstance(keep, int) else keep
+    oldest_first = sorted(found, key=age)
+    stays = {one.generation for one in oldest_first[-max(rules.last, 1) :]}
+    spans: set[tuple[str, int]] = set()
+    for one in oldest_first:
+        for span in _spans(one, rules) - spans:
+            spans.add(span)
+            stays.add(one.generation)
+    return stays
+
+
+def _spans(one: Manifest, rules: Retention) -> set[tuple[str, int]]:
+    """The spans whose first one this may be. Steps before the first full span are in none."""
+    spans: set[tuple[str, int]] = set()
+    if rules.every_steps and one.generation.step >= rules.every_steps:
+        spans.add(("steps", one.generation.step // rules.every_steps))
+    if rules.every_s:
+        spans.add(("time", int(one.created_at // rules.every_s)))
+    return spans
+
+
+def condemned(rows: Iterable[Listed], job: str, run: str, keep: int | Retention) -> list[Listed]:
+    """Generations of `job`'s `run` that `keep` does not keep, and folders older than its newest, never committed."""
+    rows = list(rows)
+    ours = {
+        one.folder: one.manifest
+        for one in rows
+        if one.manifest is not None
+        and one.fault is None
+        and (one.manifest.job, one.manifest.generation.run) == (job, run)
+    }
+    stays = {folder(generation) for generation in kept(list(ours.values()), keep)}
+    newest = max((age(manifest) for manifest in ours.values()), default=(-1, -1))
+    return [
+        one
+        for one in rows
+        if (one.folder in ours and one.folder not in stays) or (not one.committed and (one.attempt, one.step) < newest)
+    ]
+
+
+def retain(place: Place, rows: Iterable[Listed], manifest: Manifest, keep: int | Retention) -> None:
+    """After the commit of `manifest`: remove what is condemned, and all runs before it if it was to start anew.
+
+    `rows` (see `catalog.changes`) with the new one among them. Each is looked at again before it is removed. What
+    cannot be removed is named in the log and tried again after the next commit: the generation is committed already.
+    """
+    rows, run = list(rows), manifest.generation.run
+    with _told(place, "what an earlier run left"):
+        if load(place, FRESH, Fresh) == Fresh(job=manifest.job, run=run) and _give_up(
+            place, [one for one in rows if _is_older(one, manifest)]
+        ):
+            place.remove(FRESH)
+    now = time.time()
+    for one in condemned(rows, manifest.job, run, keep):
+        _remove_if(place, one, lambda same: not being_read(place, same, now))
+    with _told(place, "a temporary file"):
+        place.sweep()
+
+
+@contextlib.contextmanager
+def _told(place: Place, what: str) -> Iterator[None]:
+    """A failure to remove `what` is logged, once."""
+    try:
+        yield
+    except StorageFailed as error:
+        if (key := f"{place.url} {what}") not in _said:
+            _said.add(key)
+            _log.warning("%s: %s is not removed and takes up space: %s", place.url, what, error)
+
+
+def _remove_if(place: Place, one: Listed, may: Callable[[Listed], bool]) -> bool:
+    """Remove a generation that is as it was and that `may` go. False: that failed, and was logged."""
+    with _told(place, one.folder):
+        if (now := _same(place, one)) is not None and may(now):
+            remove(place, one.folder)
+        return True
+    return False
+
+
+def _is_older(one: Listed, manifest: Manifest) -> bool:
+    old = one.manifest
+    return old is not None and old.job == manifest.job and old.generation.run != manifest.generation.run
+
+
+def _give_up(place: Place, older: list[Listed]) -> bool:
+    """Remove them, and remember their runs: a keeper far away may hold something of them that it still wants to commit.
+
+    False: some could not be removed.
+    """
+    runs = {one.manifest.generation.run: None for one in older if one.manifest is not None}
+    before = (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
+    place.put(GIVEN_UP, encode(GivenUp(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
+    return all([_remove_if(place, one, lambda _: True) for one in older])
+
+
+def _same(place: Place, one: Listed) -> Listed | None:
+    """What may be removed, as it is now; None if it is no longer what it was, or somebody's link."""
+    if _linked(place, one):
+        return None
+    now = look(place, one.folder)
+    same = now.committed == one.committed and _generation(now) == _generation(one)
+    return now if same and not now.unread else None
+
+
+def _generation(one: Listed) -> Generation | None:
+    return one.manifest.generation if one.manifest is not None else None
+
+
+def _linked(place: Place, one: Listed) -> bool:
+    """Its folder is a link: somebody keeps it elsewhere, and by his own rules. Said once."""
+    if not place.is_link(one.folder):
+        return False
+    if (path := place.path(one.folder)) not in _said:
+        _said.add(path)
+        _log.warning("%s is a link: what retention does not keep is not removed there", path)
+    return True
+
+
+def remove(place: Place, home: str) -> None:
+    """The generation in folder `home` ceases to exist, then its files do."""
+    place.remove(f"{home}/{MANIFEST}")
+    place.remove_folder(home)
+
+
+def being_read(place: Place, one: Listed, now: float) -> bool:
+    """Somebody reads it now (`reading`)."""
+    notes = (load(place, f"{one.folder}/{name}", Reader) for name in one.names if name.startswith(READER))
+    return any(note is not None and note.until > now for note in notes)
+
+
+@contextlib.contextmanager
+def reading(place: Place, generation: Generation) -> Iterator[None]:
+    """Retention leaves `generation` alone meanwhile, for at most `READ_S`. Without the right to write: no promise."""
+    note = f"{folder(generation)}/{READER}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
+    patience, data = Patience(), msgspec.json.encode(Reader(until=time.time() + READ_S))
+    with contextlib.suppress(StorageFailed):
+        patience.run(lambda _: place.put(note, data), f"write {note}")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(StorageFailed):
+            patience.run(lambda _: place.remove(note), f"remove {note}")

@@ -1,0 +1,219 @@
+"""`dlrover-hooks rehearse`: a user's own script, run under the launcher undisturbed, with faults and relaunched."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.rehearsal.comparison import RECOVERED, Evidence, Verdict, judge
+from dlrover_hooks.rehearsal.trial_run import Plan, Trial
+from dlrover_hooks.testing.faults import fault_plan
+from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment, Target
+
+
+def rehearse(plan: Plan, folder: Path, console: Console) -> list[Verdict]:
+    """All runs, and what they show.
+
+    Raises:
+        HooksError: there is nothing to compare: the undisturbed run failed, took too long, or used no hook.
+    """
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    calm = Trial("undisturbed", folder, plan)
+    with Progress(*columns, console=console) as progress:
+        calm.go(progress)
+        _refuse_useless(calm)
+        hit = Trial("with faults", folder, plan, plan.drawn(min(plan.steps, calm.run.step)))
+        hit.go(progress)
+        again = _relaunched(plan, folder, calm.run.step)
+        if again is not None:
+            again.go(progress)
+    return judge(
+        Evidence(
+            calm=calm.run,
+            hit=hit.run,
+            bound=plan.steps,
+            code=hit.code,
+            struck=hit.struck(),
+            planned=len(hit.faults),
+            calm_lines=calm.lines,
+            hit_lines=hit.lines,
+            again=again.run if again is not None else None,
+            again_code=again.code if again is not None else 0,
+            relaunched=plan.relaunched,
+            keeps=again is not None and any(again.folder.glob("saved-*")),
+        )
+    )
+
+
+def _relaunched(plan: Plan, folder: Path, last: int) -> Trial | None:
+    """The launcher is killed in the middle, and started again with another number of workers."""
+    if not plan.relaunched:
+        return None
+    step = max(2, min(plan.steps, last) // 2)
+    return Trial("relaunched", folder, plan, (Fault(step=step, kind=Kind.KILL, of=Target.LAUNCHER, at=Moment.QUIET),))
+
+
+def _refuse_useless(calm: Trial) -> None:
+    if calm.code != 0:
+        raise HooksError(
+            f"the undisturbed run ended with {calm.code}, so there is nothing to compare with:\n{calm.tail()}",
+            hint="the script must run under `dlrover-hooks run` first; one without a process group needs --workers 1",
+        )
+    if not any(life.rows for life in calm.run.lives):
+        raise HooksError(
+            f"no hook of dlrover-hooks saw a step, so a fault would cost the whole run\n{calm.tail()}",
+            hint="use AsyncCheckpointer, ElasticCallback or another adapter in the script",
+        )
+
+
+def show(verdicts: list[Verdict], console: Console) -> bool:
+    """The table. True if nothing is broken, and a fault was seen."""
+    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("promise", "", "what was seen"):
+        rows.add_column(name, justify="left")
+    marks = {True: "[green]kept[/]", False: "[bold red]BROKEN[/]", None: "[yellow]not shown[/]"}
+    for verdict in verdicts:
+        rows.add_row(verdict.promise, marks[verdict.kept], verdict.found)
+        if verdict.hint:
+            rows.add_row("", "", f"[dim]{'hint' if verdict.kept is False else 'note'}: {verdict.hint}[/]")
+    console.print(rows)
+    seen = any(verdict.promise == RECOVERED and verdict.kept is not None for verdict in verdicts)
+    return seen and not any(verdict.kept is False for verdict in verdicts)
+
+
+_COUNTS: tuple[tuple[str, Kind, Target, str], ...] = (
+    ("kill", Kind.KILL, Target.WORKER, "SIGKILL a worker."),
+    ("stop", Kind.STOP, Target.WORKER, "SIGSTOP a worker for one to two seconds."),
+    ("exception", Kind.EXCEPTION, Target.WORKER, "Raise an exception in the training loop."),
+    ("hang", Kind.HANG, Target.WORKER, "Hold a worker's GIL for one to two seconds."),
+    ("segfault", Kind.SEGFAULT, Target.WORKER, "SIGSEGV in a worker."),
+    ("cut", Kind.CUT, Target.WORKER, "Cut a worker off its master for about a second."),
+    ("kill-master", Kind.KILL, Target.MASTER, "SIGKILL the master."),
+    ("kill-keeper", Kind.KILL, Target.KEEPER, "SIGKILL the keeper, which holds the checkpoints in memory."),
+)
+
+
+def _counts(command: Any) -> Any:
+    """One option for each kind of fault: how many of it."""
+    for name, _, _, text in reversed(_COUNTS):
+        command = click.option(f"--{name}", type=click.IntRange(min=0), default=0, metavar="N", help=text)(command)
+    return command
+
+
+@click.command("rehearse", short_help="Shoot a script, and see what it breaks.",
+               context_settings={"ignore_unknown_options": True})  # fmt: skip
+@click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=2,
+              show_default=True, help="Workers of each run.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=5), default=50, show_default=True,
+              help="End both runs at this optimizer step, unless the script ends before.")  # fmt: skip
+@_counts
+@click.option("--faults", "file", type=click.Path(dir_okay=False, exists=True),
+              help="A file of faults, one in a line: step=20 rank=1 kill.")  # fmt: skip
+@click.option("--seed", type=int, help="Draws steps, ranks and moments of the faults; it is printed.")
+@click.option(
+    "--relaunch",
+    type=click.IntRange(min=0),
+    metavar="M",
+    help="Workers of the second launch of the third run; 0: no third run.  [default: N - 1, at least 1]",
+)
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, show_default=True,
+              help="Seconds for each run.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False), help="Keep traces, checkpoints and logs in this new folder.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(workers: int, steps: int, file: str | None, seed: int | None, relaunch: int | None, timeout_s: float,
+            out: str | None, module: bool, script: str, arguments: tuple[str, ...], **counts: int) -> None:  # fmt: skip
+    """Run SCRIPT three times with N workers and compare the runs step by step.
+
+    The first run is left alone. The second meets faults: without any option for them three workers are killed. In the
+    third the launcher is killed half-way and started again with M workers.
+
+    All runs end at --steps. The script is run as it is: what it writes, it writes in each run; only its checkpoints
+    (save_to) go to a folder of the rehearsal, and what stands behind its training loop is not run when --steps ends it.
+
+    \b
+    dlrover-hooks rehearse train.py --kill 3 --steps 50
+    dlrover-hooks rehearse --kill 1 --kill-master 1 -n 4 train.py --lr 1e-3
+    dlrover-hooks rehearse --faults faults.txt -- train.py --steps 10000
+
+    Options with names that are not ours go to SCRIPT, and so does everything behind a --.
+
+    \b
+    The table at the end says of each promise whether the script keeps it:
+      1  each sample exactly once: the positions that each step trained
+      2  the newest checkpoint is whole: what was restored, against what was there
+      3  a dead worker is replaced: the run came to its end
+      4  each step is the same step: hashes of all parameters after each step
+      5  a relaunch goes on: the positions of each step, with M workers from half-way on
+    and whether files in this folder got lines twice. For a broken one it names the first step, rank and tensor.
+
+    \b
+    Exit codes: 0 all kept, 1 one is broken, or there was nothing to compare, 78 usage, 130 Ctrl-C.
+    """
+    from dlrover_hooks.launcher.processes.workers import worker_command
+
+    console = Console(stderr=True, highlight=False)
+    seed = uuid.uuid4().int % 10_000 if seed is None else seed
+    try:
+        worker_command(script, arguments, module=module)
+        menu = [(kind, of) for name, kind, of, _ in _COUNTS for _ in range(counts[name.replace("-", "_")])]
+        if not menu and file is None:
+            menu = [(Kind.KILL, Target.WORKER)] * 3
+        plan = Plan(
+            command=(*(["-m"] if module else []), script, *arguments), workers=workers, steps=steps,
+            faults=fault_plan.read(file) if file is not None else (), menu=tuple(menu), seed=seed, timeout_s=timeout_s,
+            relaunched=max(1, workers - 1) if relaunch is None else relaunch,
+        )  # fmt: skip
+        what = f"{workers} workers, {steps} steps, {len(plan.faults) + len(menu)} faults (seed {seed})"
+        console.print(f"{' '.join(plan.command)}: {what}")
+        kept = _rehearsed(plan, out, console)
+    except HooksError as error:
+        click.echo(f"dlrover-hooks rehearse: {error}", err=True)
+        sys.exit(78 if isinstance(error, UsageError) else 1)
+    sys.exit(0 if kept else 1)
+
+
+def _rehearsed(plan: Plan, out: str | None, console: Console) -> bool:
+    """Traces are kept where they were asked for, and where something is broken."""
+    folder = Path(tempfile.mkdtemp(prefix="dlrover-hooks-rehearsal-") if out is None else out).absolute()
+    if out is not None:
+        _make(folder)
+    kept = finished = False
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        kept = show(rehearse(plan, folder, console), console)
+        finished = True
+    except HooksError:
+        finished = True
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if out is None and (kept or not finished):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            console.print(f"traces and logs: {folder}", soft_wrap=True)
+    return kept
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}", hint="name a folder that is not there yet") from error
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -1,0 +1,314 @@
+"""The client of the master: one `call(request) -> reply` for every row of `ROUTES`.
+
+Events carry an idempotency key: a call without an answer is sent again, with the same key, until its deadline.
+Threads may share a client; a forked child may go on using it (its connections are made anew there).
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import os
+import random
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import msgspec
+import requests
+from requests.utils import DEFAULT_CA_BUNDLE_PATH
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.client.liveness_connection import Watcher, Wire, context
+from dlrover_hooks.config import Tls
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, UsageError, named
+from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
+
+log = logging.getLogger("dlrover_hooks")
+
+_AGAIN = (502, 503, 504)
+_SILENT_S = 3.0
+_HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
+
+
+class Caller(Protocol):
+    """A `MasterClient`, or the core in this process (`Alone`)."""
+
+    def call(
+        self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
+    ) -> Message: ...
+
+
+class MasterClient:
+    """Talks to the master at `url` as `incarnation`.
+
+    Args:
+        url: such as `http://127.0.0.1:8780`.
+        token: bearer token, if the master wants one.
+        incarnation: this process's life; speaks in every idempotency key.
+        deadline_s: a call is repeated for so long before it gives up.
+        tls: for https; by default what the environment says, see `config.tls`.
+
+    Raises:
+        UsageError: a file of `tls` cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        incarnation: str,
+        deadline_s: float = 60.0,
+        tls: Tls | None = None,
+    ) -> None:
+        self.url, self.incarnation, self.deadline_s = url.rstrip("/"), incarnation, deadline_s
+        self._tls = _usable(tls or settings.tls()) if url.startswith("https:") else None
+        self._headers = {"X-Dlrover-Hooks-Protocol": str(PROTOCOL), "Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._met = False
+        """A master has answered: another kind of answer is a fault on the way to it."""
+        self._silent_since: float | None = None
+        """No master has answered yet, since then (monotonic seconds)."""
+        self._seqs: collections.Counter[str] = collections.Counter()
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self._renew()
+        _CLIENTS.add(self)
+
+    def _renew(self) -> None:
+        """Also in a forked child: locks and sockets of the parent are not ours."""
+        self._guard = threading.Lock()
+        self._channels: dict[str, threading.Lock] = {}
+        self._local = threading.local()
+        self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
+        self._closed = threading.Event()
+
+    def key(self, channel: str) -> str:
+        """The next idempotency key of `channel`, for an event that several calls may have to send."""
+        with self._channel(channel):
+            self._seqs[channel] += 1
+            return f"{self.incarnation}/{channel}/{self._seqs[channel]}"
+
+    def call(
+        self,
+        request: Message,
+        *,
+        channel: str = "main",
+        timeout_s: float | None = None,
+        again: bool = True,
+        key: str | None = None,
+    ) -> Any:
+        """Send `request`, return the reply of its route's type. Any thread; events of one channel go out in order.
+
+        Args:
+            request: a request type of `ROUTES`.
+            channel: events of one channel wait for each other.
+            timeout_s: give up after so long instead of after `deadline_s`.
+            again: False gives up where the master cannot be reached, instead of sending it again until then.
+            key: of an event that a call before has sent without an answer, see `key`.
+
+        Raises:
+            UsageError: no master has answered yet, and TLS fails: a certificate, its name, or no TLS there.
+            MasterAway: no answer in time. The event may or may not have been applied.
+            MasterError: the master's refusal, by its class in `errors`.
+        """
+        row = Routes.by_request[type(request)]
+        until = time.monotonic() + (self.deadline_s if timeout_s is None else timeout_s)
+        if not row.event:
+            return self._send(row, request, until, {}, again=again)
+        if key is not None:
+            return self._send(row, request, until, {"Idempotency-Key": key}, again=again)
+        with self._channel(channel):
+            self._seqs[channel] += 1
+            key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"
+            return self._send(row, request, until, {"Idempotency-Key": key}, again=again)
+
+    def watch(
+        self,
+        job: str,
+        on_notice: Callable[[Notice], None],
+        on_error: Callable[[MasterError], None] | None = None,
+    ) -> Watcher:
+        """Hold the liveness connection open from a daemon thread, through restarts of the master, until closed.
+
+        `on_notice` is called in that thread, once for each broken round and for the end of the job; `on_error` if the
+        master refuses this incarnation (it was declared dead), after which the watch is over.
+        """
+        wire = Wire(url=self.url, headers=dict(self._headers), tls=self._tls)
+        watcher = Watcher(wire, job, self.incarnation, on_notice, on_error)
+        self._watchers.add(watcher)
+        return watcher
+
+    def close(self) -> None:
+        """End watches and connections. Idempotent."""
+        self._closed.set()
+        for watcher in list(self._watchers):
+            watcher.close()
+        with self._guard:
+            for session in list(self._sessions):
+                session.close()
+
+    # ---- one call ----------------------------------------------------------------------------------------------------
+
+    def _channel(self, name: str) -> threading.Lock:
+        with self._guard:
+            return self._channels.setdefault(name, threading.Lock())
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.headers.update(self._headers)
+            if self._tls is not None:
+                session.verify = self._tls.ca
+                session.cert = (self._tls.cert, self._tls.key or self._tls.cert) if self._tls.cert else None
+            session.trust_env = False  # no proxies and no netrc between a worker and its master
+            with self._guard:
+                self._sessions.add(session)
+        return session
+
+    def _send(self, row: Route, request: Message, until: float, headers: dict[str, str], *, again: bool) -> Any:
+        pause_s, why, reached = 0.05, "it was not tried", False
+        while (left := until - time.monotonic()) > 0:
+            try:
+                response = self._exchange(row, request, left, headers)
+            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+                if not self._met and (fault := _tls_fault(error)) is not None:
+                    raise UsageError(f"The master at {self.url} is not to be trusted: {fault}.", hint=_TLS) from None
+                why, reached = type(error).__name__, reached or not _unconnected(error)
+            else:
+                reached = True
+                try:
+                    reply = _reply(row, response)
+                except _Foreign as foreign:  # a proxy's page on the way to a master that has answered before
+                    if not self._met:
+                        raise MasterError(foreign.message, hint=_HINT) from None
+                    why = foreign.message
+                else:
+                    self._met = True
+                    if not isinstance(reply, HooksError):
+                        return reply
+                    if response.status_code not in _AGAIN or isinstance(reply, JournalFailed):
+                        raise reply
+                    why = f"it answered {response.status_code}"
+            self._say_silence(why)
+            if not again or self._closed.wait(
+                min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))
+            ):
+                break
+            pause_s = min(1.0, 2 * pause_s)
+        away = MasterAway(
+            f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
+            hint=_HINT if self._met or self._tls is None else f"{_HINT} {_TLS}",
+        )
+        away.reached = reached
+        raise away
+
+    def _say_silence(self, why: str) -> None:
+        """Once, where no master has ever answered: a wrong address is waited for as long as one that comes up."""
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        if not self._met and now > self._silent_since + _SILENT_S:
+            self._silent_since = math.inf
+            log.warning("no master has answered at %s yet (%s); trying on. %s", self.url, why, _HINT)
+
+    def _exchange(self, row: Route, request: Message, left: float, headers: dict[str, str]) -> requests.Response:
+        path, query, body = row.path, None, None
+        if row.in_url:
+            fields = {name: str(value) for name, value in msgspec.to_builtins(request).items()}
+            query = {name: value for name, value in fields.items() if f"{{{name}}}" not in path}
+            path = path.format_map({name: quote(value, safe="") for name, value in fields.items()})
+        else:
+            body = msgspec.json.encode(_within(request, left) if row.waits else request)
+        return self._session().request(
+            row.method,
+            self.url + path,
+            params=query,
+            data=body,
+            headers=headers,
+            timeout=(max(0.05, min(left, 5.0)), left),
+            allow_redirects=False,
+        )
+
+
+def _unconnected(error: requests.RequestException) -> bool:
+    """Nothing can have been sent: there was no connection to send it on."""
+    reason = getattr(error.args[0], "reason", None) if error.args else None
+    return isinstance(reason, (NewConnectionError, ConnectTimeoutError))
+
+
+def _usable(tls: Tls) -> Tls:
+    """With the CA's place: one for calls and watches. Raises UsageError."""
+    tls = msgspec.structs.replace(tls, ca=tls.ca or DEFAULT_CA_BUNDLE_PATH)
+    try:
+        context(tls)
+    except OSError as error:
+        raise UsageError(
+            f"The files for TLS cannot be used (CA {tls.ca}, certificate {tls.cert or 'none'}, "
+            f"key {tls.key or 'none'}): {error}.",
+            hint="Set DLROVER_HOOKS_CA_FILE, DLROVER_HOOKS_CLIENT_CERT and DLROVER_HOOKS_CLIENT_KEY to PEM files, the "
+            "key without a passphrase.",
+        ) from None
+    return tls
+
+
+def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
+    """What is wrong with TLS, but for a connection that ended in it, which may come right."""
+    while error is not None:
+        cause = error.args[0] if error.args and isinstance(error.args[0], BaseException) else error
+        if isinstance(cause, ssl.SSLError):
+            return None if isinstance(cause, (ssl.SSLEOFError, ssl.SSLZeroReturnError)) else cause
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_TLS = (
+    "Set DLROVER_HOOKS_CA_FILE to a file with the certificate of the CA that signed the master's (or with the master's "
+    "own), use the name in it as the host, and set DLROVER_HOOKS_CLIENT_CERT if the master asks for a certificate."
+)
+
+
+def _within(request: Message, left: float) -> Message:
+    """A long-poll that is answered before the caller gives up."""
+    timeout_s = getattr(request, "timeout_s", None)
+    return request if timeout_s is None else msgspec.structs.replace(request, timeout_s=min(timeout_s, 0.8 * left))
+
+
+class _Foreign(HooksError):
+    """An answer that is not a master's."""
+
+
+def _reply(row: Route, response: requests.Response) -> Any:
+    """The reply, or the error that a problem+json body names. Raises _Foreign."""
+    try:
+        if response.status_code < 300:
+            return msgspec.json.decode(response.content, type=row.reply)
+        problem = msgspec.json.decode(response.content, type=Problem)
+    except msgspec.DecodeError:
+        if response.status_code in _AGAIN:
+            return MasterError(f"HTTP {response.status_code} from {response.url}")
+        to = f" (a redirect to {response.headers['Location']})" if response.is_redirect else ""
+        raise _Foreign(
+            f"HTTP {response.status_code}{to} from {response.url}: the answer is not a dlrover-hooks master's."
+        ) from None
+    error = named(problem.type)(problem.detail, hint=problem.hint)
+    error.status = problem.status
+    return error
+
+
+_CLIENTS: weakref.WeakSet[MasterClient] = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for client in list(_CLIENTS):
+        client._renew()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

@@ -1,0 +1,278 @@
+"""The master's pure core in this process: one worker without a master, and the fake for tests.
+
+Same interface as `MasterClient`. There is no journal and no network; one lock makes it safe for any thread. A forked
+child must not use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Protocol
+
+from dlrover_hooks.errors import HooksError, MasterError
+from dlrover_hooks.master.checkpoint_store import Hold, NoStorage, Storage, release
+from dlrover_hooks.master.core import heartbeats, job_registry, views
+from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, WriteFinished
+from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Tick
+from dlrover_hooks.master.core.heartbeats import Nodes
+from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.protocol import (
+    Attach,
+    Heartbeat,
+    Message,
+    Notice,
+    Routes,
+    Watch,
+)
+
+log = logging.getLogger("dlrover_hooks")
+
+_STORAGE_END_S = 30.0
+
+
+class Clock(Protocol):
+    """What time it is."""
+
+    def now(self) -> float:
+        """Seconds since the epoch; never goes back."""
+        ...
+
+    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
+        """Wait, the lock held, until `changed` or `timeout_s` of this clock passed. May return early."""
+        ...
+
+
+class WallClock:
+    """Real time."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """See `Clock`."""
+        return time.monotonic() + self._offset
+
+    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
+        """See `Clock`."""
+        changed.wait(timeout_s)
+
+
+class Ear:
+    """One watch; `close` ends it like a connection."""
+
+    def __init__(self, alone: Alone, request: Watch, on_notice: Callable[[Notice], None]) -> None:
+        self.alone, self.request, self.on_notice = alone, request, on_notice
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.alone.unwatch(self)
+
+
+class Alone:
+    """A whole master for this process.
+
+    Args:
+        clock: real time unless a test brings its own.
+        storage: where manifests go; None: no job of this master may have a `save_to`.
+        lease_s: a worker silent for so long is dead; by default never, since it is this process.
+        inline: write manifests in the calling thread instead of one of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock | None = None,
+        storage: Storage | None = None,
+        lease_s: float = math.inf,
+        suspicion_s: float = math.inf,
+        inline: bool = False,
+    ) -> None:
+        self.state = Master()
+        self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s)
+        self.clock = clock or WallClock()
+        self._storage = storage or NoStorage()
+        self._changed = threading.Condition(threading.RLock())
+        self._deadlines: dict[str, float] = {}
+        self._claims: dict[tuple[str, str], Hold] = {}
+        self._ears: list[Ear] = []
+        self._storer = None if inline else ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-storage")
+        self._storing: set[Future[None]] = set()
+
+    def call(
+        self,
+        request: Message,
+        *,
+        channel: str = "main",
+        timeout_s: float | None = None,
+        again: bool = True,
+        key: Key | None = None,
+    ) -> Any:
+        """The reply of the request's route. Raises the errors a master would answer."""
+        del channel, again
+        row = Routes.by_request[type(request)]
+        if isinstance(request, Attach) and request.save_to is not None:
+            self._claim(request)
+        with self._changed:
+            self._catch_up()
+            if row.event:
+                reply = self._apply(request, key)
+            elif row.waits:
+                reply = self._wait(request, timeout_s)
+            else:
+                reply = views.query(self.state, self.nodes, request)
+                if isinstance(request, Heartbeat):
+                    self._beat(request)
+        self._tell()
+        return reply
+
+    def watch(
+        self,
+        job: str,
+        on_notice: Callable[[Notice], None],
+        on_error: Callable[[MasterError], None] | None = None,
+        *,
+        incarnation: str = "",
+    ) -> Ear:
+        """Tell of broken rounds and the end of `job`. Called in whichever thread caused it, no lock held."""
+        del on_error
+        ear = Ear(self, Watch(job=job, incarnation=incarnation), on_notice)
+        with self._changed:
+            self._ears.append(ear)
+            if incarnation:
+                heartbeats.opened(self.nodes, (job, incarnation), self.clock.now())
+        return ear
+
+    def unwatch(self, ear: Ear) -> None:
+        """End of a watch."""
+        with self._changed:
+            if ear in self._ears:
+                self._ears.remove(ear)
+                heartbeats.closed(self.nodes, (ear.request.job, ear.request.incarnation), self.clock.now())
+
+    def close(self) -> None:
+        """Wait for what is being stored, give claims up. Idempotent."""
+        if self._storer is not None:
+            for future in list(self._storing):
+                try:
+                    future.result(timeout=_STORAGE_END_S)
+                except (TimeoutError, FutureTimeout):
+                    log.warning("storage has not answered for %g s at the end: what it was to write is not waited for",
+                                _STORAGE_END_S)  # fmt: skip
+                    break
+            self._storer.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            claims, self._claims = self._claims, {}
+        for hold in claims.values():
+            release(hold)
+
+    def step(self) -> None:
+        """Do what has become due by the clock: deadlines, verdicts. Tests call it after moving a clock."""
+        with self._changed:
+            self._catch_up()
+            self._changed.notify_all()
+        self._tell()
+
+    # ---- with the lock held ------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Message, key: Key | None = None) -> Message:
+        outcome = job_registry.apply(self.state, event, self.clock.now(), key)
+        for effect in outcome.effects:
+            self._do(effect)
+        if outcome.effects:
+            self._changed.notify_all()
+        return outcome.reply
+
+    def _catch_up(self) -> None:
+        now = self.clock.now()
+        for job in [job for job, at in self._deadlines.items() if at <= now]:
+            del self._deadlines[job]
+            if job in self.state.jobs:
+                self._apply(Tick(job=job))
+        for lost in heartbeats.verdicts(self.nodes, now):
+            if lost.job in self.state.jobs:
+                self._apply(lost)
+
+    def _wait(self, request: Message, timeout_s: float | None) -> Message | None:
+        asked_s = getattr(request, "timeout_s", math.inf)
+        until = self.clock.now() + min(asked_s, math.inf if timeout_s is None else timeout_s)
+        while (reply := views.query(self.state, self.nodes, request)) is None:
+            now = self.clock.now()
+            if now >= until:
+                return views.nothing(request)
+            due = min(self._deadlines.values(), default=math.inf)
+            self.clock.wait(self._changed, min(until - now, max(0.0, due - now), 60.0))
+            self._catch_up()
+        return reply
+
+    def _beat(self, request: Heartbeat) -> None:
+        name = (request.job, request.incarnation)
+        heartbeats.beat(self.nodes, name, self.clock.now(), step=request.step, vitals=request.vitals)
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Deadline):
+            self._deadlines[effect.job] = effect.at
+        elif isinstance(effect, CommitGeneration):
+            self._store(self._commit, effect)
+        elif isinstance(effect, WriteFinished):
+            self._store(self._finish, effect)
+
+    # ---- storage -----------------------------------------------------------------------------------------------------
+
+    def _claim(self, event: Attach) -> None:
+        url = (event.save_to or "").rstrip("/")
+        with self._changed:
+            if (event.job, url) not in self._claims and event.job in self.state.jobs:
+                hold = self._storage.claim(url, event.storage_options, event.job, f"process of job {event.job}")
+                self._claims[event.job, url] = hold
+
+    def _store(self, work: Callable[[Any], None], effect: Effect) -> None:
+        if self._storer is None:
+            work(effect)
+            return
+        future = self._storer.submit(work, effect)
+        self._storing.add(future)
+        future.add_done_callback(self._storing.discard)
+
+    def _commit(self, effect: CommitGeneration) -> None:
+        generation = effect.manifest.generation
+        try:
+            self._storage.commit(effect.url, effect.options, effect.manifest, effect.keep)
+        except Exception as error:  # whatever storage raised, the job must hear of it
+            outcome: Message = CommitFailed(job=effect.job, generation=generation, reason=str(error))
+        else:
+            outcome = Committed(job=effect.job, generation=generation)
+        with self._changed:
+            self._apply(outcome)
+            self._changed.notify_all()
+
+    def _finish(self, effect: WriteFinished) -> None:
+        try:
+            self._storage.finish(effect.url, effect.options, effect.job, effect.run, effect.step)
+        except Exception as error:  # the job is over all the same; the master says so, too
+            log.warning("job %s: its end is not written down: %s", effect.job, error)
+            return
+        with self._changed:
+            self._apply(FinishWritten(job=effect.job))
+
+    # ---- watchers ----------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Notices go out with no lock held; one break is told once."""
+        due: list[tuple[Ear, Notice]] = []
+        with self._changed:
+            for ear in self._ears:
+                try:
+                    notice = views.query(self.state, self.nodes, ear.request)
+                except HooksError:
+                    continue
+                if isinstance(notice, Notice):
+                    ear.request = ear.request.told(notice)
+                    due.append((ear, notice))
+        for ear, notice in due:
+            ear.on_notice(notice)

@@ -1,0 +1,478 @@
+"""Settings: keyword arguments over environment over defaults. This is the only reader of the environment.
+
+Every shared keyword can be given as `DLROVER_HOOKS_<NAME>`. The launcher, torchrun, SLURM and Kubernetes are read here
+too, so that identity (job, node, rank) has one source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import stat
+import sys
+import tempfile
+import traceback
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.config.duration import interval, retention
+from dlrover_hooks.config.spelling import refuse_unknown, warn_of_unknown
+from dlrover_hooks.config.validation import WANTED, check
+from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
+from dlrover_hooks.protocol import AGAIN, Retention
+
+PREFIX = "DLROVER_HOOKS_"
+LAST_WORDS = PREFIX + "LAST_WORDS"
+"""Where a worker's last words go: descriptor and inode of a pipe that it inherited, see `runtime.last_words`."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The shared keywords of every adapter, checked and in canonical units."""
+
+    save_to: str | None = None
+    storage_options: dict[str, Any] = {}
+    save_every: int | str = "auto"
+    persist_every: int | str = "600s"
+    keep: int | Retention = 2
+    snapshot: str = "auto"
+    resume: str = "auto"
+    job: str = ""
+    named: bool = False
+    """False: `job` was made up for this start, so no later start can find it."""
+    global_batch_size: int | None = None
+    master: str | None = None
+    token: str | None = None
+    on_error: str = "raise"
+    replicas: int = 0
+    """1: each node's keeper also holds the images of another node, in another failure domain if there is one."""
+    replica_mb_per_s: int = 0
+    disable: bool = False
+    fresh: bool = False
+    preempt_signals: str = "SIGTERM,SIGUSR1"
+    """Names with commas between them, or empty: they say that this worker is to go."""
+    grace_s: float = 25.0
+    """So long after the first of them it is killed."""
+
+    @property
+    def signals(self) -> list[str]:
+        """`preempt_signals`, one by one."""
+        names = self.preempt_signals.upper().replace(" ", "").split(",")
+        return [name for name in names if name not in ("", "NONE")]
+
+    @property
+    def linger_s(self) -> float:
+        """A keeper without a launcher waits so long for a successor of its last trainer: none finds an unnamed job."""
+        return 600.0 if self.named else 0.0
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where this process stands in its job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node: str = ""
+    domain: str = ""
+    """The node's failure domain: a rack, a zone."""
+    incarnation: str = ""
+    """Set by `dlrover-hooks run`, which has already joined for this seat; empty: this process joins for itself."""
+    launcher: str = ""
+    """Incarnation of the launcher that reaps this process; empty: no launcher of ours."""
+    host: str = ""
+    """Where the other nodes reach this one, for the process group's store."""
+    min_workers: int = 0
+    """Of the job, as its launcher says; 0 with no launcher of ours, like the next two."""
+    max_workers: int = 0
+    local_world_size: int = 0
+    master_away_s: float = 120.0
+    """A master that was not heard for so long has gone."""
+    round: int = 0
+    """The round that the seat is of; 0: no seat yet."""
+
+
+def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
+    """A `Config` from keyword arguments (None means not given), the environment, and defaults.
+
+    Raises:
+        UsageError: a keyword that is none, a value of the wrong type or meaning, or another job than the launcher's.
+    """
+    refuse_unknown(given, _KEYWORDS)
+    env = os.environ if environ is None else environ
+    if environ is None and _launched(env):
+        tell_launcher()
+    warn_of_unknown(env, PREFIX, _VARIABLES)
+    values: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    if home := env.get(PREFIX + "REHEARSAL"):
+        given = {name: value for name, value in given.items() if name not in ("job", "master", "token")}
+    for field in msgspec.structs.fields(Config):
+        if given.get(field.name) is not None:
+            values[field.name] = _typed(field.name, given[field.name], field.type)
+        elif (text := env.get(variable := PREFIX + field.name.upper())) not in (None, ""):
+            values[field.name] = _parsed(field.name, text, field.type)
+            said[field.name] = variable
+    for name in ("save_every", "persist_every"):
+        if name in values:
+            values[name] = interval(values[name], name=said.get(name, name))
+    if "keep" in values:
+        values["keep"] = retention(values["keep"], name=said.get("keep", "keep"))
+    if home:
+        _keep_apart(values, home)
+    if "://" not in (values.get("master") or "://"):
+        values["master"] = f"http://{values['master']}"
+    job = values.get("job") or _job(env)
+    if _launched(env) and job != _job(env):
+        raise UsageError(
+            f"{said.get('job', 'job')}={job!r}, but the launcher runs job {_job(env)!r}: its master knows no other",
+            hint=f"give the launcher --job {job}, or leave job= out",
+        )
+    values |= {"job": job or f"job-{uuid.uuid4().hex[:12]}", "named": job is not None}
+    config = Config(**values)
+    check(config, said)
+    return config
+
+
+def _keep_apart(values: dict[str, Any], home: str) -> None:
+    """A rehearsal keeps its checkpoints in `home`: it never touches those of the job that it rehearses."""
+    if values.get("save_to"):
+        values["save_to"] = os.path.join(home, f"saved-{zlib.crc32(os.fsencode(values['save_to'])):08x}")
+    values |= {"storage_options": {}} | ({"resume": "auto"} if values.get("resume") == "require" else {})
+
+
+_KEYWORDS = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
+_LAUNCHERS = (
+    *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
+    *("min_workers", "max_workers", "round", "join", "preload", "master_away_s"),
+)
+_TLS = ("ca_file", "client_cert", "client_key")
+_DRILL = ("faults", "trace", "last_step")
+_VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_TLS, *_DRILL, "rehearsal")]
+
+
+def _launched(env: Mapping[str, str]) -> bool:
+    """`dlrover-hooks run` has started this process, and its seat is not used yet."""
+    return bool(env.get(PREFIX + "INCARNATION") and env.get(PREFIX + "JOB"))
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """A keyword's value; paths become text, intervals and retention are looked at later."""
+    if name in ("save_every", "persist_every", "keep"):
+        return value
+    if isinstance(value, os.PathLike):  # a path to resume from is never one of the words
+        value = os.path.abspath(value) if name == "resume" else os.fspath(value)
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{name}={value!r} cannot be used: {error}", hint=f"give {name} {WANTED[name]}") from None
+
+
+def tell_launcher() -> None:
+    """Let the exit code of this worker say what only it knows: 78, a setting must be mended, so a restart is in vain;
+    AGAIN, the master has declared it dead by mistake, or it cannot outlive its round, so a restart is right. Tracebacks
+    are printed as ever."""
+    if not _LastWords.installed:  # torch puts its own over it in each `init_process_group`
+        sys.excepthook, _LastWords.installed = _LastWords(sys.excepthook), True
+
+
+class _LastWords:
+    installed = False
+    """In this process. Twice they would say everything twice."""
+
+    @staticmethod
+    def step() -> int:
+        """How many steps this worker has made; -1: none, or nobody knows."""
+        return -1
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _say_last(kind, error, trace):
+            self._before(kind, error, trace)
+        if isinstance(error, (UsageError, Stale, UnknownJob, RoundEnded)):
+            if sys.excepthook is not self:
+                _let_out(sys.stderr)
+            raise SystemExit(78 if isinstance(error, UsageError) else AGAIN)
+
+
+def _let_out(stderr: Any) -> None:
+    """torch.distributed's hook gathers what the one before prints, to put the rank ahead; an exit code loses it all."""
+    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
+        sys.__stderr__.write(stderr.getvalue())
+        sys.__stderr__.flush()
+
+
+def last_words_to(fd: int, *, prints: bool = False) -> dict[str, str]:
+    """What tells a worker where its last words go: a descriptor that it has. `prints`: and all are printed, too."""
+    return {LAST_WORDS: f"{fd}:{os.fstat(fd).st_ino}" + (":prints" if prints else "")}
+
+
+def of_lost_peer(error: BaseException) -> bool:
+    """A collective failed since another worker was gone, as gloo, NCCL or torch's store say it."""
+    found = error.__class__
+    if found.__name__.startswith("Dist") and found.__module__.startswith("torch."):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
+
+
+_LOST_PEER = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "NCCL", "ncclRemoteError")
+_TRACE_CHARACTERS = 8000
+"""A pipe holds 64 KiB, and a character may take six bytes of JSON."""
+
+
+def step_for_last_words(step: Callable[[], int]) -> None:
+    """What tells how many steps this worker has made."""
+    _LastWords.step = staticmethod(step)
+
+
+def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
+    """Into the launcher's pipe: only if it is that one, and not another file with its number, in a grandchild.
+
+    True: the traceback went there, too. That of a worker whose peer is gone would hide the first failure on the screen;
+    the launcher shows it if there is no other one.
+    """
+    fd, _, rest = os.environ.get(LAST_WORDS, "").partition(":")
+    inode, _, prints = rest.partition(":")
+    echo = not prints and of_lost_peer(error)
+    whole = "".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARACTERS:] if echo else ""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name}" if trace else ""
+    text = f"{kind.__name__}: {error}".partition("\n")[0][:1000]
+    with contextlib.suppress(OSError, ValueError):
+        found = os.fstat(int(fd))
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
+            said = {"error": text, "where": where[:1000], "trace": whole, "step": _LastWords.step()}
+            os.write(int(fd), msgspec.json.encode(said))
+            return echo
+    return False
+
+
+def _parsed(name: str, text: str, kind: Any) -> Any:
+    if name == "keep":
+        return retention(text, name=f"{PREFIX}KEEP")
+    try:
+        if name == "storage_options":
+            return msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.MsgspecError as error:
+        wanted = {"storage_options": 'JSON, such as {"anon": true}', "disable": "1 or 0", "fresh": "1 or 0"}
+        variable = f"{PREFIX}{name.upper()}"
+        hint = f"set {variable} to {wanted.get(name, WANTED.get(name, 'another value'))}, or unset it"
+        raise UsageError(f"{variable}={text!r} cannot be read: {error}", hint=hint) from error
+
+
+def _job(env: Mapping[str, str]) -> str | None:
+    """The job's name as a launcher gave it: ours, torchrun's (not its default "none"), SLURM's."""
+    for name in ("DLROVER_HOOKS_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        if (value := env.get(name)) and value != "none":
+            return value
+    return None
+
+
+def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, world_size: int | None = None) -> Place:
+    """This process's place; `rank` and `world_size` given by a framework win over the environment."""
+    env = os.environ if environ is None else environ
+    return Place(
+        rank=int(env.get("RANK", 0)) if rank is None else rank,
+        world_size=int(env.get("WORLD_SIZE", 1)) if world_size is None else world_size,
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        node=env.get(PREFIX + "NODE") or socket.gethostname(),
+        domain=env.get(PREFIX + "DOMAIN", ""),
+        incarnation=env.get(PREFIX + "INCARNATION", ""),
+        launcher=env.get(PREFIX + "LAUNCHER", ""),
+        host=env.get(PREFIX + "HOST", ""),
+        min_workers=int(env.get(PREFIX + "MIN_WORKERS") or 0),
+        max_workers=int(env.get(PREFIX + "MAX_WORKERS") or 0),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE") or 0),
+        master_away_s=float(env.get(PREFIX + "MASTER_AWAY_S") or 120),
+        round=int(env.get(PREFIX + "ROUND") or 0),
+    )
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """Files for a master at `https://`. `ca`: a file or folder with those who may sign its certificate, empty: those
+    that the public trusts. `cert`, `key`: this process's own certificate; empty: none, or the key is in `cert`.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+def tls(environ: Mapping[str, str] | None = None) -> Tls:
+    """From `DLROVER_HOOKS_CA_FILE`, `_CLIENT_CERT` and `_CLIENT_KEY`; the CA also as other programs are told of it."""
+    env = os.environ if environ is None else environ
+    cas = (PREFIX + "CA_FILE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+    return Tls(
+        ca=next((env[name] for name in cas if env.get(name)), ""),
+        cert=env.get(PREFIX + "CLIENT_CERT", ""),
+        key=env.get(PREFIX + "CLIENT_KEY", ""),
+    )
+
+
+def seats_itself(environ: Mapping[str, str] | None = None) -> bool:
+    """A launcher started this process and leaves it to the process to ask the master for its seat."""
+    return (os.environ if environ is None else environ).get(PREFIX + "JOIN") == "1"
+
+
+def use_seat(environ: MutableMapping[str, str] | None = None) -> None:
+    """Forget the launcher's seat: it serves one session; a second `fit` in the same process joins for itself."""
+    (os.environ if environ is None else environ).pop(PREFIX + "INCARNATION", None)
+
+
+def slurm_environment() -> dict[str, str]:
+    """What srun says of this process."""
+    return {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+
+
+def preload_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where the launcher lets its first worker write what it has imported, for those that come later."""
+    return (os.environ if environ is None else environ).get(PREFIX + "PRELOAD") or None
+
+
+def omp_threads(environ: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS, of the outermost level; None if it is not set to a number."""
+    text = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(text) if text.isdigit() and int(text) else None
+
+
+def gpu() -> str:
+    """The GPU of this process: its index or UUID for the driver; empty: none is visible. One for each local rank, or
+    one for the process alone.
+    """
+    local_rank, visible = int(os.environ.get("LOCAL_RANK") or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    found = [one.strip() for one in visible.split(",")]
+    return found[local_rank] if local_rank < len(found) else found[0]
+
+
+def replace_environment(values: Mapping[str, str]) -> None:
+    """This process's environment becomes `values`, as if it had been started with them."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def change_environment(values: Mapping[str, str]) -> None:
+    """Set `values` in this process's environment, for itself and what it starts."""
+    os.environ.update(values)
+
+
+_OF_ONE_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", PREFIX)
+"""Variables that begin or end so are set by a launcher, and differ from worker to worker."""
+
+
+@contextlib.contextmanager
+def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """`values` are set meanwhile. Yields what else is set in that time and stays: complete at the end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    own, touched, putenv = dict[str, str](), set[str](), os.putenv
+
+    def noted(name: Any, value: Any) -> None:
+        touched.add(os.fsdecode(name))
+        putenv(name, value)
+
+    os.putenv = noted  # what os.environ calls
+    try:
+        yield own
+    finally:
+        os.putenv = putenv
+        own |= {name: os.environ[name] for name in touched if name in os.environ}  # NumPy sets some and takes them back
+        for name, value in before.items():
+            if name not in own:
+                os.environ.pop(name, None)
+                os.environ.update({name: value} if value is not None else {})
+
+
+def changed_environment() -> dict[str, str]:
+    """What this process has set in its environment since it was started, its rank and the like left out."""
+    with open("/proc/self/environ", "rb") as file:
+        began = set(os.fsdecode(file.read()).split("\0"))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if f"{name}={value}" not in began and not name.startswith(_OF_ONE_WORKER) and not name.endswith(_OF_ONE_WORKER)
+    }
+
+
+def worker_environment(**values: str) -> dict[str, str]:
+    """This process's environment for a child, with `values` set and one thread per worker unless the user chose."""
+    return {"OMP_NUM_THREADS": "1"} | dict(os.environ) | values
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def tell_workers(master: str, token: str | None) -> None:
+    """Children of this process find that master without being configured (torchrun hands its environment down)."""
+    os.environ[PREFIX + "MASTER"] = master
+    if token is not None:
+        os.environ[PREFIX + "TOKEN"] = token
+
+
+def runtime_dir() -> str:
+    """A folder of this user alone (mode 0700) for sockets and locks, made if need be.
+
+    What a launcher started looks where the launcher did: XDG_RUNTIME_DIR may be gone by then (its user logged out).
+
+    Raises:
+        KeeperAway: somebody else owns that name, or it cannot be made.
+    """
+    path = os.environ.get(PREFIX + "RUNTIME_DIR") or _own_dir()
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise KeeperAway(f"{path} cannot be made: {error.strerror}", hint="set XDG_RUNTIME_DIR") from error
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise KeeperAway(
+            f"{path} is not this user's own folder with mode 0700", hint="remove it, or set XDG_RUNTIME_DIR"
+        )
+    return path
+
+
+def stay_in_runtime_dir() -> None:
+    """From here on this process and its children use the folder of now, whatever becomes of XDG_RUNTIME_DIR."""
+    os.environ[PREFIX + "RUNTIME_DIR"] = runtime_dir()
+
+
+def _own_dir() -> str:
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid():
+        return os.path.join(base, "dlrover-hooks")
+    return os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")
+
+
+def drill(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What this worker is to do in a drill, see `dlrover_hooks.testing.faults.drill`; empty where it is none."""
+    env = os.environ if environ is None else environ
+    return {name: env[PREFIX + name.upper()] for name in _DRILL if env.get(PREFIX + name.upper())}
+
+
+def global_seed() -> int:
+    """Lightning's `seed_everything` leaves its seed here; 0 as Lightning itself does."""
+    return int(os.environ.get("PL_GLOBAL_SEED") or 0)
+
+
+def global_batch_size() -> int | None:
+    """What the environment says of a loop whose loader is made before any adapter hears of it.
+
+    Raises:
+        UsageError: that is no number of samples.
+    """
+    text = os.environ.get(PREFIX + "GLOBAL_BATCH_SIZE")
+    size: int | None = _parsed("global_batch_size", text, int) if text else None
+    if size is not None and size < 1:
+        raise UsageError(f"{PREFIX}GLOBAL_BATCH_SIZE={text!r} must be at least 1")
+    return size

@@ -1,0 +1,59 @@
+"""What the DataLoader inside an `ElasticLoader` is fed with: the ids of one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler
+
+from dlrover_hooks.data.sample_seeds import Dice, PickedArray, Picks, Watch
+from dlrover_hooks.rng.generators import generators
+
+if TYPE_CHECKING:
+    from dlrover_hooks.data.sampler import ElasticSampler
+
+END = object()
+
+
+class Batches(BatchSampler):
+    """The micro-batches of an `ElasticSampler`: lists of ids, or arrays where it was made with `yield_batches`.
+
+    A BatchSampler, because frameworks look for one, but a chunk of ids is cut at once: no Python step per id.
+    seeded: the ids bring their seeds along, see `dlrover_hooks.data.sample_seeds`. workers: other processes fetch.
+    """
+
+    def __init__(self, sampler: ElasticSampler, *, seeded: bool, workers: bool) -> None:
+        super().__init__(sampler, sampler.plan.batch_size, drop_last=False)
+        self.elastic = sampler
+        self.watch = Watch(sampler.seed) if seeded and not workers else None
+        self._dice = self.watch or (Dice(sampler.seed, generators()) if seeded else None)
+        self._again = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for first, ids in self.elastic.batches():
+            yield ids if self._dice is None or not self._dice.seeded else self._handed(first, ids)
+            while self._again:
+                self._again = False
+                yield self._handed(first, ids)
+
+    def __len__(self) -> int:
+        return self.elastic.micro_batches()
+
+    def fetch(self, source: Iterator[Any]) -> Any:
+        """The next batch of the DataLoader's iterator, END behind the last; the loop's random state stays as it is."""
+        if self.watch is None:
+            return next(source, END)
+        return self.watch.fetch(partial(next, source, END), self._repeat)
+
+    def _repeat(self) -> None:
+        self._again = True
+
+    def _handed(self, first: int, ids: Any) -> Any:
+        assert self._dice is not None
+        if self.watch is not None:
+            self.watch.for_batch(first)
+        elif self.elastic.yield_batches:
+            return PickedArray.of(ids, first, self._dice.key)
+        return ids if self.elastic.yield_batches else Picks(ids, first, self._dice)

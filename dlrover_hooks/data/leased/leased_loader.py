@@ -1,0 +1,403 @@
+"""`LeasedLoader`: what `elastic_loader` makes of a DataLoader over a `ShardDataset`.
+
+It feeds the DataLoader with batches of whatever leases this worker gets, and acknowledges what is in the model: the
+optimizer's step marks, the next request of a batch commits (the quiet point), a background thread carries the news.
+How many batches a worker gets depends on its speed; together they get every sample once.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.data.leased import step_agreement
+from dlrover_hooks.data.leased.applied_ranges import Tally
+from dlrover_hooks.data.leased.dataset import Read, ShardDataset, checked, stand_ins
+from dlrover_hooks.data.leased.lease_client import Borrower, Caller
+from dlrover_hooks.data.leased.ledger_client import Holder, Line, hold, let_go, own_line
+from dlrover_hooks.data.leased.pipeline import Delivery, Feed, Picks, shut_down, with_picks
+from dlrover_hooks.data.leased.sources import Stream
+from dlrover_hooks.data.leased.step_agreement import Agreement
+from dlrover_hooks.data.step_marks import mark_on_step
+from dlrover_hooks.errors import DataMismatch, HooksError, ShardsFailed, UsageError
+
+log = logging.getLogger(__name__)
+VERSION = 1
+_SHOWN = 20
+_AGAIN_S = 1.0
+
+
+class LeasedLoader:
+    """A DataLoader over leased shards. Training thread only. Attributes it lacks are the inner DataLoader's.
+
+    before_batch: as of `ElasticLoader`. Without a session it finds the master by the environment
+    (DLROVER_HOOKS_MASTER, DLROVER_HOOKS_JOB) or, alone, keeps the books itself. Raises UsageError for a loader whose
+    sampler, batch sampler or drop_last would fight with the leases.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset = checked(loader)
+        self.name, self.batch_size = self.dataset.name, int(loader.batch_size or 1)
+        self.before_batch: list[Callable[[], object]] = []
+        self.weight = 1.0
+        """Of this rank's gradient in the step at hand, for a SUM over ranks (see `integrations.ddp`)."""
+        self.loss_scale = 1.0
+        self._picks = Picks()
+        self.inner = with_picks(loader, self.dataset, self._picks)
+        self._marks: list[RemovableHandle] = []
+        self._holder: Holder | None = None
+        self._own: Line | None = None
+        self._borrower: Borrower | None = None
+        self._live: object | None = None
+        self._agreement: Agreement | None = None
+        self._epochs, self._epoch, self._begun = self.dataset.epochs, 0, False
+        self.tally = Tally()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    # ---- the master -------------------------------------------------------------------------------------------------
+
+    def connect(self, caller: Caller, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> None:
+        """Take leases through `caller` from now on: once for each attempt, before its first batch.
+
+        What was done since the attempt before is forgotten here; the master's books were rolled back to the checkpoint.
+        """
+        self.close()
+        self._holder = self._at(Line(caller, job, incarnation, free, step_agreement.rank() if rank is None else rank))
+        self.tally.forget()
+
+    def _at(self, line: Line) -> Holder:
+        return Holder(line, self.dataset, self.batch_size, self._epochs or 1)
+
+    @property
+    def holder(self) -> Holder:
+        """The place at the ledger; an own one if nobody connected."""
+        if self._holder is None:
+            self._own = own_line(self.dataset, self)
+            self._holder = self._at(self._own)
+            self._holder.open()  # the master must know this worker before it hears of its end
+            hold(self._own)
+        return self._holder
+
+    # ---- iterating --------------------------------------------------------------------------------------------------
+
+    def epochs(self, n: int | None = None) -> Iterator[int]:
+        """The epochs left of n (None: of the dataset's), those that others have finished left out.
+
+        Iterate the loader once in each. Behind the last one everything is acknowledged.
+        """
+        total = self._total(n)
+        before = -1
+        while (epoch := self._ahead()) < total:
+            if epoch == before:
+                raise UsageError(f"the body of epochs({total}) did not iterate the loader in epoch {epoch}")
+            if self.holder.finished(epoch):
+                self._epoch, self._begun = epoch + 1, False
+                continue
+            before = epoch
+            yield epoch
+        self.finish()
+
+    def _total(self, n: int | None) -> int:
+        if n is not None and self._epochs is None and (self._holder is None or not self._holder.opened):
+            self._epochs = n
+            if self._holder is not None:
+                self._holder.epochs = n
+        total = self._epochs or 1
+        if n is not None and n > total:
+            raise UsageError(
+                f"dataset {self.name!r} is lent out for {total} epochs, not {n}", hint=f"ShardDataset(..., epochs={n})"
+            )
+        return total if n is None else n
+
+    def _ahead(self) -> int:
+        """The epoch that the next iterator is for."""
+        return self._epoch + self._begun
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch: batches until every sample of it is done, here or elsewhere. A newer iterator ends an older one."""
+        self.commit()  # the loop asks for more, so the step before is over
+        self._leave()
+        if self._begun:
+            log.warning("dataset %r: epoch %d was left in the middle: the next one begins", self.name, self._epoch)
+        epoch, total = self._ahead(), self._epochs or 1
+        if epoch >= total and not isinstance(self.dataset.source, Stream):
+            raise UsageError(
+                f"dataset {self.name!r} is lent out for {total} epochs, and they are over",
+                hint=f"ShardDataset(..., epochs={epoch + 1}), or `for epoch in loader.epochs(n)`",
+            )
+        self._epoch, self._begun = (0 if isinstance(self.dataset.source, Stream) else epoch), False
+        self._borrower = self.holder.borrow(self._epoch)
+        self._borrower_end = weakref.finalize(self, self._borrower.close)
+        feed = self._picks.feed = Feed(self._borrower, self.dataset.order, self.batch_size)
+        token = self._live = object()
+        return self._steps(feed, token) if self._synchronous() else self._stream(feed, token)
+
+    def _synchronous(self) -> bool:
+        wanted, several = self.dataset.synchronous, step_agreement.world_size() > 1
+        if wanted and not several:
+            log.info("dataset %r: synchronous=True means nothing with one rank", self.name)
+        return several and wanted is not False
+
+    def _stream(self, feed: Feed, token: object) -> Iterator[Any]:
+        """Batches at this worker's own pace."""
+        try:
+            self._start(feed)
+            pull, leftover, received = feed.pull, self._leftover, self.tally.received
+            while True:
+                self._quiet(token)
+                delivery = pull(leftover)
+                if delivery is None:
+                    break
+                received(delivery.piece)
+                yield delivery.batch
+            self._over(feed)
+        finally:
+            self._end_workers(feed)
+
+    def _steps(self, feed: Feed, token: object) -> Iterator[Any]:
+        """Batches in step with all ranks; whoever has none repeats its last one with weight 0."""
+        if self._agreement is None or self._agreement.world is not step_agreement.dist.group.WORLD:
+            self._agreement = Agreement(self.dataset.patience_s)
+        agreed, last = self._agreement, None
+        try:
+            self._start(feed)
+            ahead = self._look(feed, agreed)
+            while True:
+                self._quiet(token)
+                totals = agreed.totals()
+                if totals.failed:
+                    raise HooksError(f"dataset {self.name!r}: another rank failed to read its data", hint="see its log")
+                if totals.samples:
+                    found = ahead
+                    last = found.batch if found is not None else self._stand_in() if last is None else last
+                    ahead = self._look(feed, agreed)
+                    mine = found.piece.hi - found.piece.lo if found is not None else 0
+                    self.weight, self.loss_scale = mine / totals.samples, float(mine > 0)
+                    yield last if found is None else self._hand_out(found)
+                elif totals.finished < agreed.world_size:
+                    ahead = self._look(feed, agreed, again=True)
+                else:
+                    break
+            self._over(feed)
+        finally:
+            self._end_workers(feed)
+
+    def _look(self, feed: Feed, agreed: Agreement, *, again: bool = False) -> Delivery | None:
+        """The next batch, if there is one, told to all ranks. What goes wrong here must not leave them waiting.
+
+        again: nobody had one: wait for what comes back, or for the end.
+        """
+        try:
+            if again:
+                self._leftover()
+                feed.wait(_AGAIN_S)
+            found = feed.pull(lambda: True)
+        except BaseException:
+            agreed.start(0, failed=True)
+            agreed.totals()
+            raise
+        agreed.start(found.piece.hi - found.piece.lo if found is not None else 0, finished=feed.finished)
+        return found
+
+    def _stand_in(self) -> Any:
+        """A batch of one sample, for a rank that had none yet: any that can be read."""
+        reading: Any = self.inner.dataset
+        collate: Any = self.inner.collate_fn
+        read: Read = Read()
+        for pick in stand_ins(self.dataset):
+            read = collate(reading.__getitems__(pick))
+            if read.good:
+                return read.batch
+        raise ShardsFailed(f"dataset {self.name!r}: no sample to stand in on a rank without data: {read.reason}")
+
+    def _start(self, feed: Feed) -> None:
+        """Make the inner iterator: when the first lease is here, because making it asks for batches at once."""
+        while not feed.borrower.ready and not feed.borrower.dry:
+            feed.borrower.wait(feed.borrower.state, _AGAIN_S)
+        feed.rows = iter(self.inner)
+
+    def _end_workers(self, feed: Feed) -> None:
+        """Now, not when somebody lets go of a traceback. Those that persist end with `close`."""
+        rows, feed.rows = feed.rows, iter(())
+        if not self.inner.persistent_workers:
+            shut_down(rows)
+
+    def _hand_out(self, delivery: Delivery) -> Any:
+        self.tally.received(delivery.piece)
+        return delivery.batch
+
+    def _quiet(self, token: object) -> None:
+        if self._live is not token:
+            raise UsageError("this iterator ended: the loader was iterated, restored or closed meanwhile")
+        self.holder.refuse_forked()
+        self._at_quiet_point()
+
+    def _at_quiet_point(self) -> None:
+        borrower = self._borrower
+        for held, upto in self.tally.commit():
+            if borrower is not None:
+                borrower.committed(held, upto)
+        if borrower is not None and borrower.twice is not None:
+            raise borrower.twice  # before anything is saved
+        if self.before_batch:
+            for call in tuple(self.before_batch):
+                call()
+
+    def _leftover(self) -> bool:
+        """Nothing to take: micro-batches without a step count as done, or the epoch would wait for them for ever."""
+        if not self.tally.unmarked:
+            return False
+        if not self.tally.marks:
+            raise UsageError(
+                f"dataset {self.name!r}: nobody says when the optimizer steps, so nothing can be acknowledged",
+                hint="elastic_loader(loader, optimizer=optimizer), or loader.mark() after each step",
+            )
+        log.warning(
+            "dataset %r: the last %d micro-batches had no optimizer step of their own: they count as done",
+            self.name, self.tally.unmarked,
+        )  # fmt: skip
+        self.mark()
+        self.commit()
+        return False
+
+    def _over(self, feed: Feed) -> None:
+        """The epoch is finished: let the DataLoader see its end, then say what could not be read."""
+        for _ in feed.rows:
+            pass
+        quarantined = feed.borrower.quarantined
+        self._epoch, self._begun, self._live = self._epoch + 1, False, None
+        self._stop_borrowing()
+        if quarantined:
+            self._tell(quarantined)
+
+    def _tell(self, quarantined: tuple[Any, ...]) -> None:
+        lost = sum(one.hi - one.lo for one in quarantined)
+        lines = [f"positions [{one.lo}, {one.hi}) {one.partition}: {one.reason}" for one in quarantined[:_SHOWN]]
+        if len(quarantined) > _SHOWN:
+            lines.append(f"and {len(quarantined) - _SHOWN} more ranges")
+        error = ShardsFailed(
+            f"dataset {self.name!r}: {lost} samples of this epoch could not be read and are in no model:\n"
+            + "\n".join(lines),
+            hint='mend or remove them; ShardDataset(..., on_error="warn") goes on without them',
+            quarantined=quarantined,
+        )
+        if settings.load(on_error=self.dataset.on_error).on_error == "raise":
+            raise error
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    # ---- accounting -------------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """The optimizer stepped: what the loop has received so far is in the model once the step is entirely over."""
+        self.tally.mark()
+        if self._live is not None:
+            self._begun = True  # to look at a batch begins no epoch
+
+    def commit(self) -> None:
+        """A quiet point: what is marked is in the model for good. Acknowledged from here on."""
+        for held, upto in self.tally.commit():
+            if self._borrower is not None:
+                self._borrower.committed(held, upto)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Mark at each step of `optimizer`. The optimizer does not keep the loader alive. `detach` undoes it."""
+        self._marks.append(mark_on_step(optimizer, self))
+
+    def detach(self) -> None:
+        """Stop marking at optimizer steps."""
+        while self._marks:
+            self._marks.pop().remove()
+
+    @property
+    def step_ends(self) -> bool:
+        """Always: how many micro-batches make a step is the loop's to say."""
+        return True
+
+    @property
+    def waited_s(self) -> float:
+        """How long the loop has waited for leases in this epoch."""
+        return self._borrower.waited_s if self._borrower is not None else 0.0
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of this rank is in the model since the attempt began, by partition; on rank 0 also what was before.
+
+        The union over all ranks is what the checkpoint holds. About 9 KiB for 10**9 samples among 10**4 workers.
+        """
+        state: dict[str, Any] = {"v": VERSION, "fingerprint": self.dataset.fingerprint, "epoch": self._epoch}
+        state["own"] = {name: done.encode() for name, done in self.tally.done.items()}
+        if self._holder is not None and self._holder.line.rank == 0:
+            state["base"] = dict(self._holder.ledger.done)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that `state` is of this data and go on in its epoch. What is done the master knows from the cuts.
+
+        Raises DataMismatch; nothing is changed then.
+        """
+        for name, here in (("v", VERSION), ("fingerprint", self.dataset.fingerprint)):
+            if state.get(name) != here:
+                raise DataMismatch(
+                    f"dataset {self.name!r}: the data state has {name}={state.get(name)!r}, here it is {here!r}",
+                    hint="give the data, seed and shuffle of the first start, or start anew",
+                )
+        self._leave()
+        self._epoch, self._begun = int(state.get("epoch", 0)), False
+        self.tally.forget()
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Training ended, or this epoch was left: a quiet point. What is held and not done goes back to the others."""
+        self._at_quiet_point()
+        self._leave()
+
+    def close(self) -> None:
+        """Scale-down, or an exception: acknowledge what is committed, give everything else back, let the master go.
+
+        A no-op when nothing is held. Iterating again connects anew.
+        """
+        self._leave()
+        rows = vars(self.inner)["_iterator"]
+        vars(self.inner)["_iterator"] = None
+        shut_down(rows)
+        if self._own is not None:
+            if self.holder.here:
+                let_go(self._own)
+            self._own = self._holder = None
+
+    def _leave(self) -> None:
+        self._live = None
+        self.tally.drop()
+        self._stop_borrowing()
+
+    def _stop_borrowing(self) -> None:
+        if self._borrower is not None:
+            self._borrower_end()
+            self._borrower = None
+
+
+def is_leased(loader: object) -> bool:
+    """A LeasedLoader, or a DataLoader over a ShardDataset, of which one can be made."""
+    return isinstance(loader, LeasedLoader) or isinstance(getattr(loader, "dataset", None), ShardDataset)
+
+
+def leased_loader(loader: DataLoader[Any] | LeasedLoader, optimizer: Optimizer | None) -> LeasedLoader:
+    """What `elastic_loader` returns where `is_leased`."""
+    made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
+    if optimizer is not None:
+        made.attach(optimizer)
+    return made

@@ -1,0 +1,157 @@
+"""This worker at the master's ledger of one dataset: opens it, and without a session finds the master by itself."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+import weakref
+from typing import Any, NamedTuple
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.data.leased import step_agreement
+from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.lease_client import Borrower, Caller, Claim
+from dlrover_hooks.data.leased.sources import Stream
+from dlrover_hooks.errors import MasterAway, MasterError, UsageError
+from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.protocol import LedgerState
+
+log = logging.getLogger(__name__)
+
+
+class Line(NamedTuple):
+    """Who speaks for this worker. `free`: it is in no round, its work is not rolled back."""
+
+    caller: Caller
+    job: str
+    incarnation: str
+    free: bool
+    rank: int
+
+
+class Holder:
+    """A place at the ledger of `dataset`; made anew for each attempt. Opens the ledger when it is first needed."""
+
+    def __init__(self, line: Line, dataset: ShardDataset, batch_size: int, epochs: int) -> None:
+        self.line, self.dataset, self.epochs = line, dataset, epochs
+        self._batch_size = batch_size
+        self.here = Here()
+        self._ledger: p.Ledger | None = None
+        self._ends: dict[str, int] = {}
+
+    @property
+    def ledger(self) -> p.Ledger:
+        """What the master answered. Raises MasterAway, or the master's refusal (another fingerprint, for example)."""
+        return self._ledger or self.reopen({})
+
+    def open(self) -> None:
+        """Have the master know this worker. Raises as `ledger`."""
+        if self._ledger is None:
+            self.reopen({})
+
+    @property
+    def opened(self) -> bool:
+        """Has the ledger been opened?"""
+        return self._ledger is not None
+
+    def borrow(self, epoch: int) -> Borrower:
+        """Start taking leases of `epoch`. Raises UsageError in a forked child."""
+        self.refuse_forked()
+        line, dataset = self.line, self.dataset
+        claim = Claim(line.job, line.incarnation, dataset.name, self.ledger.fence, epoch)
+        return Borrower(
+            line.caller,
+            claim,
+            lookahead=dataset.lookahead,
+            patience_s=dataset.patience_s,
+            exact=not line.free,
+            reopen=self.reopen,
+        )
+
+    def refuse_forked(self) -> None:
+        """Raise UsageError in a forked child: the leases are its parent's."""
+        if not self.here:
+            raise UsageError(
+                f"dataset {self.dataset.name!r} is lent to process {self.here.pid}, not to what was forked from it",
+                hint="iterate it where it was made; `num_workers` of the DataLoader reads in processes of its own",
+            )
+
+    def finished(self, epoch: int) -> bool:
+        """Is nothing of `epoch` left, here or elsewhere?"""
+        line = self.line
+        request = p.AwaitShards(line.job, line.incarnation, self.dataset.name, self.ledger.fence, epoch, timeout_s=0.0)
+        return line.caller.call(request, timeout_s=self.dataset.patience_s).state is LedgerState.FINISHED
+
+    def reopen(self, ends: dict[str, int]) -> p.Ledger:
+        """Partitions of the stream turned out to end. Gives back whatever is held."""
+        self._ends |= ends
+        ledger: p.Ledger = self.line.caller.call(self._request(), timeout_s=self.dataset.patience_s)
+        self._ledger = ledger
+        return ledger
+
+    def _request(self) -> p.OpenLedger:
+        line, dataset, stream = self.line, self.dataset, isinstance(self.dataset.source, Stream)
+        partitions = tuple(
+            p.Partition(part.name, part.begin, self._ends.get(part.name, part.end))
+            for part in dataset.partitions(self.epochs)
+        )
+        return p.OpenLedger(
+            line.job,
+            line.incarnation,
+            dataset.name,
+            dataset.fingerprint,
+            partitions,
+            epoch_length=0 if stream else len(dataset),
+            batch_size=self._batch_size,
+            shard_size=dataset.shard_size,
+            free=line.free,
+        )
+
+
+def own_line(dataset: ShardDataset, owner: object) -> Line:
+    """A line for a worker without a session: to the master of the environment, else to a ledger in this process.
+
+    It ends with `owner` or the process. Raises UsageError where several workers would each train on everything.
+    """
+    config, incarnation = settings.load(), uuid.uuid4().hex
+    if config.master is None:
+        return _alone(config, dataset, incarnation)
+    if not config.named:
+        raise UsageError(
+            f"dataset {dataset.name!r}: the master is known but not the job: each worker would train on everything",
+            hint="set DLROVER_HOOKS_JOB to one name for all workers of the run",
+        )
+    client = MasterClient(config.master, config.token, incarnation=incarnation)
+    weakref.finalize(owner, client.close)
+    return Line(client, config.job, incarnation, free=True, rank=step_agreement.rank())
+
+
+def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str) -> Line:
+    workers = max(step_agreement.world_size(), settings.place().world_size)
+    if workers > 1:
+        raise UsageError(
+            f"dataset {dataset.name!r}: {workers} workers need a master that lends it out, and none is known",
+            hint="run `python -m dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
+        )
+    from dlrover_hooks.client.in_process_master import Alone
+
+    return Line(Alone(), config.job, incarnation, free=True, rank=0)
+
+
+def hold(line: Line) -> None:
+    """Keep the liveness connection of an own line open: the master then hears of this process's end at once."""
+    if isinstance(line.caller, MasterClient):
+        line.caller.watch(line.job, lambda _: None, lambda error: log.warning("job %s: %s", line.job, error))
+
+
+def let_go(line: Line) -> None:
+    """End an own line."""
+    caller: Any = line.caller
+    if isinstance(caller, MasterClient):
+        try:
+            caller.call(p.Leave(line.job, line.incarnation, p.Departure.DONE), timeout_s=2.0)
+        except (MasterAway, MasterError) as error:
+            log.debug("left without the master's word: %s", error)
+    caller.close()

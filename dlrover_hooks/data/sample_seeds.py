@@ -1,0 +1,181 @@
+"""A sample's random numbers come from (seed, epoch, position): augmentation replays, whoever loads the sample.
+
+Before a sample is fetched, the generators that datasets draw from (`dlrover_hooks.rng.generators`) are seeded for its
+position in the endless order. So a sample is augmented alike with 0 or any number of DataLoader workers, at any world
+size, and again after a restore. What is drawn
+
+- in `__getitem__`, also through `torch.utils.data.Subset`, comes from (seed, position of the sample);
+- in `__getitems__` or in `__getitem__` of an array, from (seed, position of the micro-batch's first sample), and in
+  `collate_fn` it goes on behind what was drawn last: alike at every world size that runs the same micro-batches, so in
+  the full steps of an unchanged batch_size.
+
+Generators that a dataset keeps for itself (`numpy.random.default_rng()`) are its own.
+
+In a DataLoader worker everything is seeded for each sample (7 us). With 0 workers the dataset draws from the training
+loop's own generators: they are put back behind each fetch, and only the ones that the dataset was seen to draw from
+are seeded. The first batch is watched sample by sample. If a generator that was quiet is drawn from later, that batch
+is fetched once more, seeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from dlrover_hooks.data.feistel import Indices, splitmix
+from dlrover_hooks.rng.generators import Generator, generators
+
+_SAMPLE, _BATCH = 0x5A3D, 0xBA7C
+_value = attrgetter("value")
+
+
+class Dice:
+    """Seeds generators for a position. key: the order's seed."""
+
+    def __init__(self, key: int, seeded: list[Generator]) -> None:
+        self.key = key
+        self.seeded = seeded
+        self._sample, self._batch = splitmix(splitmix(key) ^ _SAMPLE), splitmix(splitmix(key) ^ _BATCH)
+
+    def for_sample(self, position: int) -> None:
+        """The next draws belong to the sample at `position`."""
+        self._seed(splitmix(self._sample ^ position))
+
+    def for_batch(self, first: int) -> None:
+        """The next draws belong to the micro-batch whose first sample is at position `first`."""
+        self._seed(splitmix(self._batch ^ first))
+
+    def _seed(self, seed: int) -> None:
+        for generator in self.seeded:
+            generator.seed(seed)
+
+
+class Watch(Dice):
+    """The dice of a process that has other use of its generators too: a loop that fetches by itself (0 workers)."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__(key, generators())
+        self._drawn: list[Generator] | None = []  # from, in the first batch; None behind it
+        self._fresh: list[tuple[Generator, Any]] = []
+        self._listen([])
+
+    def fetch(self, take: Callable[[], Any], repeat: Callable[[], None]) -> Any:
+        """`take()` fetches a micro-batch, the same again after `repeat()`; here on generators of its own."""
+        if self._drawn is not None:
+            return self._first_fetch(take)
+        marks = list(map(_value, self._marks))
+        if marks != self._seen:  # the loop has drawn
+            self._seen, self._before = marks, [one.words.copy() for one in self._quiet]
+        batch = self._seeded_fetch(take) if self.seeded else take()
+        if list(map(_value, self._marks)) == marks:
+            return batch
+        self._wake(marks)
+        repeat()
+        return self.fetch(take, repeat)
+
+    def _first_fetch(self, take: Callable[[], Any]) -> Any:
+        assert self._drawn is not None
+        batch = self._seeded_fetch(take)
+        quiet = [one for one in self.seeded if one not in self._drawn]
+        self.seeded, self._drawn = self._drawn, None
+        self._listen(quiet)
+        return batch
+
+    def _seeded_fetch(self, take: Callable[[], Any]) -> Any:
+        saved = [(one, one.save()) for one in self.seeded]
+        try:
+            return take()
+        finally:
+            if self._drawn is not None:
+                self._note(self._drawn)
+            for one, state in saved:
+                one.restore(state)
+
+    def _listen(self, quiet: list[Generator]) -> None:
+        """To those that the dataset was not seen to draw from. `_before`: their states when `_marks` were `_seen`."""
+        self._quiet, self._marks = quiet, [one.words.mark for one in quiet]
+        self._seen, self._before = [mark.value for mark in self._marks], [one.words.copy() for one in quiet]
+
+    def _wake(self, marks: list[Any]) -> None:
+        """Seed from now on what was drawn from, after all, and undo that."""
+        still: list[Generator] = []
+        for one, mark, before in zip(self._quiet, marks, self._before, strict=True):
+            if one.words.mark.value == mark:
+                still.append(one)
+                continue
+            one.restore(before)
+            self.seeded.append(one)
+        self._listen(still)
+
+    def _seed(self, seed: int) -> None:
+        if self._drawn is None:
+            return super()._seed(seed)
+        self._note(self._drawn)
+        super()._seed(seed)
+        self._fresh = [(one, one.words.mark.value) for one in self.seeded]
+
+    def _note(self, drawn: list[Generator]) -> None:
+        """Who was drawn from since it was seeded last?"""
+        drawn += [one for one, mark in self._fresh if one not in drawn and one.words.mark.value != mark]
+
+
+class Picks(list[int]):
+    """The ids of one micro-batch. Taking one out seeds the generators for its sample.
+
+    Goes to DataLoader workers; what arrives there has the dice of that process.
+    """
+
+    __slots__ = ("dice", "first")
+
+    def __init__(self, ids: list[int], first: int, dice: Dice) -> None:
+        super().__init__(ids)
+        self.first, self.dice = first, dice
+
+    def __iter__(self) -> Iterator[int]:
+        for number, index in enumerate(super().__iter__()):
+            self.dice.for_sample(self.first + number)
+            yield index
+
+    def __reduce__(self) -> tuple[Callable[..., Picks], tuple[list[int], int, int]]:
+        return _arrived, (self[:], self.first, self.dice.key)
+
+
+class PickedArray(np.ndarray[Any, Any]):
+    """`Picks` for a dataset that is asked for whole micro-batches. What arrives in a worker is a plain array."""
+
+    first: int
+    key: int
+
+    @staticmethod
+    def of(ids: Indices, first: int, key: int) -> PickedArray:
+        """`ids`, not copied."""
+        made = ids.view(PickedArray)
+        made.first, made.key = first, key
+        return made
+
+    def __reduce__(self) -> Any:
+        return _arrived_array, (np.asarray(self), self.first, self.key)
+
+
+_worker_dice: dict[int, Dice] = {}
+
+
+def _dice_here(key: int) -> Dice:
+    if key not in _worker_dice:
+        _worker_dice[key] = Dice(key, generators())
+    return _worker_dice[key]
+
+
+def _arrived(ids: list[int], first: int, key: int) -> Picks:
+    """A worker reads its next task, right before the fetch: the one moment where `__getitems__` can be seeded."""
+    dice = _dice_here(key)
+    dice.for_batch(first)
+    return Picks(ids, first, dice)
+
+
+def _arrived_array(ids: Indices, first: int, key: int) -> Indices:
+    _dice_here(key).for_batch(first)
+    return ids

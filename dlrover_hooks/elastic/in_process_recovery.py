@@ -1,0 +1,335 @@
+"""`elastic_run`: a training function whose process survives the loss of others.
+
+    @elastic_run
+    def train():
+        dist.init_process_group("gloo")
+        ...                                # model, elastic_loader, AsyncCheckpointer: as in any script
+    train()
+
+When its round breaks, the function is left by an exception and called again in the same process, in the next round:
+with another rank, world size and store in the environment, but with Python, torch, CUDA and the checkpoints' memory as
+they are. What it makes anew restores itself from what the survivors hold (docs/concepts/recovery.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, overload
+
+import msgspec
+import torch.distributed as dist
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks import rng
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.elastic.process_groups import Groups
+from dlrover_hooks.errors import HooksError, JobFinished, RoundEnded, UsageError
+from dlrover_hooks.worker import membership as regroup
+from dlrover_hooks.worker.membership import Membership
+
+log = logging.getLogger("dlrover_hooks")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of rounds, as `on_recover` and `on_resize` are told of it.
+
+    Times are seconds since the fault was noticed here, in the order in which things happened.
+    """
+
+    reason: str
+    round: int
+    rank: int
+    world_size: int
+    world_size_before: int
+    step: int = 0
+    """What training goes on from: so many optimizer steps are in the model."""
+    destroyed_s: float = 0.0
+    joined_s: float = 0.0
+    restored_s: float = 0.0
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """See `elastic_run`."""
+
+    max_recoveries: int = 5
+    fault_s: float = 5.0
+    rejoin_s: float = 900.0
+    on_recover: Callable[[Recovery], object] | None = None
+    on_resize: Callable[[Recovery], object] | None = None
+
+
+@overload
+def elastic_run(fn: Callable[P, T], /) -> Callable[P, T]: ...
+@overload
+def elastic_run(fn: None = None, /, **options: Any) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+@overload
+def elastic_run(fn: Callable[P, T], /, **options: Any) -> Callable[P, T]: ...
+
+
+def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
+    """Run `fn` again in the same process, in the next round, whenever its round ends before it does.
+
+    A round ends when a member is lost (killed, hung, failed) or when newcomers wait. An exception out of `fn` counts as
+    that only if the master says so; any other one is raised unchanged, and so are KeyboardInterrupt and SystemExit:
+    this worker fails then, and the others go on without it. With `sys.exit(0)` it is done.
+
+    Args:
+        fn: makes its process group, model, loader and checkpointer itself, and trains. Leave out for use as a decorator
+            with options.
+        options:
+            max_recoveries: in a row without a step in between, 5 by default; then the fault is raised.
+            fault_s: how long to wait for the master's word once `fn` raised what a lost peer may have caused (5).
+            rejoin_s: how long to wait for the next round (900).
+            on_recover: called with a `Recovery` at the first quiet point of each round but the first.
+            on_resize: called before it if the world size changed.
+
+    A worker whose job the others have finished meanwhile ends with SystemExit(0).
+
+    Without a launcher or master that lets this process speak for itself (plain `python`, torchrun) `fn` is just called.
+    """
+    chosen = msgspec.convert(options, Options) if not options else Options(**options)
+    if fn is None:
+        return lambda function: elastic_run(function, **options)
+    function = fn
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        config, place = settings.load(), settings.place()
+        if (reason := _why_not(config, place)) is not None:
+            log.info("elastic_run: %s", reason)
+            return function(*args, **kwargs)
+        return Lives(config, place, chosen).run(lambda: function(*args, **kwargs))
+
+    return run
+
+
+def _why_not(config: Config, place: Place) -> str | None:
+    """Why this process cannot recover by itself."""
+    if config.disable:
+        return "DLROVER_HOOKS_DISABLE is set"
+    if regroup.current() is not None:
+        return "it is active already"
+    if config.master is None or not (place.incarnation or place.max_workers):
+        return "no launcher of ours has started this process: it ends with its round"
+    return None
+
+
+class Lives:
+    """One call of the decorated function: life after life, until it returns or fails."""
+
+    def __init__(self, config: Config, place: Place, options: Options) -> None:
+        self._options = options
+        self._newcomer = not place.incarnation
+        if self._newcomer:
+            place = msgspec.structs.replace(place, incarnation=uuid.uuid4().hex)
+        self._membership = Membership(config, place, lambda: self._groups.cut(), self._quiet)
+        self._groups = Groups(self._check)
+        self._hook = sys.excepthook
+        self._in_a_row = 0
+        self._random: dict[str, Any] | None = None
+        """As the function was called first; where nothing is restored, it makes the same again."""
+        self._world_size = place.world_size
+        self._exits = False
+        """The script has ended its process with 0."""
+        self._news: Recovery | None = None
+        """Of the change of rounds that is not over yet."""
+        self._noticed_at, self._restored_at_step = 0.0, -1
+
+    def run(self, function: Callable[[], T]) -> T:
+        """See `elastic_run`."""
+        deactivate = regroup.activate(self._membership)
+        gc.freeze()  # to look through all that was imported would take a second, in each recovery
+        try:
+            if self._newcomer:
+                self._world_size = self._membership.join(self._options.rejoin_s).world_size
+            self._membership.watch()
+            while True:
+                done, result = self._live(function)
+                if done:
+                    _TRAINED.add(self._membership.config.job)
+                    return result
+                self._regroup()
+        except JobFinished as over:  # as a newcomer that finds nothing left to do
+            if self._membership.config.job in _TRAINED:
+                raise UsageError(
+                    f"{over.message}: this process has trained it itself, in a call before",
+                    hint="a launch is one job: train it in one call (of `fit`, of the function under elastic_run), or "
+                    "start a launch for each",
+                ) from over
+            log.warning("%s", over.message)
+            raise SystemExit(0) from over
+        finally:
+            deactivate()
+            gc.unfreeze()
+            self._groups.stop()
+            if not self._exits:
+                self._membership.close()
+
+    def _live(self, function: Callable[[], T]) -> tuple[bool, Any]:
+        """(True, what it returned), or (False, None) once the life is over and a new one may begin."""
+        self._groups, self._hook = Groups(self._check), sys.excepthook
+        if self._membership.broken:
+            self._groups.cut()
+        if self._random is None:
+            self._random = rng.capture()
+        else:
+            rng.restore(self._random)
+        with self._groups.watched():
+            try:
+                return True, function()
+            except SystemExit as end:
+                self._exit(end)
+                raise
+            except KeyboardInterrupt:
+                self._fail()
+                raise
+            except Exception as error:
+                self._noticed_at = self._membership.left_at or time.monotonic()
+                reason = self._judge(error)
+                if reason is None:
+                    self._fail()
+                    raise
+                log.debug("the round ended by", exc_info=error)
+                self._end_life(error)
+                self._news = Recovery(
+                    reason=reason, round=0, rank=0, world_size=0, world_size_before=self._world_size,
+                    destroyed_s=self._passed(),
+                )  # fmt: skip
+        return False, None
+
+    def _judge(self, error: Exception) -> str | None:
+        """Why the round is over; None: it is not, and `error` is the user's."""
+        membership = self._membership
+        if membership.ended or membership.unsupported:
+            return None
+        if not membership.attached and not self._may_be_a_peers(error):  # a newcomer's round may break before it has
+            return None
+        if not isinstance(error, RoundEnded) or not membership.crowded:
+            within_s = self._options.fault_s if self._may_be_a_peers(error) else 0.0
+            if not membership.hears_break(within_s):
+                return None
+        self._in_a_row += 1
+        if self._in_a_row > self._options.max_recoveries:
+            log.error("%d recoveries in a row, and no step in between: giving up", self._options.max_recoveries)
+            return None
+        return _told(error)
+
+    def _may_be_a_peers(self, error: BaseException) -> bool:
+        """torch says RuntimeError when a connection ends; what frameworks raise instead has that as its cause."""
+        chain = list(_chain(error))
+        if any(isinstance(one, HooksError | dist.DistError) for one in chain):
+            return True
+        return any(isinstance(one, RuntimeError | OSError) for one in chain) and not self._groups.connections.intact()
+
+    def _fail(self) -> None:
+        """This worker is over: the others are told before the error is shown."""
+        if (session := self._membership.session) is not None:
+            session.leave(p.Departure.FAILED)
+
+    def _exit(self, end: SystemExit) -> None:
+        """The script ends its process. With 0 it is done, as its launcher will say: the seat is kept until then, as the
+        others may still have to come to their own ends. With anything else it fails, and the exit code is the verdict.
+        """
+        if end.code not in (None, 0):
+            return self._fail()
+        self._exits = True
+        if (session := self._membership.session) is not None:
+            session.parting.signals.give_back()
+
+    def _end_life(self, error: BaseException) -> None:
+        """Keep what there is to be kept, and let go of all else that the life has made."""
+        self._groups.cut()
+        self._membership.end_life()
+        self._groups.destroy()
+        sys.excepthook = self._hook  # torch has laid its own over it, and would lay one more over that in each life
+        for forget in _BETWEEN_LIVES:
+            forget()
+        _clear(error)
+
+    def _regroup(self) -> None:
+        membership, news = self._membership, self._news
+        assert news is not None
+        if membership.outlived():  # cycles hold it: its memory is needed for the next one
+            gc.collect()
+        seated = membership.join(self._options.rejoin_s)
+        membership.survives = True
+        self._news = msgspec.structs.replace(
+            news, round=seated.round, rank=seated.ranks[0], world_size=seated.world_size, joined_s=self._passed()
+        )
+        self._world_size, self._restored_at_step = seated.world_size, -1
+
+    def _passed(self) -> float:
+        return time.monotonic() - self._noticed_at
+
+    # ---- quiet points -----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self._membership.check(step_ends=False)
+
+    def _quiet(self, step: int) -> None:
+        """Called by the adapter at each quiet point; `step`: so many are in the model."""
+        news = self._news
+        if news is None:
+            self._in_a_row = 0
+        elif self._restored_at_step < 0:
+            self._restored_at_step = step
+            self._news = news = msgspec.structs.replace(news, step=step, restored_s=self._passed())
+            self._tell(news)
+        elif step > self._restored_at_step:
+            self._news, self._in_a_row = None, 0
+            self._say(news)
+
+    def _tell(self, news: Recovery) -> None:
+        if self._options.on_resize is not None and news.world_size != news.world_size_before:
+            self._options.on_resize(news)
+        if self._options.on_recover is not None:
+            self._options.on_recover(news)
+
+    def _say(self, news: Recovery) -> None:
+        log.warning(
+            "job %s: recovered in round %d as rank %d of %d (before: %d workers) from step %d: destroyed after %.3f s, "
+            "joined %.3f s, restored %.3f s, next step %.3f s; because %s",
+            self._membership.config.job, news.round, news.rank, news.world_size, news.world_size_before, news.step,
+            news.destroyed_s, news.joined_s, news.restored_s, self._passed(), news.reason,
+        )  # fmt: skip
+
+
+_TRAINED = set[str]()
+"""Jobs that this process has trained to their end."""
+_BETWEEN_LIVES: list[Callable[[], object]] = []
+
+
+def between_lives(forget: Callable[[], None]) -> Callable[[], None]:
+    """Have `forget` called when a life is over: for frameworks that keep its rank and group in this process."""
+    _BETWEEN_LIVES.append(forget)
+    return forget
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+
+
+def _clear(error: BaseException) -> None:
+    """Its frames hold the model, the loaders' iterators and the process group."""
+    for one in _chain(error):
+        if one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)

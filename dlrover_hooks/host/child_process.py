@@ -1,0 +1,126 @@
+"""One child process of the launcher: its own session, so that it and all it forked can be ended as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from dlrover_hooks.host.parent_death import die_with_parent as _die_with_parent
+
+log = logging.getLogger("dlrover_hooks.run")
+
+_DEATH_S = 5.0
+"""A killed process ends within milliseconds, unless it sleeps in the kernel, uninterruptibly."""
+ALIVE = set[int]()
+"""Children of this process that are not reaped yet."""
+
+
+class Process(Protocol):
+    """What is needed of a `Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Child:
+    """A started process. `fileno()` is its pidfd: readable when it has died, for `selectors`.
+
+    Args:
+        name: how messages call it, such as "worker 1".
+        die_with_parent: the kernel kills it if the launcher itself is killed (workers, whose round is then over).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+        die_with_parent: bool = False,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        self.name, self.started_at = name, time.monotonic()
+        self._process: Process = subprocess.Popen(
+            command,
+            env=dict(env),
+            pass_fds=pass_fds,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            preexec_fn=_die_with_parent if die_with_parent else None,
+        )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        ALIVE.add(self.pid)
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def exit_code(self) -> int | None:
+        """None while alive; negative: the signal that ended it. Reaps."""
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send to the whole session: DataLoader workers hold the same sockets as their parent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the process alone: DataLoader workers that died of it would break the step that it saves."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def end(self, grace_s: float = 0.0) -> int:
+        """SIGTERM, `grace_s` to obey, then SIGKILL to all; returns the exit code. Closes the pidfd."""
+        if grace_s > 0:
+            self.ask_to_end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self.signal(signal.SIGKILL)
+        return self.reap()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, None if it still runs after `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
+    def reap(self) -> int:
+        """The exit code of a process that has ended or was killed. Closes the pidfd.
+
+        A process that the kernel does not end in time is left to itself, and counts as killed.
+        """
+        code = self.wait(_DEATH_S)
+        if self._pidfd >= 0:
+            if code is None:
+                log.error(
+                    "%s (process %d) does not end, %g s after SIGKILL: it hangs in the kernel, on a disk or a device. "
+                    "Going on without it; if ps still shows it in state D, the node has to be restarted",
+                    self.name, self.pid, _DEATH_S,
+                )  # fmt: skip
+            os.close(self._pidfd)
+            self._pidfd = -1
+            ALIVE.discard(self.pid)
+        return -signal.SIGKILL if code is None else code
+
+
+def described(exit_code: int) -> str:
+    """`exit_code` in words: "SIGKILL" or "exit code 1"."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-exit_code).name
+    return f"signal {-exit_code}"

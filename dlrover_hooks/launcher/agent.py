@@ -1,0 +1,443 @@
+"""The agent of one node: joins the round for its workers, starts them, hears how they end, and replaces what died.
+
+A round breaks when it loses a member, wherever that was; every agent hears it. Where all that live keep their process
+and join again for themselves, an agent replaces its dead only. Else it ends all its workers, joins anew and starts them
+again. What may be replaced at all is the fault level's to say (ED-7 to ED-15).
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import time
+import uuid
+from collections.abc import Callable, Collection
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import GivenUp, HooksError, MasterAway, Stale
+from dlrover_hooks.host.child_process import Child
+from dlrover_hooks.launcher.broken_rounds import (
+    all_ended,
+    elsewhere,
+    ended_early,
+    is_restart,
+    left_only,
+    live_on,
+    missing,
+    needed_again,
+    silent,
+)
+from dlrover_hooks.launcher.failures import (
+    DONE,
+    GAVE_UP,
+    USER_ERROR,
+    End,
+    counted,
+    end_of,
+    finished_before,
+    left_by_itself,
+    no_place,
+    nobody_came,
+    too_few,
+    trained_elsewhere,
+)
+from dlrover_hooks.launcher.master_events import Ear
+from dlrover_hooks.launcher.master_requests import FORM_S, Speaker, Station
+from dlrover_hooks.launcher.options import Level, Options
+from dlrover_hooks.launcher.processes.workers import Workers
+from dlrover_hooks.launcher.restart_budget import Budget, Over, say_echoes
+
+log = logging.getLogger("dlrover_hooks.run")
+
+_LAST_WORDS_S = 1.0
+"""A worker whose collective failed may be seen dead before the one that took it along."""
+_LEAVING_S = 10.0
+"""A worker that has told the master of its failure has a traceback to print and a process to end."""
+_ASK_S = 10.0
+_LOOK_S = 2.0
+"""Between two looks at a round that does not form, where workers of this node were done."""
+_LINGER_S = 2.0
+"""The others hear of the end from the master, which goes with its launcher."""
+
+
+class Agent:
+    """Main thread only.
+
+    Args:
+        options: the launcher's.
+        station: who it is.
+        client: speaks to the master as this agent.
+        workers: starts and ends processes.
+        selector: wakes when a worker, a service or a signal has something to say.
+        look: called at every turn: obeys signals (raises Over), restarts services.
+        fresh: the first start of the workers begins a new run.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        station: Station,
+        client: MasterClient,
+        workers: Workers,
+        selector: selectors.BaseSelector,
+        look: Callable[[], None],
+        *,
+        fresh: bool,
+    ) -> None:
+        self.options, self.job, self.workers = options, station.job, workers
+        self._station, self._selector, self._look, self._fresh = station, selector, look, fresh
+        self._ear = Ear(client, self.job, selector)
+        self._speaker = Speaker(options, station, client, look, lambda: self._ear.away_since)
+        self._local_ranks = list(range(options.workers.most))
+        self.budget = Budget(options, station.node, self._speaker)
+        self._round = 0
+        self._failed_here, self._job_over, self._missing = False, False, ""
+        self._due: float | None = None
+        self._leaving_until: float | None = None
+        """Workers have left the round and still run: others that train on wait for their exit codes until then."""
+        self._ask_at = 0.0
+        self._newcomers = set[str]()
+
+    def run(self) -> int:
+        """Until the job is over for this node; returns the exit code."""
+        try:
+            while True:
+                self._start_workers()
+                self._watch_workers()
+        except Over as over:
+            self._leave(over)
+            return over.code
+        finally:
+            self._ear.close()
+
+    # ---- while they run ---------------------------------------------------------------------------------------------
+
+    def _watch_workers(self) -> None:
+        """Until all must be started again. Raises Over when all are done or the run is over for another reason."""
+        while True:
+            self._turn()
+            dead = self.workers.dead()
+            failed = {key: child for key, child in dead.items() if child.exit_code()}
+            if self.options.several_nodes or self.workers.running():
+                self._speaker.tell({key: end_of(child) for key, child in dead.items() if key not in failed})
+            if not failed and not self.workers.running():
+                break
+            if self._start_again(failed):
+                return
+        workers = len(self.workers.children)
+        log.info("job %s: %s", self.job, "its worker is done" if workers == 1 else f"all {workers} workers are done")
+        self.workers.end()
+        self._await_others()
+
+    def _turn(self) -> None:
+        self._selector.select(timeout=1.0)
+        self._look()
+        self._speaker.tell_again()
+        if not self._job_over:
+            self._ear.open()
+
+    def _start_again(self, failed: dict[str, Child]) -> bool:
+        """Obey what the master says, and see to `failed`. True: everybody must be started again."""
+        broken, waiting = self._listen()
+        if failed or broken or self._leaving_until is not None:
+            return self._mend(failed)
+        if waiting:
+            log.info("job %s: there is room for %s: starting anew together", self.job, counted(waiting, "newcomer"))
+            return True
+        self._see_to_the_round()
+        return False
+
+    def _see_to_the_round(self) -> None:
+        """Newcomers and survivors wait for each other: not for ever, nor for workers that were done before."""
+        now = time.monotonic()
+        late = self._due is not None and now > self._due
+        if self._due is None or not (late or (now > self._ask_at and self.workers.done())):
+            return
+        self._ask_at, view = now + _LOOK_S, self._speaker.view()
+        if view is not None and view.phase is not p.Phase.BROKEN:
+            self._due = None
+        elif late:
+            raise Over(GAVE_UP, nobody_came(self.options, self.options.replace_timeout_s, self._missing), for_all=True)
+        elif view is not None:
+            self._call_back((), view)
+
+    def _listen(self) -> tuple[bool, int]:
+        """Has the round of the workers broken, and how many newcomers wait? Raises Over if another agent gave up."""
+        broken, waiting = False, 0
+        for said in self._ear.take():
+            if isinstance(said, HooksError):  # it does not know us; newcomers that still import make us known again
+                broken = broken or not self.workers.running().keys() <= self._newcomers
+            elif said.finished:
+                self._obey_ending()
+                self._job_over = True
+            elif said.broken:
+                broken = broken or said.round >= self._round
+            elif said.round >= self._round:  # of the round before it may be this node that waited
+                waiting = said.waiting
+        return broken, waiting
+
+    def _obey_ending(self) -> None:
+        view = self._speaker.view()
+        if view is not None and view.ending is not None:
+            log.error("job %s was given up: %s", self.job, view.ending.why)
+            raise Over(view.ending.exit_code)
+
+    def _await_others(self) -> None:
+        """Other nodes may still work, and if they fail everybody is needed again: then returns. Raises Over."""
+        if self.options.several_nodes:
+            log.info("job %s: waiting for the other nodes", self.job)
+        ask_at = time.monotonic() + _ASK_S
+        while self.options.several_nodes and not self._job_over:
+            self._turn()
+            if self._listen()[0] or self._leaving_until is not None:
+                view = self._speaker.view()
+                if view is None or not self._may_be_done(view):
+                    self._leaving_until = None
+                    far = elsewhere(view, self._station.node) if view is not None else []
+                    log.info("job %s: another node has failed before it was done: starting again with it", self.job)
+                    self.budget.charge(far, view, "starting again")
+                    return
+                self._job_over = self._job_over or all_ended(view)
+            if time.monotonic() > ask_at:  # the master may have gone with its launcher, which has heard of the end
+                view, ask_at = self._speaker.view(), time.monotonic() + _ASK_S
+                self._job_over = view is None or view.finished or all_ended(view)
+        raise Over(DONE)
+
+    # ---- when the round broke ---------------------------------------------------------------------------------------
+
+    def _mend(self, dead: dict[str, Child]) -> bool:
+        """Replace `dead`, and whatever the master has lost here. True: everybody must be started again.
+
+        Raises Over if the master stays away: what the others do, and the budget, are known there alone.
+        """
+        try:
+            view = self._speaker.await_view()
+        except MasterAway as away:
+            raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
+        if view is not None:
+            self.workers.seated(view)
+        ends = {key: self._end_of(key, child) for key, child in dead.items()}
+        if view is not None and (view.parting.nodes or left_by_itself(ends)) and self._part(ends, view):
+            return True
+        if view is not None:
+            for key in silent(view, self.workers.running()):
+                child = self.workers.running()[key]
+                child.signal(signal.SIGKILL)
+                child.wait(_LAST_WORDS_S)
+                ends[key] = End(child.name, None)
+            self._missing = missing(view, self._station.node)
+            if live_on(view, ends, self._round):
+                self._leaving_until = None
+                self._replace(ends, view)
+                return False
+            if not ends and self._may_be_done(view):
+                return False
+            if not ends and self._leaving_until is not None:
+                ends = ended_early(view, self.workers.running())
+        self._leaving_until = None
+        self._end_all(ends, view)
+        return True
+
+    def _may_be_done(self, view: p.JobView) -> bool:
+        """Workers have left by an exception or by `sys.exit`, which the script may catch behind its checkpointer: if
+        their processes end with 0, it is done. Only workers that train on limit the time to wait for that.
+        """
+        if not left_only(view):
+            return False
+        now = time.monotonic()
+        self._leaving_until = self._leaving_until or now + _LEAVING_S
+        return now < self._leaving_until or not any(one.alive for one in view.members)
+
+    def _end_of(self, key: str, child: Child) -> End:
+        return end_of(child, self.workers.words[key].hear())
+
+    def _part(self, ends: dict[str, End], view: p.JobView) -> bool:
+        """A node is preempted: its launcher ends with 75 once its workers have left (raises Over). True: others start
+        theirs again, unless they recover by themselves; that is no failure.
+        """
+        nodes = view.parting.nodes or (self._station.node,)  # who recovers forms a round, which knows of no parting
+        mine = self._station.node in nodes
+        if mine or not any(one.recovers for one in view.members if one.incarnation in self.workers.children):
+            self.workers.await_end(self.options.grace_s)  # each has its own last words to say
+            ends |= {key: self._end_of(key, child) for key, child in self.workers.dead().items() if child.exit_code()}
+        left = left_by_itself(ends)
+        if mine and left:
+            self._speaker.tell(ends)
+            raise Over(p.REQUEUE, f"preempted ({view.parting.reason or 'a signal'}); start it again to go on")
+        if left:
+            log.warning("job %s: %s is preempted; restarting", self.job, ", ".join(nodes))
+            self._speaker.tell(ends)
+            self.workers.end()
+        return left
+
+    def _replace(self, ends: dict[str, End], view: p.JobView) -> None:
+        """The others live on and join for themselves: start newcomers for the dead, if the fault level wants them."""
+        self._speaker.tell(ends, self._newcomers)
+        shrinks = self.options.fault_level is Level.SHRINK
+        then = "the others live on" + (f", replacing {counted(len(ends), 'worker')}" if ends and not shrinks else "")
+        self.budget.charge([*ends.values(), *elsewhere(view, self._station.node)], view, then)
+        self._call_back(ends, view)
+        for key in ends:
+            if shrinks:
+                self._discard(self.workers.seats[key].local_rank)
+                self.workers.forget(key)
+            else:
+                self._start_newcomer(key, view)
+        live = sum(member.alive and member.incarnation not in ends for member in view.members)
+        if shrinks and live < self.options.min_workers:
+            raise Over(GAVE_UP, too_few(self.options, live), for_all=True)
+        self._due = time.monotonic() + self.options.replace_timeout_s
+
+    def _call_back(self, ends: Collection[str], view: p.JobView) -> None:
+        """Replace workers that were done, too, if there are too few without them: the others need them again."""
+        coming = self._newcomers & self.workers.running().keys()
+        if self.options.fault_level is Level.SHRINK or not (done := self.workers.done()):
+            return
+        if needed_again(view, ends, coming, self.options.min_workers):
+            names = ", ".join(self.workers.children[key].name for key in done)
+            log.warning("job %s: %s: done before others failed, and needed again", self.job, names)
+            if not ends:
+                self.budget.charge([*self._early(view).values()], view, f"starting {names} again")
+            for key in done:
+                self._start_newcomer(key, view)
+
+    def _start_newcomer(self, predecessor: str, view: p.JobView) -> None:
+        newcomer = p.Seat(uuid.uuid4().hex, self.workers.seats[predecessor].local_rank)
+        self._newcomers.add(newcomer.incarnation)
+        count = {"TORCHELASTIC_RESTART_COUNT": str(self.budget.restarts)}
+        self.workers.start_newcomer(predecessor, newcomer, view.round + 1, len(self._local_ranks), **count)
+
+    def _early(self, view: p.JobView) -> dict[str, End]:
+        """Of this node's workers that ended with 0, those that had not said that they were done."""
+        return ended_early(view, {key: self.workers.children[key] for key in self.workers.done()})
+
+    def _end_all(self, ends: dict[str, End], view: p.JobView | None) -> None:
+        """Hear how it came, end all workers of this node, and decide whether they start again: Over if they do not."""
+        early = [*self._early(view).values()] if view is not None else []
+        if (view is None or not view.finished) and not any(end.has_cause for end in early):
+            view = self._hear_last_words(ends, view)
+        self._speaker.tell(ends, self._newcomers)
+        far = elsewhere(view, self._station.node) if view is not None else []
+        seats = {key: seat.local_rank for key, seat in self.workers.seats.items()}
+        self.workers.end()
+        self._newcomers.clear()
+        self._failed_here = bool(ends)
+        then = f"restarting {counted(len(seats), 'worker')}"
+        if found := [*ends.values(), *early, *far]:
+            self.budget.charge(found, view, then)
+        elif view is None or not is_restart(view):
+            self.budget.charge_unexplained(self._round, then)
+        else:
+            log.warning("job %s: another node starts its workers again; %s", self.job, then)
+        if self.options.fault_level is Level.SHRINK:
+            shot = [key for key, end in ends.items() if end.has_cause]
+            for key in shot or ([] if any(end.has_cause for end in far) else list(ends)[:1]):
+                self._discard(seats[key])
+
+    def _hear_last_words(self, ends: dict[str, End], view: p.JobView | None) -> p.JobView | None:
+        """Unless the cause is clear, see who else ends, here (added to `ends`) and elsewhere: the view of then."""
+        members = view.members if view is not None else ()
+        failed = {one.incarnation for one in members if one.gone == p.Departure.FAILED.value}
+        leaving = failed & self.workers.running().keys()
+        deadline = time.monotonic() + (_LEAVING_S if leaving else _LAST_WORDS_S)
+        while not any(end.has_cause for end in ends.values()) and time.monotonic() < deadline:
+            if view is not None and any(end.has_cause for end in elsewhere(view, self._station.node)):
+                break
+            if leaving and leaving <= ends.keys():
+                leaving, deadline = set(), min(deadline, time.monotonic() + _LAST_WORDS_S)
+            if not self.options.several_nodes and not self.workers.running():
+                break
+            self.workers.wait(0.1)
+            self._look()
+            late = {key: self._end_of(key, child) for key, child in self.workers.dead().items() if child.exit_code()}
+            ends.update({key: end for key, end in late.items() if key not in ends})
+            view = self._speaker.view() if self.options.several_nodes else view
+        return view
+
+    def _discard(self, local_rank: int) -> None:
+        self._local_ranks.remove(local_rank)
+        if len(self._local_ranks) < self.options.workers.least:
+            alone = not self.options.several_nodes
+            raise Over(GAVE_UP, too_few(self.options, len(self._local_ranks), self._station.node), for_all=alone)
+
+    # ---- the start --------------------------------------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        first = self._round == 0
+        seats = tuple(p.Seat(uuid.uuid4().hex, local_rank) for local_rank in self._local_ranks)
+        seated = self._take_seats(seats, first=first)
+        self._round, self._due, self._job_over = seated.round or 0, None, False
+        self.budget.started(self._speaker.view())
+        life = {
+            "TORCHELASTIC_RESTART_COUNT": str(self.budget.restarts),
+            "DLROVER_HOOKS_FRESH": "1" if self._fresh and first else "",
+        }
+        for index, seat in enumerate(seats):
+            self.workers.start(seat, seated, index, len(seats), **life)
+
+    def _take_seats(self, seats: tuple[p.Seat, ...], *, first: bool) -> p.Seated:
+        within_s = self._patience_s(first)
+        if not first and not self._speaker.is_known(self._round):
+            self._round = 0
+        try:
+            joined = self._speaker.join(seats, within_s, first=first, fresh=self._fresh)
+            if joined.finished:
+                raise self._finished(joined.finished_step)
+            self._ear.open()
+            self.workers.end()  # of the round before, which this node has left now: that is no death
+            seated = self._speaker.await_round(self._round, within_s)
+        except MasterAway as away:
+            raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
+        except (GivenUp, Stale):
+            self._obey_ending()
+            view = self._speaker.view()
+            if view is not None and view.finished:  # by the others, while this node waited
+                others = sorted({one.node for one in view.members} - {self._station.node})
+                if first and others and self.options.nodes.most == 1:
+                    raise Over(GAVE_UP, trained_elsewhere(others)) from None
+                raise self._finished(view.finished_step) from None
+            raise
+        if seated is None:
+            raise self._no_round(within_s)
+        return seated
+
+    def _no_round(self, waited_s: float) -> Over:
+        view = self._speaker.view()
+        if view is not None and view.round > self._round and view.phase is not p.Phase.BROKEN:
+            return Over(GAVE_UP, no_place(self.options, waited_s, view))
+        return Over(GAVE_UP, nobody_came(self.options, waited_s, self._missing), for_all=True)
+
+    def _patience_s(self, first: bool) -> float:
+        """For a round: whoever is left of a job that never grows is there already; a launch may take its time."""
+        timeout_s = self.options.replace_timeout_s
+        if not self.options.several_nodes:
+            return FORM_S
+        if first:
+            return max(FORM_S, timeout_s)
+        return min(FORM_S, timeout_s) if self.options.fault_level is Level.SHRINK else timeout_s
+
+    def _finished(self, step: int | None) -> Over:
+        if self._failed_here:
+            return Over(USER_ERROR, finished_before(step))
+        log.info("job %s was finished at step %d: nothing is left to train; --fresh starts anew", self.job, step or 0)
+        return Over(DONE)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def _leave(self, over: Over) -> None:
+        """The last word: why, if others are to hear it."""
+        if over.why:
+            log.error("job %s: %s", self.job, over.why)
+        say_echoes(over.echoes)
+        self.workers.end()
+        several, serves = self.options.several_nodes, self._station.serves
+        ending = p.Ending(over.code, f"node {self._station.node}: {over.why}") if over.for_all else None
+        if several and serves and ending is None and over.code != DONE:
+            code = p.REQUEUE if over.code == p.REQUEUE else GAVE_UP
+            ending = p.Ending(code, f"node {self._station.node}, which serves the master, was stopped")
+        done = over.code == DONE and several
+        self._speaker.leave(p.Departure.DONE if done else p.Departure.STOPPED, ending)
+        if ending is not None and serves and several:
+            time.sleep(_LINGER_S)

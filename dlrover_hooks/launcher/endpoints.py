@@ -1,0 +1,128 @@
+"""Where the master is: which node serves it, at which address the others find it, and how they find this node."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+
+from dlrover_hooks.errors import LaunchError, UsageError
+from dlrover_hooks.host.own_address import towards
+
+PORT = 8780
+"""The master's own default."""
+
+
+_ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737): the way there begins at the address that others know."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """`external`: a master runs there already (it was given as a URL)."""
+
+    host: str
+    port: int
+    scheme: str = "http"
+    external: bool = False
+
+    @property
+    def url(self) -> str:
+        """The master's address for a client."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    @property
+    def local(self) -> bool:
+        """No other machine can reach it."""
+        if self.host == "localhost":
+            return True
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
+
+
+def endpoint(text: str) -> Endpoint:
+    """`HOST`, `HOST:PORT`, `[V6]:PORT`, or a URL. Raises UsageError."""
+    external = "://" in text
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(text if external else f"http://{text}")
+        if parts.hostname and parts.scheme in ("http", "https") and not parts.path.strip("/"):
+            return Endpoint(parts.hostname, PORT if parts.port is None else parts.port, parts.scheme, external)
+    raise UsageError(
+        f"{text!r} is no address of a master",
+        hint=f"such as --rdzv-endpoint node-a:{PORT} (the first node serves it), or http://HOST:{PORT} for one "
+        "that runs already",
+    )
+
+
+def serve(where: Endpoint, node_rank: int | None) -> socket.socket | None:
+    """The listening socket, if it is this node that serves the master; None: another process does.
+
+    Node rank 0 serves it; where no rank is given, the machine that the address belongs to. Several launchers on that
+    machine: whoever is first.
+
+    Raises:
+        LaunchError: it should be served here and cannot be.
+    """
+    if where.external or (node_rank is not None and node_rank != 0):
+        return None
+    address = _here(where.host)
+    if address is None and node_rank is None:
+        return None
+    if address is not None and not where.local and ipaddress.ip_address(address).is_loopback:
+        address = None  # Debian gives a machine's own name 127.0.1.1 there, and its other address everywhere else
+    listener = socket.socket(socket.AF_INET6 if address and ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address or "0.0.0.0", where.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise LaunchError(
+            f"the master cannot be served at {where.host}:{where.port}: {error.strerror}",
+            hint="give --rdzv-endpoint another port",
+        ) from error
+    return listener
+
+
+def _here(host: str) -> str | None:
+    """The address of this machine that `host` names; None if it is another machine's."""
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    with contextlib.suppress(OSError):
+        for *_, found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            text = str(found[0])
+            if text in own or ipaddress.ip_address(text.partition("%")[0]).is_loopback:
+                return text
+    return None
+
+
+def url_of(listener: socket.socket) -> str:
+    """How processes of this machine reach the master that listens there."""
+    host, port = listener.getsockname()[:2]
+    return Endpoint("127.0.0.1" if host == "0.0.0.0" else host, port).url
+
+
+def own_host(master: Endpoint) -> str:
+    """The address of this machine on the way to the master: other nodes come the same way.
+
+    Raises:
+        UsageError: there is no way.
+    """
+    try:
+        own = towards(master.host, master.port)
+        if not master.local and ipaddress.ip_address(own).is_loopback:  # its name is 127.0.1.1 on its own machine
+            with contextlib.suppress(OSError):
+                return towards(_ELSEWHERE, master.port)
+        return own
+    except OSError as error:
+        raise UsageError(
+            f"the master's host {master.host!r} cannot be reached from here: {error.strerror or error}",
+            hint="check --rdzv-endpoint; --local-addr says how other nodes reach this one",
+        ) from error

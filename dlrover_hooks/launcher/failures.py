@@ -1,0 +1,261 @@
+"""What the end of a worker, or of the run, means: which exit code, and what to tell. Decides, starts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from dlrover_hooks.errors import HooksError
+from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.processes.worker_errors import Words
+from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView
+
+DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
+_PASSED_ON = {REQUEUE: "it is preempted; start it again to go on", BAD_NODE: "this node is bad; replace it"}
+"""A worker's own exit codes that become its launcher's, and no other one's."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """`code`: the run's exit code; None: start the workers again."""
+
+    code: int | None
+    text: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a worker ended. `exit_code` None: nobody saw it end, the master has lost it or, `left`, it told the master
+    that it leaves unfinished. `here`: on this node.
+    """
+
+    name: str
+    exit_code: int | None
+    here: bool = True
+    words: Words | None = None
+    """Its own last ones, if an exception ended it."""
+    left: bool = False
+
+    @property
+    def has_cause(self) -> bool:
+        """It is not the echo of another worker's end."""
+        return _standing(self) < _ECHO
+
+    def __str__(self) -> str:
+        if self.exit_code is None:
+            return f"{self.name} " + (_LEFT if self.left else "was lost (silent for too long)")
+        if self.exit_code == 0:
+            return f"{self.name} ended with exit code 0 before the others were done"
+        return f"{self.name} died ({described(self.exit_code)})"
+
+    @property
+    def why(self) -> str:
+        """In a few words."""
+        if self.exit_code is None:
+            return _LEFT if self.left else "lost: silent for too long"
+        return described(self.exit_code) + (", before the others were done" if not self.exit_code else "")
+
+
+_LEFT = "left training by an exception or sys.exit"
+
+
+def end_of(child: Child, words: Words | None = None) -> End:
+    """Of a worker of this node that has ended."""
+    return End(child.name, child.exit_code(), words=words)
+
+
+def left_by_itself(ends: Mapping[str, End]) -> bool:
+    """All have left because somebody is preempted. Whom the master declared dead has last words."""
+    return bool(ends) and all(end.exit_code == REQUEUE and end.words is None for end in ends.values())
+
+
+def culprit(ends: Iterable[End]) -> End:
+    """Who most likely took the others along: a signal's victim, then one that knows why, then any that failed."""
+    return min(ends, key=lambda end: (_standing(end), not end.here))
+
+
+_ECHO = 3
+
+
+def _standing(end: End) -> int:
+    if end.exit_code == BAD_NODE:
+        return 0
+    if end.exit_code is None or end.exit_code < 0:
+        return 1
+    if end.exit_code == 0 and end.left:  # it has caught what may have been the end of another one
+        return _ECHO + 1
+    return 2 if end.exit_code in (0, AGAIN, REQUEUE, USAGE) else _ECHO
+
+
+def judge(
+    cause: End, view: JobView | None, began_at: int, *, node: str, failures: int, max_restarts: int, again: bool = False
+) -> Verdict:
+    """What follows from `cause`, the newest of so many failures of the job, for the launcher of `node`.
+
+    What a script says of itself is judged on its own node.
+
+    Args:
+        view: the job, None if the master did not say.
+        began_at: the step.
+        again: it is the failure before once more, and no step was made in between, see `Repeats`.
+    """
+    code = cause.exit_code or -1
+    what = str(cause)
+    others_go = view is not None and view.parting.nodes and node not in view.parting.nodes
+    if cause.here and code in _PASSED_ON and not (code == REQUEUE and others_go):
+        return Verdict(code, f"{what}: {_PASSED_ON[code]}")
+    if view is not None and view.finished:
+        return Verdict(USER_ERROR, f"{what}: {finished_before(view.finished_step)}")
+    if code == USAGE and cause.here:
+        return Verdict(USAGE, f"{what}: a setting must be mended first, see its traceback above; not restarted")
+    if view is not None:
+        step = reached(cause, view)
+        what += f" at step {step}"
+        if _of_script(cause) and (again or step <= began_at):
+            where = "no further than where it started" if began_at else "before any progress"
+            where = "the same failure as before" if step > began_at else where
+            return Verdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
+    if failures > max_restarts:
+        return Verdict(GAVE_UP, gave_up(what, max_restarts))
+    return Verdict(None, what)
+
+
+def _of_script(cause: End) -> bool:
+    """An exit code that is the script's own word on itself, on its own node."""
+    return cause.here and (cause.exit_code or -1) > 0 and cause.exit_code not in (AGAIN, REQUEUE)
+
+
+def reached(cause: End, view: JobView) -> int:
+    """How far the job was: workers report their step once a second, and with their last words."""
+    return max(view.step, cause.words.step if cause.words is not None else 0)
+
+
+class Repeats:
+    """Is a failure the one before once more? The same exit code, error and place in the script, at the same step. Then
+    the script fails there each time, although it was restored from an older step and has made some anew.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int | None, str, str] | None = None
+        self._step = -1
+
+    def seen(self, cause: End, view: JobView | None) -> bool:
+        """`cause` is the newest failure. True: it is the one before, and the job was no further than then."""
+        if view is None or not _of_script(cause):
+            self._last = None
+            return False
+        words = cause.words or Words("")
+        this, step = (cause.exit_code, words.error, words.where), reached(cause, view)
+        same = this == self._last and step <= self._step
+        self._last, self._step = this, max(step, self._step)
+        return same
+
+
+def gave_up(what: str, max_restarts: int) -> str:
+    """The budget of the whole job is spent."""
+    return f"{what}; gave up after {counted(max_restarts, 'restart')} (--max-restarts) of the job, on whatever node"
+
+
+class Blame:
+    """How often in a row this node's workers took the job along, without a new step in between: is it the node?
+
+    Only once the job has made steps, and where other nodes take part: one alone cannot be told from its script. An exit
+    code is the script's word, so only a signal or silence counts: broken devices, memory, drivers end processes so.
+    """
+
+    MOST = 3
+
+    def __init__(self, node: str) -> None:
+        self._node, self._times, self._step = node, 0, -1
+
+    def falls(self, cause: End, view: JobView | None) -> str:
+        """Why this node is to be replaced, now that `cause` has ended; empty if it is not."""
+        others = view is not None and any(member.node != self._node for member in view.members)
+        step = view.step if view is not None else 0
+        if not step or not others or not cause.here or (cause.exit_code or -1) > 0:
+            self._times = 0
+            return ""
+        self._times = 1 if step > self._step else self._times + 1
+        self._step = max(step, self._step)
+        if self._times < self.MOST:
+            return ""
+        return f"{cause}: for the {self.MOST}rd time in a row on node {self._node}, at step {step}; replace that node"
+
+
+def too_few(options: Options, left: int, node: str = "") -> str:
+    """Why the job, or `node`, cannot go on with so many workers."""
+    least, where = (options.workers.least, f"of node {node}") if node else (options.min_workers, "of the job")
+    return f"{counted(left, 'worker')} {where} left, and {least} needed: nobody is replaced with --fault-level shrink"
+
+
+def nobody_came(options: Options, waited_s: float, missing: str) -> str:
+    """Why no round has formed. `missing`: nodes that are lost."""
+    if not options.several_nodes:
+        return f"the master formed no round of {options.workers} workers within {waited_s:g} s"
+    who = f"node {missing} is lost" if missing else "others did not come"
+    return (
+        f"no round of {options.nodes} nodes with {options.workers} workers each formed within {waited_s:g} s: {who} "
+        "(--replace-timeout)"
+    )
+
+
+def no_place(options: Options, waited_s: float, view: JobView) -> str:
+    """Why a node that came late, or as one too many, goes home. The job trains without it."""
+    live = sum(member.alive for member in view.members)
+    return (
+        f"{counted(live, 'worker')} train without this node, and no place for it became free within {waited_s:g} s "
+        f"(--nnodes {options.nodes}, --replace-timeout)"
+    )
+
+
+def trained_elsewhere(nodes: Sequence[str]) -> str:
+    """Why a second launcher of a job of one node has had nothing to do."""
+    return (
+        f"the launcher on node {', '.join(nodes)} trained it to its end, while this one waited for a place. For a "
+        "spare node give both --nnodes 1:2, for another job give this one another --job"
+    )
+
+
+def finished_before(step: int | None) -> str:
+    """The training is over, what came after it is not ours."""
+    return f"training was finished at step {step or 0}; the script failed afterwards"
+
+
+def farewell(job: str, view: JobView | None) -> str:
+    """What is left of a run that a signal ended, and how to go on with it. Call when the keeper has ended."""
+    again = f"start again with: dlrover-hooks run --job {job} ..."
+    if view is None:
+        return f"what was saved is not known: the master gave no answer; {again}"
+    if view.finished:
+        return f"training was finished at step {view.finished_step or 0}"
+    if view.save_to is None:
+        if not any(one.attached for one in view.members):
+            return f"nothing was saved: no worker had begun to train; {again}"
+        return "nothing was saved: no save_to is set"
+    stored = _stored(view.save_to, job)
+    if stored is not None:
+        return f"saved step {stored} at {view.save_to}; {again}"
+    steps = [one.step for one in (view.newest_committed, view.newest_complete) if one is not None]
+    if not steps:
+        return f"no step was saved at {view.save_to} yet; {again}"
+    if view.newest_committed is not None:
+        return f"saved step {view.newest_committed.step} or later at {view.save_to}; {again}"
+    return f"step {max(steps)} was whole in memory, and not found at {view.save_to}: look there; {again}"
+
+
+def _stored(save_to: str, job: str) -> int | None:
+    """The step that a next start finds, where `save_to` is a folder of this machine: read as it reads, by hashes."""
+    if "://" in save_to.removeprefix("file://"):
+        return None
+    with contextlib.suppress(HooksError):
+        # looked up by name: this package lies beside `checkpoint`, and only this last word of a run needs it
+        found = importlib.import_module("dlrover_hooks.checkpoint.storage.generations").scan(save_to, None, job)
+        return found.manifests[0].generation.step if found.manifests else None
+    return None
+
+
+def counted(number: int, what: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,72 @@
+"""What the master tells an agent: heard by a watching thread, acted upon by the main one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import selectors
+import time
+
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.client.liveness_connection import Watcher
+from dlrover_hooks.errors import MasterError
+from dlrover_hooks.protocol import Notice
+
+_AGAIN_S = 1.0
+
+
+class Ear:
+    """An open connection to the master, whose end tells it that this node is gone. `selector` wakes when it speaks.
+
+    All methods but the callbacks are the main thread's.
+    """
+
+    def __init__(self, client: MasterClient, job: str, selector: selectors.BaseSelector) -> None:
+        self._client, self._job, self._selector = client, job, selector
+        self._heard: collections.deque[Notice | MasterError] = collections.deque()
+        self._wake, self._wake_end = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._wake_end, False)
+        selector.register(self._wake, selectors.EVENT_READ)
+        self._watcher: Watcher | None = None
+        self._again_at = 0.0
+
+    def open(self) -> None:
+        """Listen, if nobody does. The master may not know this agent yet, or not now: once a second at most."""
+        if self._watcher is None and time.monotonic() > self._again_at:
+            self._again_at = time.monotonic() + _AGAIN_S
+            self._watcher = self._client.watch(self._job, self._hear, self._hear)
+
+    @property
+    def away_since(self) -> float | None:
+        """Since when the master cannot be reached (monotonic seconds); None: it can, as far as is known."""
+        return self._watcher.away_since if self._watcher is not None else None
+
+    def take(self) -> list[Notice | MasterError]:
+        """What was said since the last call; an error: the master has not heard of this agent any more."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 1024):
+                pass
+        said = [self._heard.popleft() for _ in range(len(self._heard))]
+        if any(isinstance(one, MasterError) or one.finished for one in said):
+            self.hang_up()
+        return said
+
+    def hang_up(self) -> None:
+        """End the thread. Idempotent."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
+
+    def close(self) -> None:
+        """And the pipe."""
+        self.hang_up()
+        self._selector.unregister(self._wake)
+        os.close(self._wake)
+        os.close(self._wake_end)
+
+    def _hear(self, said: Notice | MasterError) -> None:
+        self._heard.append(said)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_end, b".")

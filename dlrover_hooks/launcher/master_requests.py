@@ -1,0 +1,217 @@
+"""How an agent speaks with the master: asks for seats, waits for the round, says how its workers ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import (
+    BadRequest,
+    HooksError,
+    JournalFailed,
+    MasterAway,
+    MasterError,
+    Unauthorized,
+    UnknownJob,
+    UsageError,
+)
+from dlrover_hooks.host.ports import held_port
+from dlrover_hooks.launcher.failures import End
+from dlrover_hooks.launcher.options import Level, Options
+from dlrover_hooks.worker.join import deserted
+
+log = logging.getLogger("dlrover_hooks.run")
+
+FORM_S = 60.0
+"""A master that comes up, and a round of workers that are all here, take far less."""
+_LAST_CALL_S, _GATHER_S = 0.3, 2.0
+"""After the last join so much longer for more than enough workers; the second at the launch of several nodes."""
+_POLL_S = 0.5
+"""So long a signal may go unheard while the master is asked."""
+
+
+class Station(msgspec.Struct, frozen=True):
+    """Who and where an agent is. `host`: how other nodes reach this one. `serves`: the master is its launcher's."""
+
+    job: str
+    node: str
+    host: str
+    serves: bool = True
+
+
+class Speaker:
+    """Main thread only.
+
+    Args:
+        options: the launcher's.
+        station: for whom it speaks.
+        client: its connection.
+        look: called while it waits: obeys signals (raises what ends the run), restarts services.
+        away_since: since when the master cannot be reached, as others know; None: it can.
+    """
+
+    def __init__(
+        self, options: Options, station: Station, client: MasterClient, look: Callable[[], None],
+        away_since: Callable[[], float | None],
+    ) -> None:  # fmt: skip
+        self._options, self._station, self._client, self._look = options, station, client, look
+        self._away_since = away_since
+        self._unheard: dict[str, p.Exited] = {}
+        """By worker, the ends that the master has not answered yet; a worker that is done is told of at every turn."""
+
+    def await_view(self) -> p.JobView | None:
+        """The job as it stands, from a master that may be away for `--master-away`; None if the master refuses.
+
+        Raises MasterAway.
+        """
+        try:
+            return self._ask(p.ShowJob(self._station.job), self._options.master_away_s)
+        except MasterError as error:
+            log.warning("job %s: its state is not known: %s", self._station.job, error.message)
+            return None
+
+    def view(self) -> p.JobView | None:
+        """The job as it stands; None if the master does not say soon."""
+        try:
+            return self._ask(p.ShowJob(self._station.job), 10.0)
+        except HooksError as error:
+            log.warning("job %s: its state is not known: %s", self._station.job, error.message)
+            return None
+
+    def is_known(self, number: int) -> bool:
+        """Has the master heard of round `number`? A master whose journal was deleted counts from 1 again."""
+        try:
+            return self._ask(p.ShowJob(self._station.job), 10.0).round >= number
+        except UnknownJob:
+            return False
+        except HooksError:
+            return True
+
+    def join(self, seats: tuple[p.Seat, ...], within_s: float, *, first: bool, fresh: bool) -> p.Joined:
+        """Ask for `seats` in the next round, of a master that comes up `within_s`. `first`: since the launch.
+
+        Raises:
+            UsageError: they are refused.
+            MasterAway: no answer.
+        """
+        join = p.Join(
+            job=self._station.job,
+            incarnation=self._client.incarnation,
+            node=self._station.node,
+            seats=seats,
+            host=self._station.host,
+            port=held_port(),
+            min_workers=self._options.min_workers,
+            max_workers=self._options.max_workers,
+            proposed_run=uuid.uuid4().hex,
+            fresh=fresh and first,
+            again=first,
+            sole=True,
+            last_call_s=self._last_call_s(first),
+            shrinks=self._options.fault_level is Level.SHRINK,
+        )
+        runs_already = "://" in self._options.endpoint
+        up_s = min(within_s, self._options.master_away_s) if runs_already else within_s
+        try:
+            # it may still be coming up: an event sent twice would form two rounds
+            self._ask(p.ListJobs(), up_s, launch=first)
+            return self._ask(join, FORM_S)
+        except (BadRequest, Unauthorized) as refusal:
+            raise UsageError(f"{self._client.url}: {refusal.message}", hint=refusal.hint) from refusal
+
+    def _last_call_s(self, first: bool) -> float:
+        """At the launch nodes come seconds apart; a job that never grows must have them all then, if they come."""
+        if not first or not self._options.several_nodes:
+            return _LAST_CALL_S
+        shrinks = self._options.fault_level is Level.SHRINK
+        return self._options.replace_timeout_s if shrinks else _GATHER_S
+
+    def await_round(self, after: int, within_s: float) -> p.Seated | None:
+        """A round newer than `after` with seats for this node; None if there is none `within_s`. Raises GivenUp."""
+        deadline, said = time.monotonic() + within_s, False
+        while (left := deadline - time.monotonic()) > 0:
+            ask = p.AwaitRound(self._station.job, self._client.incarnation, after=after, timeout_s=_POLL_S)
+            seated = self._ask(ask, left)
+            if seated.round is not None:
+                return seated
+            if not said:
+                self._say_waiting(first=after == 0)
+                said = True
+        return None
+
+    def _say_waiting(self, *, first: bool) -> None:
+        if self._options.nodes.most > 1:
+            log.info("job %s: waiting for the other nodes", self._station.job)
+        elif first and (view := self.view()) is not None:
+            others = sorted({one.node for one in view.members if one.alive} - {self._station.node})
+            if others:
+                log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "
+                            "that one is lost", self._station.job, ", ".join(others))  # fmt: skip
+
+    def tell(self, ends: Mapping[str, End], newcomers: Collection[str] = ()) -> None:
+        """These workers of this node have ended; `newcomers`: of those that asked for their seats themselves."""
+        for worker, end in ends.items():
+            code = -9 if end.exit_code is None else end.exit_code
+            own = self._client.incarnation
+            self._unheard[worker] = p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers)
+        self._tell_all(again=True)
+
+    def tell_again(self) -> None:
+        """What the master was away for: of a worker that has not attached it hears from nobody else."""
+        self._tell_all(again=False)
+
+    def _tell_all(self, *, again: bool) -> None:
+        for worker, exited in list(self._unheard.items()):
+            if not self._heard(exited, again=again):
+                return
+            del self._unheard[worker]
+
+    def _heard(self, exited: p.Exited, *, again: bool) -> bool:
+        try:
+            self._client.call(exited, timeout_s=2.0, again=again)
+        except (MasterAway, JournalFailed):
+            return False
+        except HooksError as error:  # it is nobody's any more
+            log.debug("job %s: the end of %s: %s", self._station.job, exited.worker, error.message)
+        return True
+
+    def failures(self, known: int) -> int:
+        """Of the job, on all nodes, once all ends are told of. `known`: those before the newest one."""
+        view = self.view()
+        return max(known, view.failures) if view is not None else known + 1
+
+    def leave(self, reason: p.Departure, ending: p.Ending | None = None) -> None:
+        """This agent goes. `ending`: no other is to go on."""
+        self._say(p.Leave(self._station.job, self._client.incarnation, reason, ending=ending))
+
+    def _say(self, event: p.Message) -> None:
+        with contextlib.suppress(HooksError):
+            self._client.call(event, timeout_s=2.0)
+
+    def _ask(self, request: p.Message, patience_s: float, *, launch: bool = False) -> Any:
+        """The reply, through restarts of the master, which are seen to here. `launch`: it may not be up yet.
+
+        Raises MasterAway.
+        """
+        key = self._client.key("agent") if p.Routes.by_request[type(request)].event else None
+        began, away_s = time.monotonic(), self._options.master_away_s
+        given_up = (self._away_since() or began) + away_s
+        deadline = began + patience_s if launch else min(began + patience_s, given_up)
+        while True:
+            self._look()
+            try:
+                return self._client.call(request, timeout_s=_POLL_S, key=key)  # one event, however often it is sent
+            except MasterAway as away:
+                if time.monotonic() <= deadline:
+                    continue
+                if launch or deadline < given_up:
+                    raise
+                raise deserted(self._client.url, self._station.job, away_s) from away

@@ -1,0 +1,156 @@
+"""What `dlrover-hooks run` is asked for, checked: how many nodes and workers, and what becomes of them in a failure."""
+
+from __future__ import annotations
+
+import enum
+import re
+import sys
+
+import msgspec
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.launcher.processes.log_files import Streams
+
+MIN_HANG_S = 2.0
+"""Two heartbeats."""
+
+
+class Level(enum.Enum):
+    """What happens to the world when a worker or a node is lost (ED-7 to ED-15)."""
+
+    HOT = "hot"
+    """It never changes: what was lost is replaced; the others wait for that, up to a deadline."""
+    SHRINK = "shrink"
+    """It goes on with what is left, and never grows again."""
+    ELASTIC = "elastic"
+    """It goes on with what is left, and grows when something is added."""
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """MIN:MAX, both included."""
+
+    least: int = 1
+    most: int = 1
+
+    @property
+    def fixed(self) -> bool:
+        """There is no choice."""
+        return self.least == self.most
+
+    def __str__(self) -> str:
+        return str(self.least) if self.fixed else f"{self.least}:{self.most}"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says. `command` is run once per worker."""
+
+    command: tuple[str, ...]
+    nodes: Bounds = Bounds()
+    workers: Bounds = Bounds()
+    """Of each node."""
+    level: Level | None = None
+    replace_timeout_s: float = 600.0
+    hang_timeout_s: float = 60.0
+    master_away_s: float = 120.0
+    max_restarts: int = 10
+    job: str = ""
+    fresh: bool = False
+    endpoint: str = ""
+    """Where the nodes meet: HOST:PORT, served by the first node, or the URL of a master that runs already."""
+    node_rank: int | None = None
+    local_addr: str = ""
+    token: str | None = None
+    port: int = 0
+    journal: str | None = None
+    grace_s: float = 25.0
+    preemption: str = "none"
+    """Who says that this node is to go: see `notices.source`."""
+    requeue: bool = False
+    """SLURM: put the job back into the queue when it was preempted."""
+    standby: int | None = None
+    """Idle processes on each node that have imported everything, if the user has chosen; see `standbys`."""
+    log_dir: str = ""
+    """Each worker's output goes into files there; see `logs.Logs` for the next two."""
+    redirects: Streams = Streams()
+    tee: Streams = Streams()
+    temporary: tuple[str, ...] = ()
+    """Files to be removed even if the launcher is killed."""
+
+    @property
+    def fault_level(self) -> Level:
+        """The one that was asked for, or torchrun's way: a fixed number is kept, a range is used."""
+        if self.level is not None:
+            return self.level
+        return Level.HOT if self.nodes.fixed and self.workers.fixed else Level.ELASTIC
+
+    @property
+    def standbys(self) -> int:
+        """One for each worker of this node, unless the user has chosen: any number of them may have to be replaced."""
+        if self.standby is not None:
+            return self.standby
+        return self.workers.most if self.python else 0
+
+    @property
+    def python(self) -> bool:
+        """The command is a Python script, run by this interpreter."""
+        return tuple(self.command[:2]) == (sys.executable, "-u")
+
+    @property
+    def min_workers(self) -> int:
+        """Of the job."""
+        return self.nodes.least * self.workers.least
+
+    @property
+    def max_workers(self) -> int:
+        """Of the job."""
+        return self.nodes.most * self.workers.most
+
+    @property
+    def several_nodes(self) -> bool:
+        """Other agents may take part, or watch for us at a master of theirs."""
+        return self.nodes.most > 1 or bool(self.endpoint)
+
+
+def bounds(text: str, flag: str) -> Bounds:
+    """`"4"` or `"2:4"`. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
+    if match is None:
+        raise UsageError(f"{flag} {text}: not a number", hint=f"give a number ({flag} 4) or a range ({flag} 2:4)")
+    least = int(match[1])
+    most = int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UsageError(f"{flag} {text}: expected 1 <= MIN <= MAX", hint=f"such as {flag} 4 or {flag} 2:4")
+    return Bounds(least, most)
+
+
+def check(options: Options) -> None:
+    """Raises UsageError for flags that do not go together."""
+    ranged = not (options.nodes.fixed and options.workers.fixed)
+    if options.level is Level.HOT and ranged:
+        raise UsageError(
+            f"--fault-level hot keeps the number of workers, but --nnodes {options.nodes} --nproc-per-node "
+            f"{options.workers} leaves it open",
+            hint="give one number to each, or --fault-level shrink or elastic",
+        )
+    if options.level in (Level.SHRINK, Level.ELASTIC) and not ranged:
+        raise UsageError(
+            f"--fault-level {options.level.value} needs to know how few are enough",
+            hint=f"give a range: --nnodes 1:{options.nodes.most} for nodes, --nproc-per-node 1:{options.workers.most} "
+            "for the workers of a node, or both",
+        )
+    if options.hang_timeout_s < MIN_HANG_S:
+        raise UsageError(
+            f"--hang-timeout {options.hang_timeout_s:g}s: workers speak once a second, a healthy one would be killed",
+            hint=f"give {MIN_HANG_S:g}s or more",
+        )
+    if options.standby and not options.python:
+        raise UsageError("--standby needs a Python script: there is nothing to import ahead", hint="leave it out")
+    if (options.redirects, options.tee) != (Streams(), Streams()) and not options.log_dir:
+        raise UsageError("--redirects and --tee need a folder for their files", hint="add --log-dir DIR")
+    if options.nodes.most > 1 and not options.endpoint:
+        raise UsageError(
+            f"--nnodes {options.nodes}: the nodes need one address to meet at",
+            hint="give all of them --rdzv-endpoint HOST:8780, where HOST is the first node: it serves the master "
+            "there. Or run `python -m dlrover_hooks.master` anywhere and give --rdzv-endpoint http://HOST:8780. "
+            "Under SLURM --slurm finds the address",
+        )

@@ -1,0 +1,157 @@
+"""The two processes beside the workers: the master and the node's keeper. They are restarted when they die."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.errors import LaunchError
+from dlrover_hooks.host.child_process import Child, described
+
+log = logging.getLogger("dlrover_hooks.run")
+
+_EARLY_S, _EARLY_ENDS = 5.0, 3
+"""A master or keeper that ends with an error so soon after its start, so often in a row, will not come up."""
+_PAUSE_S = 30.0
+"""The longest pause before it is started again."""
+_END_S = {"keeper": 35.0, "master": 5.0}
+"""The keeper may take 30 s to persist the newest generation before it goes."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """The master that this launcher serves: on a socket that outlives it, with a journal."""
+
+    listener: socket.socket
+    journal: str
+    ephemeral: bool
+    hang_timeout_s: float
+
+
+class Services:
+    """Owns both children, and the pipe whose closing tells them that the launcher is gone. Main thread only.
+
+    Args:
+        job: its name.
+        node: this node's name.
+        token: the master's.
+        served: None if the master is served elsewhere.
+        temporary: files of the launcher, which the keeper removes should the launcher be killed.
+        selector: wakes when one of them dies.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        node: str,
+        token: str | None,
+        served: Served | None,
+        temporary: Sequence[str],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self._job, self._node, self._token, self._selector = job, node, token, selector
+        self._temporary = temporary
+        self._early_ends, self._failures, self._served_before = 0, 0, False
+        self._due: dict[str, float] = {}
+        """When a dead one is started again."""
+        self._life, self._life_end = os.pipe()
+        self._starts: dict[str, Callable[[], Child]] = {"keeper": self._start_keeper}
+        if served is not None:
+            self._starts["master"] = lambda: self._start_master(served)
+        self._children = {name: start() for name, start in self._starts.items()}
+
+    def revive(self) -> None:
+        """Restart a dead master or keeper. Raises LaunchError if it cannot even start; its own message says why."""
+        for name, start in self._starts.items():
+            child = self._children.get(name)
+            if child is not None and (code := child.exit_code()) is not None:
+                del self._children[name]
+                self._due[name] = time.monotonic() + self._gone(child, code)
+            if name not in self._children and time.monotonic() >= self._due[name]:
+                self._children[name] = start()
+
+    def end(self) -> None:
+        """Closing the pipe tells both: the keeper persists what is newest, the master commits what is under way."""
+        os.close(self._life_end)
+        for name, child in self._children.items():
+            child.wait(_END_S[name])
+            child.end()
+        os.close(self._life)
+
+    def _start_master(self, served: Served) -> Child:
+        folder = os.path.dirname(os.path.abspath(served.journal))
+        if self._served_before and not os.path.exists(served.journal):
+            log.error(
+                "the master's journal %s is gone: the master begins a new one, and the workers start again from the "
+                "newest checkpoint that they or the storage have", served.journal,
+            )  # fmt: skip
+            os.makedirs(folder, exist_ok=True)
+        self._served_before = True
+        fd = served.listener.fileno()
+        command = [sys.executable, "-m", "dlrover_hooks.master", "--fd", str(fd),
+                   "--journal", served.journal, "--life-fd", str(self._life)]  # fmt: skip
+        command += ["--open-lease-s", str(served.hang_timeout_s), "--lease-s", str(min(10.0, served.hang_timeout_s))]
+        if served.ephemeral:
+            command.append("--ephemeral")
+        env = settings.worker_environment(DLROVER_HOOKS_TOKEN=self._token or "")
+        return self._watched(Child("master", command, env=env, pass_fds=(fd, self._life)))
+
+    def _start_keeper(self) -> Child:
+        command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--job", self._job, "--node", self._node,
+                   "--life-fd", str(self._life)]  # fmt: skip
+        command += [word for path in self._temporary for word in ("--remove", path)]
+        return self._watched(Child("keeper", command, env=settings.worker_environment(), pass_fds=(self._life,)))
+
+    def _watched(self, child: Child) -> Child:
+        self._selector.register(child, selectors.EVENT_READ)
+        return child
+
+    def _gone(self, child: Child, code: int) -> float:
+        """Reap a dead service; in how many seconds to start it again. One that fails again and again right after its
+        start ends the run; one that is killed there (for its memory) comes again, each time later.
+        """
+        self._selector.unregister(child)
+        child.reap()
+        early = time.monotonic() - child.started_at < _EARLY_S
+        self._early_ends = self._early_ends + 1 if early else 0
+        self._failures = self._failures + 1 if early and code > 0 else 0
+        if self._failures >= _EARLY_ENDS:
+            raise LaunchError(f"the {child.name} ended with {described(code)}", hint="its own message stands above")
+        pause_s = min(_PAUSE_S, 2.0 ** (self._early_ends - _EARLY_ENDS)) if self._early_ends >= _EARLY_ENDS else 0.0
+        later = f" in {pause_s:g} s" if pause_s else ""
+        log.warning("the %s died (%s); restarting it%s", child.name, described(code), later)
+        return pause_s
+
+
+@contextlib.contextmanager
+def temporary_journal() -> Iterator[str]:
+    """A file for this run only. The master removes it, too, should this process be killed."""
+    file, path = tempfile.mkstemp(prefix="dlrover-hooks-", suffix=".journal")
+    os.close(file)
+    try:
+        yield path
+    finally:
+        for suffix in ("", "-wal", "-shm", ".lock"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + suffix)
+
+
+@contextlib.contextmanager
+def temporary_file(name: str) -> Iterator[str]:
+    """A path in this user's folder for this run only; whoever needs the file makes it."""
+    path = os.path.join(settings.runtime_dir(), f"{name}-{uuid.uuid4().hex}")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

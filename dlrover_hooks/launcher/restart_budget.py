@@ -1,0 +1,85 @@
+"""What a failure costs: one of the job's restarts, which the master counts for all nodes; or a bad node its place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from dlrover_hooks.launcher.failure_summary import Record
+from dlrover_hooks.launcher.failures import GAVE_UP, Blame, End, Repeats, Verdict, culprit, gave_up, judge
+from dlrover_hooks.launcher.master_requests import Speaker
+from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
+
+log = logging.getLogger("dlrover_hooks.run")
+
+
+class Over(Exception):
+    """The run ends here, with exit code `code`. `for_all`: no other node is to go on either, and `why`. `echoes`: ends
+    of workers that failed since another one did.
+    """
+
+    def __init__(self, code: int, why: str = "", *, for_all: bool = False, echoes: Sequence[End] = ()) -> None:
+        super().__init__(code)
+        self.code, self.why, self.for_all, self.echoes = code, why, for_all, echoes
+
+
+def say_echoes(ends: Sequence[End]) -> None:
+    """One line for each worker whose traceback was kept from the screen. Call it when the cause is said."""
+    for end in ends:
+        if end.words is not None:
+            log.info("%s since a peer was gone: %s", end, end.words.error.partition(". ")[0])
+
+
+class Budget:
+    """Of one agent. Main thread only."""
+
+    def __init__(self, options: Options, node: str, speaker: Speaker) -> None:
+        self.restarts = 0
+        """Of the job, on all nodes, as far as the master has said."""
+        self.record = Record(node)
+        """Of failures, for the last screen."""
+        self.began_at = 0
+        """Step of the job when the workers of this node were started."""
+        self._repeats = Repeats()
+        self._most, self._node, self._speaker, self._blame = options.max_restarts, node, speaker, Blame(node)
+
+    def started(self, view: JobView | None) -> None:
+        """Workers are about to be started."""
+        self.began_at = view.step if view is not None else 0
+        self.restarts = max(self.restarts, view.failures if view is not None else 0)
+
+    def charge_unexplained(self, number: int, then: str) -> None:
+        """Round `number` broke, and nobody says why: that is bounded, too. Raises Over."""
+        self.restarts = max(self._speaker.failures(self.restarts), self.restarts + 1)
+        what = f"round {number} broke, and no worker is known to have failed"
+        if self.restarts > self._most:
+            raise Over(GAVE_UP, gave_up(what, self._most), for_all=True)
+        log.warning("%s; %s (%d of %d restarts)", what, then, self.restarts, self._most)
+
+    def charge(self, ends: list[End], view: JobView | None, then: str) -> None:
+        """Judge a failure whose `ends` the master has been told of; raises Over if it ends the run.
+
+        Args:
+            ends: of the workers that went, on all nodes. None: no failure.
+            view: the job as it was then.
+            then: what is done about it.
+        """
+        if not ends:
+            return
+        began_at = self.began_at if view is None or view.begun_step is None else view.begun_step
+        cause, node = culprit(ends), self._node
+        self.restarts = self._speaker.failures(self.restarts)
+        again = self._repeats.seen(cause, view)
+        verdict = judge(cause, view, began_at, node=node, failures=self.restarts, max_restarts=self._most, again=again)
+        if verdict.code is None and (bad := self._blame.falls(cause, view)):
+            verdict = Verdict(BAD_NODE, bad)
+        self.record.failed(cause, view, then if verdict.code is None else "")
+        if cause.words is not None and cause.words.trace:  # nobody else was the first
+            sys.stderr.write(f"{cause.name}:\n{cause.words.trace}")
+        echoes = [end for end in ends if end is not cause and end.words is not None and end.words.trace]
+        if verdict.code is not None:
+            raise Over(verdict.code, verdict.text, for_all=verdict.code not in (REQUEUE, BAD_NODE), echoes=echoes)
+        log.warning("%s; %s (%d of %d restarts)", verdict.text, then, self.restarts, self._most)
+        say_echoes(echoes)

@@ -1,0 +1,174 @@
+"""A worker that imports first, joins second, and runs third.
+
+`python -u -m dlrover_hooks.launcher.warm.bootstrap -- script args`
+
+A newcomer costs the others a stall from its join on, so everything slow comes before: the modules that a worker of the
+node had imported (`preload`). Then it takes its seat, if its launcher left that to it, and the script runs just as
+`python -u script args` would run it. A warm standby (`standby`) has the first step behind it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import logging
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType, TracebackType
+
+import msgspec
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import JobFinished, UsageError
+from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker.join import join_request, seat_environment, take_seat
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What is run: `target args`, or `-m target args`."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+
+
+def program(arguments: Sequence[str]) -> Program:
+    """Out of `[-m] target args`, as they follow `python -u` or `--`. Raises UsageError if there is none."""
+    module = arguments[:1] == ["-m"] or arguments[:1] == ("-m",)
+    rest = tuple(arguments[module:])
+    if not rest:
+        raise UsageError(
+            "no script is named", hint="python -m dlrover_hooks.launcher.warm.bootstrap -- train.py --lr 1e-3"
+        )
+    return Program(rest[0], rest[1:], module)
+
+
+def main() -> None:
+    """The cold way: this process was started for the script."""
+    end_of_options = sys.argv.index("--") if "--" in sys.argv else 0
+    what = program(sys.argv[end_of_options + 1 :])
+    forget_cwd()
+    enter(what)
+    wanted = imported_modules.told(settings.preload_file())
+    with settings.environment_of(wanted.environment):
+        for _ in imported_modules.load(wanted):
+            pass
+    take_place()
+    run(what)
+
+
+def forget_cwd() -> None:
+    """`python -m` has put the current folder in front of the module path; the script's is to be there."""
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+
+
+def enter(what: Program) -> None:
+    """`sys.argv` and `sys.path` as Python sets them for `what`."""
+    sys.argv = ["-m" if what.module else what.target, *what.arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd() if what.module else _folder_of(what.target))
+
+
+def _folder_of(script: str) -> str:
+    return os.path.abspath(script) if _is_archive(script) else os.path.dirname(os.path.realpath(script))
+
+
+def _is_archive(script: str) -> bool:
+    """A folder or a zip file with a `__main__.py` in it."""
+    return pkgutil.get_importer(script) is not None
+
+
+def take_place() -> None:
+    """Ask the master for the seat of this process, if the launcher left that to it; correct what read it too early.
+
+    A job that is finished needs nobody: the process ends with 0.
+    """
+    if settings.seats_itself():
+        settings.tell_launcher()
+        config, place = settings.load(), settings.place()
+        if config.master is None or not place.incarnation:
+            raise UsageError("DLROVER_HOOKS_JOIN=1 is the launcher's, with its master and an incarnation")
+        client = MasterClient(config.master, config.token, incarnation=place.incarnation)
+        try:
+            join = join_request(config, place, place.incarnation)
+            seated = take_seat(client, join, away_s=place.master_away_s, channel="boot")
+        except JobFinished as over:
+            log.warning("%s", over.message)
+            sys.exit(0)
+        finally:
+            client.close()
+        own = seat_environment(
+            seated,
+            incarnation=place.incarnation,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size or 1,
+        )
+        settings.change_environment(own | {"DLROVER_HOOKS_JOIN": ""})
+    _correct_ranks()
+
+
+def _correct_ranks() -> None:
+    """These read the rank when they are imported, which was before there was one."""
+    place = settings.place()
+    for name, rank in (
+        ("lightning_utilities.core.rank_zero", place.rank),
+        ("torchmetrics.utilities.prints", place.local_rank),
+    ):
+        if (module := sys.modules.get(name)) is not None and hasattr(module.rank_zero_only, "rank"):
+            module.rank_zero_only.rank = rank
+
+
+def run(what: Program) -> None:
+    """Run it as `__main__`. Raises what it raises; the traceback is printed already, without this module's frames."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins)
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        if what.module or _is_archive(what.target):
+            # the one function that `python -m` itself calls
+            runpy._run_module_as_main(what.target if what.module else "__main__", what.module)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            path = os.path.abspath(what.target)
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+            exec(_compiled(path), main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _print(error)
+        raise
+
+
+def _compiled(path: str) -> CodeType:
+    with open(path, "rb") as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _print(error: BaseException) -> None:
+    """As Python prints what ends the script; it still gives the process its end, but prints it no second time."""
+    error.__traceback__ = _from_script(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.excepthook = lambda *_: None
+
+
+def _from_script(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this file and above."""
+    ours = (run.__code__, _compiled.__code__)
+    inner = trace
+    while trace is not None:
+        inner = trace.tb_next if trace.tb_frame.f_code in ours else inner
+        trace = trace.tb_next
+    return inner
+
+
+if __name__ == "__main__":
+    main()

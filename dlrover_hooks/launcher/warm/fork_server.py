@@ -1,0 +1,229 @@
+"""The fork server: forks workers that have imported everything and wait for a rank.
+
+`python -u -m dlrover_hooks.launcher.warm.fork_server`
+
+The server imports what a worker of this node had imported, or what the source of the script says (`script_imports`).
+The script itself is not run before a standby has its rank. The server forks a standby at each request of the launcher
+(`standbys`). It forks twice: the standby's parent ends at once and the launcher adopts it, so that the launcher reaps
+it and the kernel kills it with the launcher, while the server may die without harm to any worker.
+
+A fork has only the thread that forked, and a lock that another one held is held for ever; a CUDA context does not
+survive it at all. So the server has one thread and has not touched a GPU: a package that starts a thread or opens a
+device when it is imported is left out, by name. Each standby is then made as a fresh process is: its own session,
+environment, files, random state and number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from dlrover_hooks import config as settings
+from dlrover_hooks.host.parent_death import die_with_parent
+from dlrover_hooks.launcher.warm import bootstrap, script_imports
+from dlrover_hooks.worker import imported_modules
+
+NO_FORK = b"no fork"
+"""The answer of a server that could not fork: there is no memory for it, or too many processes."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""While the server imports: NumPy's BLAS would start threads, `torch.cuda.is_available()` would initialise CUDA."""
+_ADOPTED_S = 10.0
+"""It takes a millisecond."""
+_OOM_SCORE = "/proc/self/oom_score_adj"
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a standby is to become. With it come descriptors for its standard input, output, errors and last words."""
+
+    arguments: list[str]
+    """`[-m] script args`."""
+    environment: dict[str, str]
+    folder: str
+
+
+def main() -> None:
+    """Serve until the launcher hangs up. In a standby: become the worker that the launcher orders."""
+    descriptor, launcher, file, leave_out, *script = sys.argv[1:]
+    bootstrap.forget_cwd()
+    line = socket.socket(fileno=int(descriptor))
+    oom_score = _first_to_go()
+    wanted = _wanted(file, script)
+    if wanted is None:
+        return
+    with settings.environment_of(wanted.environment) as own:
+        for part, why in _imported(wanted, leave_out.split(",")):
+            line.send(f"{part} is left out of the standbys' imports: {why}".encode())
+            _last_to_go(oom_score)
+            arguments = [descriptor, launcher, file, f"{leave_out},{part}", *script]
+            os.execv(
+                sys.executable, [sys.executable, "-u", "-m", "dlrover_hooks.launcher.warm.fork_server", *arguments]
+            )
+    os.set_inheritable(line.fileno(), False)
+    gc.collect()
+    gc.freeze()  # a collection would write to every page that the standbys share
+    seat = _serve(line, int(launcher))
+    if seat is not None:
+        order, files = _ordered(seat)
+        _last_to_go(oom_score)
+        threads = settings.omp_threads(order.environment | wanted.environment)
+        _become(order, files, own, threads)
+
+
+def _wanted(file: str, script: list[str]) -> imported_modules.Imported | None:
+    """What to import: what a worker has told, or what the source of the script says; None if that is nothing."""
+    told = os.path.exists(file)
+    wanted = imported_modules.told(file) if told else script_imports.read(script)
+    if not told and not wanted.modules:
+        return None
+    environment = {name: value for name, value in wanted.environment.items() if name not in ONE_THREAD}
+    return msgspec.structs.replace(wanted, environment=environment)
+
+
+def _first_to_go() -> str:
+    """When memory runs out the kernel is to end this process and the idle standbys, not a worker. The score before."""
+    try:
+        with open(_OOM_SCORE, "r+b", buffering=0) as file:
+            before = file.read(16).decode()
+            file.write(b"1000")
+    except OSError:
+        return ""
+    return before
+
+
+def _last_to_go(before: str) -> None:
+    with contextlib.suppress(OSError), open(_OOM_SCORE, "w") as file:
+        file.write(before)
+
+
+def _imported(wanted: imported_modules.Imported, leave_out: list[str]) -> Iterator[tuple[str, str]]:
+    """Import all; yields the package or sub-package that has spoiled this process for forking, if one has, and why."""
+    for module in imported_modules.load(wanted, leave_out):
+        if why := _not_forkable():
+            yield imported_modules.part(module), why
+            return
+
+
+def _not_forkable() -> str:
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "it starts a thread when it is imported"
+    for name in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{name}"
+        if os.path.lexists(link) and opens_gpu(os.readlink(link)):
+            return "it opens the GPU when it is imported"
+    return ""
+
+
+def opens_gpu(device: str) -> bool:
+    """This open file belongs to a CUDA context. NVML (device counts, vitals) opens /dev/nvidiactl and /dev/nvidia0 as
+    well, and survives a fork; memory that is managed for a context is CUDA's alone.
+    """
+    return device.startswith("/dev/nvidia-uvm")
+
+
+def _serve(line: socket.socket, launcher: int) -> socket.socket | None:
+    """Fork a standby for each message. Returns in the standby, with its line; None when the launcher hangs up."""
+    while line.recv(64):
+        if why := _not_forkable():
+            line.send(f"no more standbys: {why.replace('it', 'something', 1)}".encode())
+            return None
+        theirs, own = socket.socketpair()
+        with theirs:
+            try:
+                middle = os.fork()
+            except OSError:
+                own.close()
+                line.send(NO_FORK)
+                continue
+            if middle == 0:
+                _fork_or_exit()
+                line.close()
+                theirs.close()
+                _settle(own, launcher)
+                return own
+            own.close()
+            _, status = os.waitpid(middle, 0)
+            if status:
+                line.send(NO_FORK)
+            else:
+                socket.send_fds(line, [b"a standby"], [theirs.fileno()])
+    return None
+
+
+def _fork_or_exit() -> None:
+    """Returns in the child. The process between ends: with 1 if there is none."""
+    try:
+        child = os.fork()
+    except OSError:
+        os._exit(1)
+    if child:
+        os._exit(0)
+
+
+def _settle(own: socket.socket, launcher: int) -> None:
+    """Be the launcher's child, in a session of its own; then say so. Ends this process if the launcher is gone."""
+    os.setsid()
+    deadline = time.monotonic() + _ADOPTED_S
+    while os.getppid() != launcher:
+        hung_up, _, _ = select.select([own], [], [], 0.001)
+        if hung_up or time.monotonic() > deadline:
+            os._exit(1)
+    die_with_parent()
+    if os.getppid() != launcher:  # it ended just before
+        os._exit(1)
+    pidfd = os.pidfd_open(os.getpid())  # names this process for ever; a number may be another's by the time it is heard
+    socket.send_fds(own, [str(os.getpid()).encode()], [pidfd])
+    os.close(pidfd)
+
+
+def _ordered(own: socket.socket) -> tuple[Order, list[int]]:
+    """Wait for the seat. Ends this process if the launcher has no use for it."""
+    try:
+        head, files, _, _ = socket.recv_fds(own, 4, 4)
+    except ConnectionError:  # it hung up without having heard of this standby
+        head, files = b"", []
+    if not head:
+        os._exit(0)
+    with own, own.makefile("rb") as rest:
+        return msgspec.json.decode(rest.read(int.from_bytes(head, "big")), type=Order), files
+
+
+def _become(order: Order, files: list[int], own: Mapping[str, str], threads: int | None) -> None:
+    """Args: `own`: what packages have set in the environment when they were imported. `threads`: for torch."""
+    for descriptor, file in enumerate(files[:3]):
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.chdir(order.folder)
+    words = settings.last_words_to(files[3]) if files[3:] else {}
+    settings.replace_environment({**order.environment, **own, **words})
+    time.tzset()
+    _freshen(threads)
+    what = bootstrap.program(order.arguments)
+    bootstrap.enter(what)
+    bootstrap.take_place()
+    bootstrap.run(what)
+
+
+def _freshen(threads: int | None) -> None:
+    """What a fresh process draws or reads at its start, and all forks have alike."""
+    random.seed()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()
+    if (process := sys.modules.get("multiprocessing.process")) is not None:
+        process.current_process().authkey = os.urandom(32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+        if threads:
+            torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()

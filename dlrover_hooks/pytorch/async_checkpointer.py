@@ -1,0 +1,409 @@
+"""Plain PyTorch: one object beside the loop that restores on construction and saves at quiet points.
+
+loader = elastic_loader(DataLoader(...), optimizer=optimizer)
+with AsyncCheckpointer("saved", model=model, optimizer=optimizer, loader=loader):
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            ...
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.restore.generation_loader import Opening
+from dlrover_hooks.checkpoint.state.pytree import flatten
+from dlrover_hooks.data.accumulation import Accumulation
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol.shapes import require
+from dlrover_hooks.pytorch.ddp import BucketOrder, SyncAtEnds, weigh_gradients
+from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
+from dlrover_hooks.pytorch.extra_state import Extras, Stateful
+from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
+from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, own_state, refuse
+from dlrover_hooks.pytorch.training_loaders import keeps_own_state
+from dlrover_hooks.session import Preempted, Restored, Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+Loader = ElasticLoader | EvenLoader | LeasedLoader
+
+
+class _CheckpointForm(msgspec.Struct):
+    """What `AsyncCheckpointer._state` gives; an older version left some of it out."""
+
+    step: p.Step
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    extra: list[Any]
+    bucket_order: list[str]
+    extra_names: list[str] | None = None
+    own: list[Any] = []
+
+
+class AsyncCheckpointer:
+    """Keeps `model`, `optimizer`, `loader` and `extra` of one consistent cut; use it as a context manager.
+
+    The restore happens here, in place. Saves happen when the loader is asked for the batch after a step: everything of
+    the step, schedulers included, is over then. Leaving the block makes the last step durable; an exception leaves the
+    job unfinished, to be resumed.
+
+    Args:
+        save_to: fsspec URL; None keeps checkpoints in memory only.
+        model: a module; DistributedDataParallel around it; or one that is sharded by `fully_shard` (FSDP2).
+        optimizer: the optimizer whose steps count. Others go into `extra`.
+        loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
+            names. Which one's weights are those of the step says `even.leader`. A loader with `state_dict` and
+            `load_state_dict` of its own is kept as it is; with no other, a step is over at the next forward.
+        extra: anything else with `state_dict` and `load_state_dict`, always in the same order; or by name, in a dict.
+            Parts that class and optimizer do not tell apart (two moving averages) need names.
+        on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
+        shared: the shared keywords, see `dlrover_hooks.config.Config`. `global_batch_size` is the loader's to know.
+
+    All methods run on the training thread.
+    """
+
+    def __init__(
+        self,
+        save_to: str | None = None,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader | Stateful | Sequence[Loader | Stateful],
+        extra: Iterable[Stateful] | Mapping[str, Stateful] = (),
+        on_preempt: Callable[[Preempted], object] | None = None,
+        **shared: Any,
+    ) -> None:
+        self.step = 0
+        self._ddp = _ddp(model)
+        self._optimizer, self._whole = optimizer, WholeState(bare(model), optimizer)
+        given = extra if isinstance(extra, Mapping) else list(extra)
+        self._extra = Extras(given, self._whole.model)
+        self._loaders, self._own = _checked([loader] if isinstance(loader, Loader) else loader)
+        self._own_states, self._asked = [one.state_dict() for one in self._own], True
+        if len({one.name for one in self._loaders}) != len(self._loaders):
+            raise UsageError(
+                f"the loaders are named {[one.name for one in self._loaders]}: each needs a name of its own",
+                hint='elastic_loader(..., name="images"), or ShardDataset(..., name="images")',
+            )
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            _refuse_uneven(self._loaders)
+        leased = [one.name for one in self._loaders if isinstance(one, LeasedLoader)]
+        if self._ddp is not None and leased and len(self._loaders) > 1:
+            raise UsageError(
+                f"leased dataset {leased[0]!r}: DistributedDataParallel weighs a step's gradients once, and each "
+                "rank's share of leased data is another than its share of the loader beside it",
+                hint="zip other data inside the dataset, or leave ShardDataset out",
+            )
+        self._accumulations = self._accumulate(list(given.values() if isinstance(given, Mapping) else given))
+        self.config = settings.load(save_to=save_to, **shared)
+        if shared.get("global_batch_size") is not None:
+            _refuse_batch(self.config.global_batch_size, self._loaders)
+        self.session = None if self.config.disable else Session(self.config, self._place())
+        self.restored: Restored | None = None
+        self._survivor: Survivor | None = None
+        if self.session is not None:
+            self.session.parting.on_preempt = on_preempt
+            self._say_unsupported(self.session, leased)
+            self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
+            self._come_up(self.session)
+        elif self._ddp is not None:
+            self._share_gradients(self._ddp)
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(p.Departure.DONE if kind is None else p.Departure.FAILED)
+        if isinstance(error, AssertionError) and "No inf checks" in str(error) and self._accumulations:
+            raise UsageError(
+                "a GradScaler found no gradients: in a step of several micro-batches they are kept apart until it ends",
+                hint="AsyncCheckpointer(..., extra=[scaler])",
+            ) from error
+
+    def wait_copied(self) -> None:
+        """Return when the last snapshot is copied. Call it before you change weights yourself, outside a step."""
+        if self.session is not None:
+            self.session.wait_copied()
+
+    def close(self, reason: p.Departure = p.Departure.DONE) -> None:
+        """End: DONE makes the last step durable first. Safe to call twice.
+
+        Under `elastic_run`, which sees what FAILED is about, the seat in the job is kept then.
+        """
+        if self.session is None or not self._end.alive:
+            self._unshare_gradients()
+            return
+        try:
+            if reason is p.Departure.DONE:
+                for first in self._loaders[:1]:
+                    first.finish()
+                self.session.finish(self.step, self._state(self._extra_state()))
+        finally:
+            self._end.detach()
+            for hook in self._hooks:
+                hook.remove()
+            if self._survivor is not None:
+                self._survivor.close()
+            self._unshare_gradients()
+            for loader in self._loaders:
+                loader.before_batch.remove(self._quiet)
+                if isinstance(loader, LeasedLoader):
+                    loader.close()
+            if self._survivor is None or reason is p.Departure.DONE:
+                self.session.leave(reason, self.step)
+
+    def _come_up(self, session: Session) -> None:
+        try:
+            session.join()
+            self.restored = session.restore_plan(self._fit)
+            for loader in self._loaders:
+                if isinstance(loader, LeasedLoader):
+                    session.lease(loader.name, loader)
+                else:
+                    session.watch(loader.name, loader.sampler)
+        except BaseException:
+            if session.membership is None:
+                session.leave(p.Departure.FAILED)
+            raise
+        session.frozen_among(self._whole.model.parameters)
+        saved: list[str] = []
+        if self.restored is not None and self.restored.weights_only:
+            self._whole.load(self.restored.state, weights_only=True)
+        elif self.restored is not None:
+            self._load(self.restored.state)
+            saved = self.restored.state["bucket_order"]
+        self._buckets: BucketOrder | None = None
+        if self._ddp is not None:
+            self._share_gradients(self._ddp)
+            self._buckets = keep_buckets(self._ddp, saved)
+        self._hooks = [self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))]
+        for loader in self._loaders:
+            loader.before_batch.append(self._quiet)
+        if not self._loaders:
+            self._hooks.append(self._whole.model.register_forward_pre_hook(lambda *_: self._before_forward()))
+        if session.membership is not None:
+            models, ends = [self._whole.model], [loader.close for loader in self._loaders]
+            self._survivor = Survivor(session, models, [self._optimizer], self._extra_state, self._state, ends)
+
+    def _say_unsupported(self, session: Session, leased: list[str]) -> None:
+        """What a survivor alone could not put together again."""
+        if session.membership is None:
+            return
+        if leased:
+            session.membership.refuse(f"leased dataset {leased[0]!r}")
+        if any(is_sharded(parameter) for parameter in self._whole.model.parameters()):
+            session.membership.refuse("a sharded model")
+
+    def _place(self) -> settings.Place:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return settings.place(rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size())
+        place = settings.place()
+        if place.world_size > 1 and not any(isinstance(one, LeasedLoader) for one in self._loaders):
+            raise UsageError(
+                f"{place.world_size} workers were started, but there is no process group: each would train alone",
+                hint="call torch.distributed.init_process_group() and wrap the model with DistributedDataParallel",
+            )
+        return place
+
+    def _accumulate(self, parts: Sequence[Stateful]) -> list[Accumulation]:
+        """Have all that acts once in a step act where it ends, unless the loop sees to that."""
+        found: list[Accumulation] = []
+        for loader in self._loaders:
+            if not isinstance(loader, ElasticLoader) or loader.by_hand:
+                continue
+            if loader.accumulation is None:
+                loader.attach(self._optimizer)
+            assert loader.accumulation is not None
+            found.append(loader.accumulation)
+        for window in dict.fromkeys(found):
+            window.needs_extra = True
+            for part in parts:
+                if isinstance(part, torch.optim.Optimizer):
+                    window.add_optimizer(part)
+                else:
+                    window.hold(part)
+        return found
+
+    def _share_gradients(self, ddp: DistributedDataParallel) -> None:
+        """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
+        loaders = self._loaders  # not this object: what DDP holds in C++ must not hold DDP
+        weighed = weigh_gradients(ddp, self._weight(1 / torch.distributed.get_world_size(ddp.process_group)))
+        for window in self._accumulations:
+            window.reduced(weighed=bool(weighed))
+        if not weighed and not self._accumulations and loaders:
+            log.warning("gradients of an epoch's short last step are not weighted: %s", weighed.reason)
+        self._sync = SyncAtEnds(ddp, self._step_ends())
+
+    def _weight(self, alone: float) -> Callable[[], float]:
+        """Of the step that is on; `alone` without a loader of ours."""
+        loaders = self._loaders
+        if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):  # asked for in each forward
+            progress = loaders[0].sampler.progress
+            return lambda: progress.weight
+        return lambda: lead.weight if (lead := leader(loaders)) is not None else alone
+
+    def _step_ends(self) -> Callable[[], bool]:
+        """With the micro-batch last received; true without a loader of ours."""
+        loaders = self._loaders
+        if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):
+            progress = loaders[0].sampler.progress
+            return lambda: progress.step_ends
+        return lambda: lead.step_ends if (lead := leader(loaders)) is not None else True
+
+    def _unshare_gradients(self) -> None:
+        if self._ddp is not None:
+            self._sync.close()
+
+    def _fit(self, opening: Opening) -> Filling:
+        if opening.weights_only:
+            return Filling(opening, self._whole.targets(opening.state, weights_only=True))
+        own_state(opening.state, "model", "AsyncCheckpointer")
+        require(opening.state, _CheckpointForm, "the state")
+        targets = self._whole.targets(opening.state)
+        places = self._extra.places(opening.state)
+        if (there := len(opening.state.get("own", []))) != len(self._own):
+            refuse(
+                [f"{there} loaders had a state of their own, here {len(self._own)} have"],
+                "give AsyncCheckpointer(loader=...) the same loaders in the same order",
+            )
+        targets |= self._shards_of_extra(opening, places)
+        for place, part in places:
+            if isinstance(part, NamedOptimizer):
+                targets |= part.targets(opening.state["extra"][place])
+        return Filling(opening, targets)
+
+    def _shards_of_extra(self, opening: Opening, places: list[tuple[int, Stateful]]) -> dict[str, torch.Tensor]:
+        """The tensors in `extra` that are sharded here or were when they were saved."""
+        index = opening.images.index()
+        live = flatten({str(place): part.state_dict() for place, part in places}, where="state.extra").tensors
+        return {
+            name: tensor
+            for name, tensor in live.items()
+            if name in index and (is_sharded(tensor) or index[name].sharded)
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self._whole.load(state)
+        for place, part in self._extra.places(state):
+            part.load_state_dict(state["extra"][place])
+        self._own_states = list(state.get("own", []))
+        for loader, saved in zip(self._own, self._own_states, strict=True):
+            loader.load_state_dict(saved)
+
+    def _stepped(self, session: Session) -> None:
+        self.step += 1
+        if self._own:
+            self._own_states = [one.state_dict() for one in self._own]
+        self._asked = True
+        session.stepped()
+
+    def _before_forward(self) -> None:
+        """Nobody is asked for batches: the first forward after a step is the quiet point."""
+        if self._asked and self._whole.model.training and torch.is_grad_enabled():
+            self._asked = False
+            self._quiet()
+
+    def _quiet(self) -> None:
+        assert self.session is not None
+        ended = self.session.at_step_end
+        self.session.before_fetch(self.step)
+        due = self.session.batch_requested(self.step)
+        if self._survivor is not None:
+            self._survivor.quiet(self.step, step_ends=ended)
+        if due:
+            self.session.cut(self.step, self._state(self._extra_state()))
+
+    def _extra_state(self) -> dict[str, Any]:
+        """What changes outside of an optimizer's step."""
+        return {"extra": self._extra.states(), **({"own": self._own_states} if self._own else {})}
+
+    def _state(self, beside: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            **self._whole.save(),
+            **beside,
+            "extra_names": self._extra.names,
+            "bucket_order": self._buckets.names if self._buckets is not None else [],
+        }
+
+
+def _checked(loaders: Any) -> tuple[list[Loader], list[Stateful]]:
+    """(ours, those with a state of their own). Raises UsageError for anything else, and where there is none."""
+    found: list[Any] = list(loaders) if isinstance(loaders, Sequence) else [loaders]
+    for one in found:
+        if not isinstance(one, Loader) and not keeps_own_state(one):
+            raise UsageError(
+                f"loader={type(one).__name__} is not elastic: its place would not be in the checkpoint",
+                hint="give what elastic_loader(loader, optimizer=optimizer) returned, and iterate over that",
+            )
+    if not found:
+        raise UsageError("no loader was given: nothing says where the data is", hint="AsyncCheckpointer(loader=...)")
+    ours = [one for one in found if isinstance(one, Loader)]
+    for follower in ours[1:]:
+        if isinstance(follower, ElasticLoader):
+            follower.leads = False
+    return ours, [one for one in found if not isinstance(one, Loader)]
+
+
+def _refuse_batch(size: int | None, loaders: Sequence[Loader]) -> None:
+    """Loaders have shared the samples out by now, so this may only say what they do."""
+    for loader in loaders:
+        has = None if isinstance(loader, LeasedLoader) else loader.sampler.plan.global_batch_size
+        if has != size:
+            what = "each micro-batch of leased data is a step" if has is None else f"it was made with {has}"
+            raise UsageError(
+                f"global_batch_size={size!r} comes too late for loader {loader.name!r}: {what}",
+                hint=f"elastic_loader(loader, optimizer=optimizer, global_batch_size={size!r})"
+                if has is not None
+                else "give the DataLoader the batch_size of one process, and leave global_batch_size out",
+            )
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP around the model, compiled or not."""
+    while not isinstance(model, DistributedDataParallel):
+        if not hasattr(model, "_orig_mod"):
+            return None
+        model = model.get_submodule("_orig_mod")
+    return model
+
+
+def _refuse_uneven(loaders: Sequence[Loader]) -> None:
+    for loader in loaders:
+        if isinstance(loader, ElasticLoader):
+            raise UsageError(
+                f"loader {loader.name!r} may have unequal numbers of batches on the ranks, and a sharded model would "
+                "wait for ever in the forward of the rank that has more",
+                hint="wrap it: EvenLoader(loader), and multiply the loss by its mean_scale",
+            )
+
+
+def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
+    """The bucket order `saved` by the run before, shown to DDP; or, if it is empty, this run's own being recorded.
+
+    Every rank calls it before the first backward.
+    """
+    buckets = BucketOrder(ddp)
+    done = buckets.replay(saved) if saved else buckets.record()
+    if not done and torch.distributed.get_world_size(ddp.process_group) > 2:
+        log.warning("after a restart the first step may differ in the last bits: %s", done.reason)
+    return buckets

@@ -1,0 +1,288 @@
+"""What exact data needs of DistributedDataParallel: weighted gradients, and the same buckets after a restart.
+
+Both only act where they cannot do harm, and say why when they do not (`Outcome`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+import dlrover_hooks.elastic.gloo_shutdown  # noqa: F401  # the hook's callbacks are freed before the process ends
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.worker import membership
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(NamedTuple):
+    """Done or not; if not, why. True when done."""
+
+    done: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.done
+
+
+def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -> Outcome:
+    """Make each all-reduce a SUM of `weight()` times this rank's gradient (ElasticSampler.weight, DL-88).
+
+    DDP divides by the world size, as if all ranks had computed equally much. With uneven micro-batches or a short
+    last step that is wrong: at N = 5 micro-batches it was off by 0.28 (W = 2) and 0.38 (W = 3) in relative error;
+    with these weights it is exact to 2e-16, and the loss code stays untouched. A weight of 0 zeroes the gradient,
+    NaN and inf included.
+
+    Done by a communication hook, which costs a step 0.1 ms and more. So it is registered before the first forward whose
+    weight is not 1 / W: until then DDP makes the same all-reduce of the same bits. Ranks need not do so at one step.
+
+    Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not
+    done when a communication hook is registered already (DDP takes one): then weigh the loss instead, by W * weight.
+
+    Under `elastic_run` each synchronised backward also calls `regroup.binds`, before its last all-reduce.
+    """
+    if ddp._comm_hooks:
+        return Outcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
+    _WEIGHED.add(ddp)
+    world = dist.get_world_size(ddp.process_group)
+    told = membership.current() is None or _tell_ahead(ddp, world)
+    if not told or ddp.gradient_as_bucket_view:  # a view is divided, and rounded otherwise
+        ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight, told=told))
+        return Outcome(True)
+    even = 1 / world
+
+    def before_forward(module: Any, _: Any) -> None:
+        if weight() == even and not module._comm_hooks:
+            return
+        handle.remove()
+        if module._comm_hooks:
+            raise UsageError(
+                f"DDP was given the communication hook {_hook_names(module)} behind the elastic loader's: it takes one",
+                hint="register it before the loader and the checkpointer are made: losses are weighed then",
+            )
+        module.register_comm_hook(None, _weighted_sum(module.process_group, weight))
+
+    handle = ddp.register_forward_pre_hook(before_forward)
+    return Outcome(True)
+
+
+_WEIGHED = weakref.WeakSet[DistributedDataParallel]()
+
+
+def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
+    """Call `regroup.binds` at the first parameter's gradient. DDP needs that gradient for its last bucket, so no peer
+    can complete the step before. False where it may not: a parameter can be without a gradient.
+    """
+    if _never_rebuilds(ddp):
+        return False
+    first = next(iter(_reduced(ddp).values()))
+    node = torch.autograd.graph.get_gradient_edge(first).node  # DDP keeps it alive
+    held = weakref.ref(ddp)
+
+    def ahead(_: Any) -> None:
+        found = held()
+        if found is not None and found.require_forward_param_sync:  # not within `no_sync`
+            membership.binds(world)
+
+    node.register_prehook(ahead)
+    return True
+
+
+def _weighted_sum(group: Any, weight: Callable[[], float], *, told: bool = True) -> Callable[..., Any]:
+    """The communication hook. `told`: something else calls `regroup.binds`."""
+    world, options = dist.get_world_size(group), dist.AllreduceOptions()
+    options.asyncOp = True
+
+    def weighted_sum(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer, w = bucket.buffer(), weight()
+        buffer.mul_(w) if w else buffer.zero_()
+        if not told and bucket.is_last():  # with it the others can make this step without us
+            membership.binds(world)
+        return group.allreduce([buffer], options).get_future().then(_first)
+
+    # DDP compares annotations with classes; postponed evaluation made them strings
+    weighted_sum.__annotations__ = {}
+    weighted_sum.harmless_on_zeros = True  # pyright: ignore[reportFunctionMemberAccess]
+    return weighted_sum
+
+
+def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return reduced.value()[0]
+
+
+def weighs(model: nn.Module) -> bool:
+    """Is it a DDP whose gradients `weigh_gradients` weighs?"""
+    return isinstance(model, DistributedDataParallel) and model in _WEIGHED
+
+
+class SyncAtEnds:
+    """Has DDP reduce gradients only where a step ends, as `no_sync` around the other micro-batches would.
+
+    Without it, ranks whose shares of a step differ hang: each backward is a collective. A `no_sync` of the loop's own
+    keeps its meaning. `close` undoes it. Training thread only.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, step_ends: Callable[[], bool]) -> None:
+        self._step_ends, self._held = step_ends, False
+        self._ddp = weakref.ref(ddp)  # a cycle through the hook would keep DDP's threads alive past the process group
+        self._handle = ddp.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, ddp: Any, _: Any) -> None:
+        if self._step_ends():
+            if self._held:
+                self._release(ddp)
+        elif ddp.require_backward_grad_sync:
+            ddp.require_backward_grad_sync, self._held = False, True
+
+    def _release(self, ddp: Any) -> None:
+        if self._held:
+            ddp.require_backward_grad_sync, self._held = True, False
+
+    def close(self) -> None:
+        """Leave DDP as it was."""
+        self._handle.remove()
+        if (ddp := self._ddp()) is not None:
+            self._release(ddp)
+
+
+class BucketOrder:
+    """Makes a restarted run sum its gradients in the order of the undisturbed one (bit-equality at W >= 3).
+
+    DDP puts gradients into buckets in reverse parameter order for its first synchronised backward, and for all later
+    ones in the order in which they became ready in the first. The order of summation depends on the place in the
+    bucket, so a restarted run would differ in its first step. `record` keeps that order as parameter names; they
+    belong into the checkpoint. After a restart `replay` shows DDP the same order with zero gradients, so that the
+    next forward builds the same buckets: no user code runs, no random number is drawn, no buffer or gradient is
+    changed.
+
+    Relies on private parts of torch's reducer (tested with torch 2.13): where they are missing, `replay` is not done.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.names: tuple[str, ...] = ()
+        self._ready: list[str] = []
+        self._handles: list[RemovableHandle] = []
+
+    def record(self) -> Outcome:
+        """Note the order of the first synchronised backward into `names`, once; the hooks then go away by
+        themselves.
+        """
+        reason = _never_rebuilds(self.ddp)
+        if not reason and self.ddp._has_rebuilt_buckets:
+            reason = "the first synchronised backward is over"
+        if reason:
+            return Outcome(False, reason)
+        self.close()
+        parameters = _reduced(self.ddp)
+        for name, parameter in parameters.items():
+            hook = self._noter(name, len(parameters))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        return Outcome(True)
+
+    def _noter(self, name: str, count: int) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            if not self.ddp.require_backward_grad_sync:
+                return
+            self._ready.append(name)
+            if len(self._ready) == count:
+                self.names = tuple(self._ready)
+                self.close()
+
+        return note
+
+    def replay(self, names: Sequence[str]) -> Outcome:
+        """Show DDP the recorded order. Collective: every rank, before the first forward and after the model was
+        restored.
+
+        Costs one backward of zeros and its all-reduce. Not done (and harmless) below W = 3, where order does not
+        matter, and where DDP or hooks on parameters would notice the zeros.
+        """
+        self.names = tuple(names)
+        reason = _never_rebuilds(self.ddp) or self._unfit() or _would_notice(self.ddp)
+        if reason:
+            return Outcome(False, reason)
+        self.close()
+        parameters = _reduced(self.ddp)
+        kept = {name: p.grad for name, p in parameters.items()}
+        try:
+            self._backward([parameters[name] for name in self.names])
+        finally:
+            for name, grad in kept.items():
+                parameters[name].grad = grad
+        return Outcome(True)
+
+    def _unfit(self) -> str:
+        if dist.get_world_size(self.ddp.process_group) < 3:
+            return "with fewer than 3 ranks the order of summation does not matter"
+        if self.ddp._has_rebuilt_buckets:
+            return "DDP has built its final buckets already"
+        if sorted(self.names) != sorted(_reduced(self.ddp)):
+            return "the recorded parameters are not those of this model"
+        return ""
+
+    def _backward(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """One synchronised backward, a parameter at a time. DDP's forward around it is left out: it syncs buffers."""
+        reducer: Any = self.ddp.reducer
+        if not self.ddp._lazy_init_ran:
+            self.ddp._lazy_init()
+        with torch.enable_grad():
+            for parameter in parameters:
+                parameter.grad = None
+            reducer.prepare_for_forward()
+            reducer.prepare_for_backward([])
+            for parameter in parameters:
+                zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+                torch.autograd.backward([parameter.view_as(parameter)], [zero])
+
+    def close(self) -> None:
+        """Stop recording and forget what was half recorded. `names` stays."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._ready.clear()
+
+
+def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients DDP reduces, by name."""
+    named: Iterator[tuple[str, torch.nn.Parameter]] = ddp.module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore}
+
+
+def _hook_names(ddp: DistributedDataParallel) -> str:
+    return ", ".join(getattr(hook, "__qualname__", str(hook)) for hook, _ in ddp._comm_hooks)
+
+
+def _never_rebuilds(ddp: DistributedDataParallel) -> str:
+    """Why this DDP keeps its first buckets, or orders them by other means; empty if it rebuilds them."""
+    missing = [
+        n for n in ("_has_rebuilt_buckets", "_lazy_init_ran", "require_backward_grad_sync") if not hasattr(ddp, n)
+    ]
+    if missing or not hasattr(ddp.reducer, "prepare_for_backward"):
+        return f"this torch ({torch.__version__}) has another DDP inside: {', '.join(missing) or 'reducer'} missing"
+    if ddp.static_graph:
+        return "static_graph=True reduces its first backward by other means: not supported"
+    if ddp.find_unused_parameters:
+        return "find_unused_parameters=True never rebuilds buckets: the order is the same after a restart"
+    if ddp._use_python_reducer or ddp._delay_all_reduce_all_params or ddp.mixed_precision is not None:
+        return "the compiled reducer, delayed all-reduce and DDP's mixed precision do not rebuild buckets this way"
+    return ""
+
+
+def _would_notice(ddp: DistributedDataParallel) -> str:
+    """Who would see zero gradients that no training step made; empty if nobody."""
+    if any(not getattr(hook, "harmless_on_zeros", False) for hook, _ in ddp._comm_hooks):
+        return f"the communication hook {_hook_names(ddp)} may keep state of what it reduces"
+    if any(getattr(module, "sparse", False) is True for module in ddp.module.modules()):
+        return "the model has sparse gradients"
+    for name, p in _reduced(ddp).items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            return f"parameter {name!r} has gradient hooks of its own"
+    return ""

@@ -1,0 +1,200 @@
+"""Equally many batches on every rank, and losses weighed where no hook weighs the gradients.
+
+FSDP2 gathers parameters in every forward, so ranks with unequal shares of a step would wait for each other for ever;
+and it averages gradients, as DDP does under a foreign hook, so that unequal shares must be weighed in the loss.
+
+    loader = EvenLoader(elastic_loader(DataLoader(...), optimizer=optimizer, global_batch_size=60))
+    for x, y in loader:
+        model.set_requires_gradient_sync(loader.step_ends)
+        (loss_fn(model(x), y) * loader.mean_scale).backward()
+        if loader.step_ends: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from dlrover_hooks.data.accumulation import leader as leader
+from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.pytorch.ddp import weighs
+
+
+class Around:
+    """A loader around an elastic one, which has whatever it lacks. Subclasses say what becomes of the batches."""
+
+    elastic: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "elastic" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.elastic, name)
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in a whole epoch, after a resume too."""
+        return len(self.elastic)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch after a restore, else an epoch; `break` ends it, the next one begins the next epoch."""
+        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class EvenLoader(Around):
+    """An `ElasticLoader` with equally many batches on every rank: what a rank lacks in a step, it repeats as a ghost.
+
+    A ghost costs no time, since the other ranks are still computing then, and its loss must be multiplied by 0. Only
+    real batches are counted as samples. What it lacks is the `ElasticLoader`'s. Main thread only.
+    """
+
+    def __init__(self, elastic: ElasticLoader) -> None:
+        if not isinstance(elastic, ElasticLoader):
+            raise UsageError(
+                f"an EvenLoader is made around an ElasticLoader, not {type(elastic).__name__}",
+                hint="leased data is even already: a rank without data repeats a batch with weight 0",
+            )
+        elastic.accumulate_by_hand()
+        self.elastic = elastic
+        self.ghost = False
+        """The batch last received is a repetition."""
+        self.step_ends = True
+        """The batch last received is the last one of its step, on every rank."""
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, ghosts included; the same on every rank."""
+        return epoch_batches(self.elastic.sampler.plan)
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            missing = self._missing() if self.elastic.step_ends else 0
+            spares = [tree_map(lambda leaf: leaf, batch) for _ in range(missing)]  # the loop may empty its containers
+            self.ghost, self.step_ends = False, self.elastic.step_ends and not spares
+            yield batch
+            for number, spare in enumerate(spares, 1):
+                self.ghost, self.step_ends = True, number == missing
+                yield spare
+        self.step_ends = True
+
+    def _missing(self) -> int:
+        progress, plan = self.elastic.sampler.progress, self.elastic.sampler.plan
+        done = progress.current()[1]
+        place = progress.base % plan.n
+        if progress.finished and plan.has_tail(place):
+            return tail_batches(plan, place) - done
+        return step_batches(plan) - done
+
+    @property
+    def loss_scale(self) -> float:
+        """See `ElasticSampler.loss_scale`; 0 for a ghost."""
+        return 0.0 if self.ghost else self.elastic.loss_scale
+
+    @property
+    def mean_scale(self) -> float:
+        """See `mean_scale`."""
+        return mean_scale(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ElasticLoader.state_dict`."""
+        return self.elastic.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ElasticLoader.load_state_dict`."""
+        self.elastic.load_state_dict(state)
+
+
+def step_batches(plan: Plan) -> int:
+    """Batches of a full step on the rank that has most."""
+    return -(-plan.total // plan.world_size)
+
+
+def tail_batches(plan: Plan, place: int = 0) -> int:
+    """Batches of the short last step of an epoch run from `place`, on the rank that has most; 0 without one."""
+    if not plan.has_tail(place):
+        return 0
+    q = place + plan.full_steps(place) * plan.global_batch_size
+    return max(msgspec.structs.replace(plan, rank=rank).step(q).micro_batches for rank in range(plan.world_size))
+
+
+def epoch_batches(plan: Plan, place: int = 0) -> int:
+    """Batches of an epoch from `place` on, the same on every rank."""
+    return plan.full_steps(place) * step_batches(plan) + tail_batches(plan, place)
+
+
+def is_uneven(plan: Plan) -> bool:
+    """Do ranks differ in their number of batches, in full steps or in the short one?"""
+    if plan.total % plan.world_size:
+        return True
+    if not plan.has_tail():
+        return False
+    q = plan.full_steps() * plan.global_batch_size
+    return len({msgspec.structs.replace(plan, rank=r).step(q).micro_batches for r in range(plan.world_size)}) > 1
+
+
+def loss_scale(loader: ElasticLoader | EvenLoader, *, weighed: bool) -> float:
+    """Factor for the gradient of the current batch's loss. `weighed`: a communication hook has the rank's weight."""
+    sampler, plan = loader.sampler, loader.sampler.plan
+    if isinstance(loader, EvenLoader) and loader.ghost:
+        return 0.0
+    share = step_batches(plan) / plan.micro_batches  # Lightning divides by what the busiest rank has
+    return sampler.loss_scale * share * (1.0 if weighed else sampler.weight * plan.world_size)
+
+
+def mean_scale(loader: ElasticLoader | EvenLoader) -> float:
+    """Factor for the loss of the batch last received, a mean over its samples, where ranks' gradients are averaged.
+
+    Summed over the batches of a step, gradients are then exactly those of the mean over its samples. 0 for a ghost.
+    """
+    return loss_scale(loader, weighed=False) / step_batches(loader.sampler.plan)
+
+
+class TokenMean:
+    """A loss that is the mean over all tokens of a step, however they are spread over batches and ranks.
+
+        mean = TokenMean(model, loader)
+        for x, y in loader:
+            logits = model(x)
+            mean.add(cross_entropy(logits, y, reduction="sum"), y.numel()).backward()
+            if loader.step_ends:
+                mean.divide()
+                optimizer.step()
+
+    How many tokens a step has is known when its last batch was seen, so sums are accumulated, and gradients divided at
+    the end. model: where the gradients are; under DDP with or without our weights, or FSDP2. Training thread only;
+    `divide` is a collective.
+    """
+
+    def __init__(self, model: nn.Module, loader: ElasticLoader | EvenLoader) -> None:
+        self._parameters: Iterable[nn.Parameter] = list(model.parameters())
+        self._loader, self._weighed = loader, weighs(model)
+        self._tokens = torch.zeros((), dtype=torch.int64)
+
+    def add(self, total: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+        """What to call `backward` on; `total` is the sum over the `tokens` of the last batch received. 0 of a ghost."""
+        if self._ghost:
+            return total * 0.0
+        self._tokens = self._tokens.to(total.device) + tokens
+        return total / self._loader.sampler.weight if self._weighed else total * self._loader.sampler.plan.world_size
+
+    @property
+    def _ghost(self) -> bool:
+        return self._loader.sampler.step.ghost or (isinstance(self._loader, EvenLoader) and self._loader.ghost)
+
+    def divide(self) -> int:
+        """At the step's end, before gradients are clipped. Returns the tokens of the step, over all ranks."""
+        tokens, self._tokens = self._tokens, torch.zeros_like(self._tokens)
+        if dist.is_initialized():
+            dist.all_reduce(tokens)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(max(1, int(tokens)))
+        return int(tokens)

@@ -1,0 +1,461 @@
+"""A hand-written loop's seat in a job, for frameworks that hand their objects over one by one (Accelerate, Fabric).
+
+`Loop` keeps the parts of one consistent cut, restores each as it is handed over, and cuts at quiet points. `Window`
+says, for each micro-batch, whether its step ends with it and what its loss is to be multiplied by.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.state import pytree
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.leased_loader import is_leased as is_leased
+from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
+from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.protocol.shapes import require
+from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
+from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.even_batches import leader
+from dlrover_hooks.pytorch.extra_state import Stateful
+from dlrover_hooks.pytorch.state_dict import OptimizerForm, exact_optimizer_states, refuse_other_class
+from dlrover_hooks.pytorch.tensor_loading import listed, own_state, refuse_sharded
+from dlrover_hooks.pytorch.training_loaders import is_training as is_training
+from dlrover_hooks.pytorch.training_loaders import keeps_own_state as keeps_own_state
+from dlrover_hooks.session import Preempted, Restored, Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class StatefulLoader(Stateful, Protocol):
+    """A training loader with a place of its own (torchdata, litdata, streaming): kept in the cut, never wrapped."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Window:
+    """The accumulation window of the loop, as long as this rank's share of the step.
+
+    Without an elastic loader, and with leased data, every micro-batch is a step. Training thread only.
+    """
+
+    def __init__(self) -> None:
+        self.loaders: list[ElasticLoader | LeasedLoader] = []
+        """They step together; the first one's epochs are those of the loop."""
+        self.pending = False
+        """True from a micro-batch's backward to the end of its step: gradients that must not be zeroed."""
+        self.hooked = False
+        """True when a communication hook weighs the gradients (DL-88)."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._inside = False
+        self._models: list[DistributedDataParallel] = []
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Weigh the model's gradients, and reduce them once in a window."""
+        weighed = weigh_gradients(model, self._weight)
+        self.hooked = bool(weighed) and (self.hooked or not self._models)
+        if not weighed:
+            log.info("losses are weighted instead of gradients: %s", weighed.reason)
+        self._models.append(model)
+
+    @property
+    def loader(self) -> ElasticLoader | LeasedLoader | None:
+        """The one whose weights are those of the step: see `even.leader`."""
+        return leader(self.loaders)
+
+    @property
+    def micro_batches(self) -> int:
+        """This rank's micro-batches in a full step."""
+        first = self.loaders[0] if self.loaders else None
+        return first.sampler.plan.micro_batches if isinstance(first, ElasticLoader) else 1
+
+    @property
+    def number(self) -> int:
+        """Of the micro-batch last received, in its step; from 1."""
+        return self.loader.sampler.progress.current()[1] if isinstance(self.loader, ElasticLoader) else 1
+
+    @property
+    def ends(self) -> bool:
+        """The micro-batch last received is this rank's last in its step; true outside the loop, too."""
+        return self.loader is None or not self._inside or self.loader.step_ends
+
+    def scale(self) -> float:
+        """Factor for the loss of the micro-batch last received, besides the division by `micro_batches`."""
+        if self.loader is None:
+            return 1.0
+        return self.loader.loss_scale * (1.0 if self.hooked else self.loader.weight * _world_size())
+
+    def received(self) -> None:
+        """A micro-batch is about to be given to the loop: from here on DDP reduces gradients or does not."""
+        self._inside = True
+        for model in self._models:
+            model.require_backward_grad_sync = self.ends
+
+    def over(self) -> None:
+        """The loop over the loader ended. Gradients of a window that was broken off belong to no step."""
+        for optimizer in self.optimizers if self.pending else ():
+            optimizer.zero_grad()
+        self._inside = self.pending = False
+        for model in self._models:
+            model.require_backward_grad_sync = True
+
+    def forget(self) -> None:
+        """The loop is over. DDP holds the window in C++, where no cycle is found."""
+        self._models.clear()
+        self.optimizers.clear()
+
+    def may_zero(self) -> bool:
+        """May gradients be zeroed? Not inside a window, be `zero_grad` called before the backward or after the step."""
+        return self.micro_batches == 1 or not self.pending
+
+    def _weight(self) -> float:
+        if self.loader is not None:
+            return self.loader.weight
+        return 1.0 / _world_size()
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+class Loop:
+    """One life of one worker whose loop is the user's own.
+
+    Joins and learns what is restored at once; each part handed over later gets its restored state in that call, by the
+    order within its kind. The first optimizer's steps count. All methods run on the training thread.
+
+    Raises:
+        UsageError: parts of the restored checkpoint were not handed over (at the first quiet point).
+    """
+
+    def __init__(self, config: Config, place: Place, on_preempt: Callable[[Preempted], object] | None = None) -> None:
+        self.config, self.place, self.window = config, place, Window()
+        self.session = Session(config, place)
+        self.session.parting.on_preempt = on_preempt
+        self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
+        try:
+            self.session.join()
+            self.restored: Restored | None = self.session.restore_plan(check=_check_state)
+            self._saved = _taken(self.restored)
+        except BaseException:
+            if self.session.membership is None:
+                self.close(p.Departure.FAILED)
+            raise
+        self.step: int = self._saved.get("step", 0)
+        self.first_world: int = self._saved.get("first_world", place.world_size)
+        """The world size of the job's first start: what schedules were made for."""
+        self._epoch: int = self._saved.get("epoch", 0)
+        self.left_out = ""
+        """Why a loader was taken for one of evaluation. Said at the first step if no other loader is known."""
+        self._parts: dict[str, list[Stateful]] = {}
+        self._buckets: list[BucketOrder] = []
+        self._own: list[dict[str, Any]] = []
+        self._epoch_over: bool = self._saved.get("epoch_over", False)
+        self._undo: list[Callable[[], None]] = []
+        self._loaders: list[ElasticLoader] = []
+        self.session.frozen_among(self._parameters)
+        self._checked, self._asked = False, True
+        self._survivor: Survivor | None = None
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def add(self, kind: str, part: Stateful) -> None:
+        """Make `part` the next of its kind in every cut, and put its restored state into it."""
+        parts = self._parts.setdefault(kind, [])
+        saved = self._saved.get("parts", {}).get(kind, [])
+        if len(parts) < len(saved):
+            part.load_state_dict(saved[len(parts)])
+        parts.append(part)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for model in self._parts.get("model", []):
+            yield from cast(nn.Module, model).parameters()
+
+    def has(self, kind: str) -> bool:
+        """Was a part of this kind handed over?"""
+        return kind in self._parts
+
+    def add_model(self, module: nn.Module, wrapped: nn.Module) -> None:
+        """`module` with its own parameter names, and what the framework made of it."""
+        self.add("model", module)
+        handle = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(wrapped))
+        self._undo.append(handle.remove)
+        if isinstance(wrapped, DistributedDataParallel):
+            self.window.follow(wrapped)
+            orders = self._saved.get("bucket_orders", [])
+            saved = orders[len(self._buckets)] if len(self._buckets) < len(orders) else ()
+            self._buckets.append(keep_buckets(wrapped, saved))
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The bare optimizer; the first one's steps are the steps of the run. Raises UsageError for another class."""
+        index = len(self._parts.get("optimizer", []))
+        saved = self._saved.get("parts", {}).get("optimizer", [])[index : index + 1]
+        for one in saved:
+            refuse_other_class(optimizer, one, dict(enumerate(self._saved.get("optimizer_classes", []))).get(index))
+        self.add("optimizer", optimizer)
+        self.window.optimizers.append(optimizer)
+        exact_optimizer_states([optimizer] if saved else [], saved)
+        if index == 0:
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
+
+    def add_own_loader(self, loader: StatefulLoader) -> None:
+        """A training loader with a state of its own. Its state is taken when the optimizer steps."""
+        self.add("loader", loader)
+        if self._epoch_over:
+            iter(loader)  # it stands behind the last batch of an epoch; the loop's own iterator begins the next one
+        self._own.append(loader.state_dict())
+
+    def elastic(self, loader: Any, *, accumulate: int, seed: int) -> ElasticLoader:
+        """`loader` made elastic, watched, and put where the restored cut stood.
+
+        `accumulate`: what the user asked for, as long as nobody says otherwise. The first loader decides how many
+        micro-batches a step has; all others follow.
+        """
+        name = f"train.{len(self._loaders)}" if self._loaders else "train"
+        self._refuse_beside_leased(name)
+        made = elastic_loader(
+            loader,
+            global_batch_size=self._batch_of(loader, name, accumulate),
+            seed=seed,
+            name=name,
+            num_replicas=self.place.world_size,
+            rank=self.place.rank,
+        )
+        made.accumulate_by_hand()  # `Window` does it
+        self.session.watch(name, made.sampler)
+        calls = [functools.partial(_refuse_evaluation, made), self.quiet]
+        made.before_batch += calls
+        self._undo += [functools.partial(made.before_batch.remove, call) for call in calls]
+        made.leads = not self._loaders
+        self._loaders.append(made)
+        self.window.loaders.append(made)
+        total = self._loaders[0].sampler.plan.total
+        if made.sampler.plan.total != total:
+            raise UsageError(
+                f"loader {name!r} has {made.sampler.plan.total} micro-batches in a step, 'train' has {total}",
+                hint="loaders of one loop step together: give all of them the same number",
+            )
+        return made
+
+    def leased(self, loader: Any, *, accumulate: int) -> LeasedLoader:
+        """`loader`, over a ShardDataset, as the master lends it out."""
+        made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
+        if self.window.loaders or accumulate != 1:
+            raise UsageError(
+                f"leased dataset {made.name!r}: each micro-batch is a step, and no other training loader goes along "
+                f"(gradient_accumulation_steps={accumulate})",
+                hint="accumulate by a larger batch_size, zip other data inside the dataset, or leave ShardDataset out",
+            )
+        if self.session.membership is not None:
+            self.session.membership.refuse(f"leased dataset {made.name!r}")
+        self.session.lease(made.name, made)
+        made.before_batch.append(self.quiet)
+        self._undo.append(lambda: made.before_batch.remove(self.quiet))
+        self.window.loaders.append(made)
+        return made
+
+    def _refuse_beside_leased(self, name: str) -> None:
+        leased = next((one.name for one in self.window.loaders if isinstance(one, LeasedLoader)), None)
+        if leased is not None:
+            raise UsageError(
+                f"loader {name!r} beside leased dataset {leased!r}: a step weighs gradients once, and each rank's "
+                "share of leased data is another than its share of other data",
+                hint="zip other data inside the dataset, or leave ShardDataset out",
+            )
+
+    def _batch_of(self, loader: Any, name: str, accumulate: int) -> int | None:
+        """None: what the restored state says."""
+        if self._loaders:
+            return self._loaders[0].sampler.plan.total * (loader.batch_size or 1)
+        if self.config.global_batch_size or self.session.restored_data(name) is not None:
+            return self.config.global_batch_size
+        return (loader.batch_size or 1) * self.place.world_size * accumulate
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs left of n, over all restarts: see `ElasticLoader.epochs`."""
+        for epoch in self.window.loaders[0].epochs(n) if self.window.loaders else range(self._epoch, n):
+            self._epoch = epoch
+            yield epoch
+            self._epoch, self._epoch_over = epoch + 1, True
+
+    def quiet(self) -> None:
+        """A quiet point: everything of the last step is over, the next batch was not fetched yet."""
+        if not self._end.alive:
+            return
+        if not self._checked:
+            self._check()
+        ended = self.session.at_step_end
+        self.session.before_fetch(self.step)
+        due = self.session.batch_requested(self.step)
+        if self._survivor is not None:
+            self._survivor.quiet(self.step, step_ends=ended)
+        if due:
+            self.session.cut(self.step, self.state())
+
+    def _check(self) -> None:
+        self._checked = True
+        for kind, saved in self._saved.get("parts", {}).items():
+            if len(saved) != len(self._parts.get(kind, [])):
+                raise UsageError(
+                    f"the checkpoint has {len(saved)} of kind {kind!r}, here are {len(self._parts.get(kind, []))}",
+                    hint="prepare everything before the loop, always in the same order, or start anew (resume='never')",
+                )
+        refuse_sharded(pytree.flatten(self.state()).tensors)  # what cannot be kept is named before anything is trained
+        if self.session.membership is not None:
+            models, optimizers = (cast(Any, self._parts.get(kind, [])) for kind in ("model", "optimizer"))
+            ends = [loader.close for loader in self.window.loaders] + [self._let_go]
+            self._survivor = Survivor(self.session, models, optimizers, self._extra, self.state, ends)
+
+    def _let_go(self) -> None:
+        self.window.forget()
+        while self._undo:
+            self._undo.pop()()
+
+    def _before_forward(self, model: nn.Module) -> None:
+        """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""
+        if self._asked and not self.window.loaders and model.training and torch.is_grad_enabled():
+            self._asked = False
+            self.quiet()
+
+    def _stepped(self) -> None:
+        self.step += 1
+        if self.left_out and not self.window.loaders and not self.has("loader"):
+            log.warning("%s; its place in the data is in no checkpoint", self.left_out)
+        self.left_out = ""
+        self._asked, self._epoch_over = True, False
+        self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
+        self.session.stepped()
+
+    def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The `state` part of a cut; with `extra` as it was before, if it is given."""
+        extra = self._extra() if extra is None else extra
+        parts = self._states(lambda kind: kind in ("model", "optimizer"))
+        return {
+            **extra,
+            "step": self.step,
+            "first_world": self.first_world,
+            "optimizer_classes": [type(one).__name__ for one in self._parts.get("optimizer", [])],
+            "parts": {kind: (parts | extra["parts"])[kind] for kind in self._parts if kind != "loader" or self._own},
+            "bucket_orders": [order.names for order in self._buckets],
+        }
+
+    def _extra(self) -> dict[str, Any]:
+        """What changes outside of an optimizer's step."""
+        parts = self._states(lambda kind: kind not in ("model", "optimizer", "loader"))
+        own = {"loader": self._own} if self._own else {}
+        return {"epoch": self._epoch, "epoch_over": self._epoch_over, "parts": parts | own}
+
+    def _states(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
+        return {kind: [one.state_dict() for one in parts] for kind, parts in self._parts.items() if wanted(kind)}
+
+    def marked(self) -> dict[str, dict[str, Any]]:
+        """The data state that includes the step just taken, for a checkpoint of the user's own. Of leased data the
+        master has the books, so they have no part in it.
+        """
+        return {one.name: one.state_dict() | {"cursor": one.sampler.progress.marked} for one in self._loaders}
+
+    def place_at(self, states: dict[str, dict[str, Any]]) -> None:
+        """Put the elastic loaders where a checkpoint of the user's own stood."""
+        for loader in self._loaders:
+            loader.load_state_dict(states[loader.name])
+        for one in self.window.loaders:
+            if isinstance(one, LeasedLoader):
+                log.warning(
+                    "leased dataset %r: the model goes back to a checkpoint of your own, the master's books do not: "
+                    "samples trained since that save are not handed out again", one.name,
+                )  # fmt: skip
+        self.session.forget_restored()
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Training ended: make the last step durable, then leave as DONE."""
+        if not self._end.alive:
+            return
+        try:
+            if self.window.loaders:
+                self.window.loaders[0].finish()
+            self.session.finish(self.step, self.state())
+        finally:
+            self.close(p.Departure.DONE)
+
+    def close(self, reason: p.Departure) -> None:
+        """Give up the seat as it is. Safe to call twice."""
+        if self._end.detach() is None:
+            return
+        for loader in self.window.loaders:
+            if isinstance(loader, LeasedLoader):
+                loader.close()
+        while getattr(self, "_undo", None):
+            self._undo.pop()()
+        if getattr(self, "_survivor", None) is None or reason is p.Departure.DONE:
+            self.session.leave(reason, getattr(self, "step", 0))
+
+
+def _refuse_evaluation(loader: ElasticLoader) -> None:
+    """Without gradients and without a step, for more than a look: raises UsageError."""
+    if loader.sampler.progress.peeked and not torch.is_grad_enabled():
+        raise UsageError(
+            f"loader {loader.name!r} is iterated without gradients, but it is a training loader: its place is that of "
+            "the training, and each process has its own part of the samples",
+            hint="for evaluation give a loader with shuffle=False",
+        )
+
+
+class _PartsForm(msgspec.Struct):
+    """What the parts' own `load_state_dict` relies on."""
+
+    model: list[dict[str, Any]] = []
+    optimizer: list[OptimizerForm] = []
+    scheduler: list[dict[str, Any]] = []
+
+
+class _LoopForm(msgspec.Struct):
+    """What `Loop.state` gives; an older version left some of it out."""
+
+    step: p.Step
+    parts: dict[str, list[Any]]
+    first_world: p.World = 1
+    optimizer_classes: list[str] = []
+    bucket_orders: list[list[str]] = []
+    epoch: p.Step = 0
+    epoch_over: bool = False
+
+
+def _taken(restored: Restored | None) -> dict[str, Any]:
+    """What is put into the parts that are handed over.
+
+    Raises:
+        UsageError: only the weights are asked for, and there are none.
+    """
+    if restored is None:
+        return {}
+    if not restored.weights_only:
+        return restored.state
+    parts = restored.state["parts"]
+    if not parts.get("model"):
+        raise UsageError(
+            f"the checkpoint holds no weights of a model: its parts are {listed(sorted(parts)) or 'none'}",
+            hint="give the URL of a run whose model was prepared (Accelerate) or set up (Fabric), or resume='never'",
+        )
+    return {"parts": {"model": parts["model"]}}
+
+
+def _check_state(state: Any) -> None:
+    own_state(state, "parts", "Accelerate or Fabric")
+    require(state, _LoopForm, "the state")
+    require(state["parts"], _PartsForm, "the parts of the state")

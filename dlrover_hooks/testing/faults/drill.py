@@ -1,0 +1,230 @@
+"""A worker's part in a drill: faults strike it, its steps are written down, and it ends where it was told to.
+
+The variables, read when a session begins its steps; none of them costs anything where it is not set:
+
+- DLROVER_HOOKS_FAULTS: a file of faults, see `dlrover_hooks.testing.faults.fault_plan`. Each strikes once in a run;
+  those that have are written down beside it, in FILE.RUN.struck.
+- DLROVER_HOOKS_TRACE: a folder for what each step did, see `dlrover_hooks.testing.faults.step_trace`.
+- DLROVER_HOOKS_LAST_STEP: at the end of this step the worker leaves the job as done and `SystemExit(0)` is raised in
+  its loop; what the script does behind its loop is not done.
+
+A session's own methods do not know of this: they are wrapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.testing.faults import fault_plan as faults
+from dlrover_hooks.testing.faults.fault_actions import Struck, Surroundings, strike
+from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment
+from dlrover_hooks.testing.faults.step_trace import Head, Trace
+
+if TYPE_CHECKING:
+    from dlrover_hooks.session import Session
+
+log = logging.getLogger("dlrover_hooks.drill")
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """The variables of this module, by their names."""
+
+    faults: str = ""
+    trace: str = ""
+    last_step: int = 0
+
+
+def arm(session: Session, variables: Mapping[str, str]) -> None:
+    """Put `session`, which is about to begin its steps, under the orders of `variables`. Training thread.
+
+    Raises:
+        UsageError: the faults cannot be read, or another variable not be understood.
+    """
+    try:
+        orders = msgspec.convert(dict(variables), Orders, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"DLROVER_HOOKS_LAST_STEP={variables.get('last_step')!r}: {error}") from None
+    if orders.last_step and not (orders.faults or orders.trace):
+        raise UsageError(
+            f"DLROVER_HOOKS_LAST_STEP={orders.last_step} would end this run there, as done: it is a drill's",
+            hint="unset it; a drill also sets DLROVER_HOOKS_FAULTS or DLROVER_HOOKS_TRACE",
+        )
+    restored = session._restored
+    begin = restored.generation.step if restored is not None and not restored.weights_only else 0
+    _overhear(Drill(session, begin, orders))
+
+
+class Drill:
+    """One session's. Training thread only, but for what a fault does."""
+
+    def __init__(self, session: Session, begin: int, orders: Orders) -> None:
+        self._session, self._orders, self._here = session, orders, Here()
+        self._rank = session.place.rank
+        self._faults: tuple[Fault, ...] = faults.read(orders.faults) if orders.faults else ()
+        self._struck = Struck(f"{orders.faults}.{session.run[:8]}.struck")
+        self._around = Surroundings(session.config.job, session.place.node, session.config.master or "")
+        self._trace = Trace(orders.trace, self._head(begin)) if orders.trace else None
+        self._quiet_at, self.now = -1, begin + 1
+        """`now`: the step under way."""
+        self._slow: list[float] = []
+        self.hooked_at = -1
+        """The step whose backward will tell."""
+        self._parameters: Callable[[], Iterable[Any]] = tuple
+        self.losses: list[float] = []
+        self._wrap()
+
+    def _head(self, begin: int) -> Head:
+        session = self._session
+        return Head(
+            job=session.config.job,
+            run=session.run,
+            rank=session.place.rank,
+            world=session.place.world_size,
+            attempt=session.attempt,
+            begin=begin,
+            pid=self._here.pid,
+            at=time.time(),
+        )
+
+    def _wrap(self) -> None:
+        """The verbs that tell how far the loop is."""
+        session = self._session
+        stepped, requested, finish = session.stepped, session.batch_requested, session.finish
+        among, leave = session.frozen_among, session.leave
+
+        def on_step() -> None:
+            stepped()
+            self.meet(Moment.STEPPED)
+
+        def on_request(step: int) -> bool:
+            due = requested(step)
+            self.quiet(step)
+            return due
+
+        def on_finish(step: int, state: Any) -> None:
+            self.quiet(step)
+            finish(step, state)
+
+        def on_parameters(parameters: Callable[[], Iterable[Any]]) -> None:
+            self._parameters = parameters
+            among(parameters)
+
+        def on_leave(reason: p.Departure, step: int = 0) -> None:
+            _overhear(None)
+            leave(reason, step)
+
+        session.stepped, session.batch_requested, session.finish = on_step, on_request, on_finish
+        session.frozen_among, session.leave = on_parameters, on_leave
+
+    def quiet(self, step: int) -> None:
+        """Step `step` is over. Only the first time it is said: an epoch's start, a window's micro-batches say it again.
+
+        Raises:
+            SystemExit: it was the last one.
+        """
+        if step == self._quiet_at or not self._here:
+            return
+        self._quiet_at = self.now = step
+        if self._trace is not None:
+            self._trace.step(step, self._parameters, self._session._data.parts(), self.losses)
+        self.losses.clear()
+        self.meet(Moment.QUIET)
+        if self._slow:
+            time.sleep(self._slow.pop())
+        if 0 < self._orders.last_step <= step:
+            self._end(step)
+        self.now = step + 1
+
+    def expects(self, at: Moment) -> bool:
+        """Does a fault strike here, if this is moment `at`? It may have struck another life."""
+        return bool(self._here) and bool(faults.due(self._faults, self.now, self._rank, at, self._mine))
+
+    def meet(self, at: Moment) -> None:
+        """Moment `at` of the step under way: let strike what is due."""
+        if not self._here:
+            return
+        for number in faults.due(self._faults, self.now, self._rank, at, self._mine):
+            self._mine.add(number)
+            fault = self._faults[number]
+            if self._struck.claim(number, fault, now=self.now, rank=self._rank):
+                self._strike(fault)
+
+    @property
+    def _mine(self) -> set[int]:
+        """Faults that struck before, or here."""
+        return _KNOWN.setdefault(self._struck.path, set())
+
+    def _strike(self, fault: Fault) -> None:
+        log.warning("job %s rank %d: fault %s strikes in step %d", self._around.job, self._rank, fault, self.now)
+        if fault.kind is Kind.SLOW:
+            self._slow = [fault.seconds] * (fault.steps - 1)
+            time.sleep(fault.seconds)
+            return
+        try:
+            strike(fault, self._around)
+        except HooksError as error:
+            log.warning("job %s rank %d: fault %s: %s", self._around.job, self._rank, fault, error)
+
+    def _end(self, step: int) -> None:
+        log.info("job %s rank %d: the last step of this drill, %d, is over", self._around.job, self._rank, step)
+        self._session.leave(p.Departure.DONE, step)
+        raise SystemExit(0)
+
+
+_KNOWN: dict[str, set[int]] = {}
+"""By the file of a run's struck faults: those this process has asked for, so that it need not ask again."""
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+
+
+_drill: Drill | None = None
+"""The one that the hooks below work for; they are made once and stay."""
+_hooked = False
+
+
+def _overhear(drill: Drill | None) -> None:
+    """Have `drill` (None: nobody any more) hear of forwards, backwards and losses, where there is torch."""
+    global _drill, _hooked
+    _drill = drill
+    if _hooked or (torch := sys.modules.get("torch")) is None:
+        return
+    _hooked = True
+    torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
+    torch.nn.modules.module.register_module_forward_hook(_after_forward)
+    plain = torch.Tensor.backward
+
+    def backward(self: Any, *args: Any, **more: Any) -> None:
+        if _drill is not None and self.numel() == 1:
+            _drill.losses.append(self.item())
+        plain(self, *args, **more)
+
+    torch.Tensor.backward = backward
+
+
+def _trains(module: Any) -> bool:
+    return module.training and sys.modules["torch"].is_grad_enabled()
+
+
+def _before_forward(module: Any, args: Any) -> None:
+    if _drill is not None and _trains(module) and _drill.expects(Moment.FORWARD):
+        _drill.meet(Moment.FORWARD)
+
+
+def _after_forward(module: Any, args: Any, output: Any) -> None:
+    """The first module that is through is reached last by the backward: gradients are being reduced by then."""
+    if _drill is None or not _trains(module) or not _drill.expects(Moment.BACKWARD):
+        return
+    drill = _drill
+    if drill.hooked_at != drill.now and getattr(output, "requires_grad", False):
+        drill.hooked_at = drill.now
+        output.register_hook(lambda _: drill.meet(Moment.BACKWARD))

@@ -1,0 +1,52 @@
+"""What background threads met, brought to the training thread at the next verb; a warning is said once."""
+
+from __future__ import annotations
+
+import logging
+
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.memory.slot_policy import NoSlot
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.errors import HooksError, Stale, StorageFailed
+from dlrover_hooks.worker.reporter import Courier
+
+log = logging.getLogger("dlrover_hooks")
+WITHOUT_S = 10.0
+"""Seconds without a save after which it is said that no slot is free."""
+
+
+class Surface:
+    """Training thread only. `said`: the texts that need not be said again."""
+
+    def __init__(self, config: Config, place: Place, engine: Checkpointer | None, courier: Courier) -> None:
+        self.said = set[str]()
+        self._config, self._place, self._engine, self._courier = config, place, engine, courier
+
+    def raise_if_met(self, *, ending: bool = False) -> None:
+        """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once.
+
+        One without a slot is nothing to warn of while others are made: where steps are fast, saves follow each other
+        faster than they are hashed.
+
+        `Stale` is always raised: another life has this seat, and two would train apart. At the end an older
+        generation that storage did not take is no news any more: what counts is the last one.
+        """
+        if self._engine is not None and self._engine.stale is not None:
+            raise self._engine.stale
+        error, self._courier.error = self._courier.error, None
+        if ending and isinstance(error, StorageFailed):
+            error = None
+        if error is not None and (self._config.on_error == "raise" or isinstance(error, Stale)):
+            raise error
+        skipped = self._engine.error if self._engine is not None else None
+        for each in (error, skipped):
+            if isinstance(each, NoSlot) and self._engine is not None and self._engine.skipping_s < WITHOUT_S:
+                log.debug("job %s rank %d: %s", self._config.job, self._place.rank, each)
+            elif each is not None:
+                self.say(each)
+
+    def say(self, error: HooksError) -> None:
+        """Warn of `error`, once."""
+        if str(error) not in self.said:
+            log.warning("job %s rank %d: %s", self._config.job, self._place.rank, error)
+            self.said.add(str(error))

@@ -1,0 +1,153 @@
+"""How a session parts: when a rank is preempted all leave at one step, saved as well as the time allows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.errors import HooksError
+from dlrover_hooks.worker.preemption import Preempted, Preemption, Signals, affordable
+from dlrover_hooks.worker.reporter import Courier
+from dlrover_hooks.worker.startup import Restored
+
+if TYPE_CHECKING:
+    from dlrover_hooks.client import Caller
+
+log = logging.getLogger("dlrover_hooks")
+_PAUSE_S = 0.05
+_WAY_OUT_S = 1.0
+"""Kept for leaving."""
+
+
+class Parting:
+    """A session's signals, and what it does where all leave. Training thread only.
+
+    `before`: that of the round before, in a process that has survived it. Its signals are still in place: one that came
+    meanwhile has not ended the process, and is obeyed in this round.
+    """
+
+    def __init__(
+        self, config: Config, place: Place, incarnation: str, courier: Courier, before: Parting | None = None
+    ) -> None:
+        self.here = False
+        """This quiet point is where all leave."""
+        self.on_preempt: Callable[[Preempted], object] | None = None
+        """The user's hook: all is saved, the process is about to end."""
+        self.signals = before.signals if before is not None else Signals(config.signals, self._flag)
+        self._config, self._place, self._courier = config, place, courier
+        self._preemption = Preemption(config.job, incarnation, place.node, config.grace_s)
+        courier.preemption = self._preemption
+        if before is not None:
+            self.signals.flag = self._flag
+            self._preemption.inherit(before._preemption)
+
+    def _flag(self, name: str) -> None:
+        self._preemption.flag(name)
+        self._courier.wake()
+
+    def begin(self, restored: Restored | None) -> None:
+        """Training begins behind what was restored: from here on a signal is not the end at once."""
+        whole = restored is not None and not restored.weights_only
+        self._preemption.gate.begin(restored.generation.step if restored is not None and whole else 0)
+        self.signals.take()
+
+    def overdue(self) -> Preempted | None:
+        """While the next round is awaited: this process was told to go, and can wait no longer. Told to the user."""
+        if not self._preemption.overdue:
+            return None
+        return self.tell(self._gone(self._preemption.gate.passed, durable=False))
+
+    def look(self, step: int, caller: Caller) -> None:
+        """At the quiet point of `step`: waits for the other ranks' promises while somebody is preempted."""
+        self.here = self._preemption.leaves_at(step, caller)
+
+    def stay(self, gone: Preempted) -> None:
+        """Only others go: this worker trains on, and recovers in its process when the round has broken."""
+        log.warning("job %s rank %d: others are preempted (%s) and leave at step %d; this worker goes on without them",
+                    self._config.job, self._place.rank, gone.reason, gone.step)  # fmt: skip
+        self._preemption.stay()
+        self.here = False
+
+    def save(
+        self, engine: Checkpointer | None, generation: p.Generation, tree: dict[str, Any] | None,
+        caller: Caller,
+    ) -> Preempted:  # fmt: skip
+        """Make `tree` (None: nothing was trained) as safe as the time allows."""
+        preemption, durable = self._preemption, False
+        if engine is not None and tree is not None:
+
+            def view() -> Any:
+                return caller.call(p.ShowJob(self._config.job), timeout_s=1.0)
+
+            save = HastySave(engine, self._courier, generation, view, lambda: preemption.left_s)
+            durable = save.make(tree, alone=preemption.alone)
+        return self._gone(generation.step, durable=durable)
+
+    def _gone(self, step: int, *, durable: bool) -> Preempted:
+        of = self._preemption
+        return Preempted(of.reason, step, mine=of.mine, durable=durable, left_s=of.left_s)
+
+    def tell(self, gone: Preempted) -> Preempted:
+        """The process is about to end: say so, and call the user's hook."""
+        log.warning("job %s rank %d: %s", self._config.job, self._place.rank, gone)
+        if self.on_preempt is not None:
+            self.on_preempt(gone)
+        return gone
+
+
+class HastySave:
+    """One generation, against the clock. Training thread; raises nothing that storage, keeper or master do.
+
+    Args:
+        view: asks the master for the job.
+        left_s: seconds until this process is killed.
+    """
+
+    def __init__(
+        self, engine: Checkpointer, courier: Courier, generation: p.Generation, view: Callable[[], p.JobView],
+        left_s: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._engine, self._courier, self._generation = engine, courier, generation
+        self._view, self._left_s = view, left_s
+
+    def make(self, tree: dict[str, Any], *, alone: bool = False) -> bool:
+        """Save `tree`; True once it is durable. `alone`: other ranks have no such step, so nothing is waited for.
+
+        What cannot be durable in time the keeper still writes when its launcher ends, if it is granted the time.
+        """
+        nbytes = self._engine.image_bytes(tree)
+        while (saved := self._engine.save(self._generation.step, tree, last=True)) is None:
+            if self._left_s() <= _WAY_OUT_S:
+                return False
+            time.sleep(_PAUSE_S)
+        wanted = not alone and self._engine.save_to is not None
+        durable = wanted and affordable(nbytes, self._courier.stored_bytes_per_s, self._left_s())
+        self._courier.saved(saved.generation, saved.copy_s, durable=durable)
+        while not alone and self._left_s() > _WAY_OUT_S:
+            if (answer := self._look(durable)) is not None:
+                return answer
+            time.sleep(_PAUSE_S)
+        return False
+
+    def _look(self, durable: bool) -> bool | None:
+        """Is it durable? None: wait on."""
+        try:
+            view = self._view()
+        except HooksError:
+            return None
+        if view.newest_committed is not None and view.newest_committed >= self._generation:
+            self._courier.newest_committed = view.newest_committed
+            return True
+        if view.newest_complete is None or view.newest_complete < self._generation:
+            return False if _lacks_ranks(view) else None
+        return None if durable and self._generation not in self._courier.failed else False
+
+
+def _lacks_ranks(view: p.JobView) -> bool:
+    """Some rank has left this round: what is not whole by then will not be."""
+    return view.phase is p.Phase.BROKEN or not all(member.alive for member in view.members)

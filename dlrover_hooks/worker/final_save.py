@@ -1,0 +1,123 @@
+"""The end of a run: its last generation becomes durable, or it is known why not. Training thread."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.config import Config
+from dlrover_hooks.errors import KeeperAway, MasterAway, StorageFailed
+from dlrover_hooks.worker.reporter import Courier
+
+log = logging.getLogger("dlrover_hooks")
+
+FINISH_S = 600.0
+"""Deadline for the last generation to become durable: as long as files are being written."""
+KEEPER_S = 60.0
+"""Deadline for a keeper to come back."""
+MANIFEST_S = 60.0
+"""Deadline for the MANIFEST, once the master knows of the largest file, that of rank 0."""
+
+
+class End(enum.Enum):
+    """What became of the last generation."""
+
+    DURABLE = enum.auto()
+    """Or there was none to be made."""
+    OWED = enum.auto()
+    """Begun, and no more: it has failed."""
+    WARNED = enum.auto()
+    """It has failed, and the run is to end all the same."""
+
+
+def farewell(config: Config, kept: p.Generation | None, durable: p.Generation | None, end: End, last_cut: int) -> str:
+    """What an unfinished run leaves at the keeper that was started for it, and how to go on.
+
+    `kept`: the newest that is known to be whole in memory; what the keeper knows of `last_cut` may not be heard yet.
+    """
+    place, again = config.save_to, "start the same command to go on"
+    if not config.named:
+        again = f"to go on, start it with DLROVER_HOOKS_JOB={config.job}: it has no name of its own"
+    what = f"step {kept.step}" if kept is not None else "the newest checkpoint"
+    what += " (or a later one)" if kept is not None and kept.step < last_cut else ""
+    memory = f"{what} is in memory for {config.linger_s / 60:g} min"
+    if place is None:
+        return f"{memory} (no save_to is set); {again}" if config.named else "nothing is kept: no save_to, no job name"
+    if durable is not None and durable == kept:
+        return f"{what} is saved at {place}; {again}"
+    if not config.named:
+        return f"{what} is being written to {place}; {again}"
+    if end is not End.DURABLE:
+        return f"{memory}, and not in {place}: make room there, then {again}"
+    return f"{memory}, and is being written to {place}; {again}"
+
+
+def say_farewell(config: Config, courier: Courier, end: End, last_cut: int, reason: p.Departure) -> None:
+    """Log it; what is finished, or has saved nothing, needs none."""
+    kept = courier.newest_complete
+    if (reason is p.Departure.DONE and end is End.DURABLE) or (kept is None and last_cut < 0):
+        return
+    log.warning("job %s: %s", config.job, farewell(config, kept, courier.newest_committed, end, last_cut))
+
+
+class LastSave:
+    """One generation on its way. `committed`: asks the master, and raises what background threads met."""
+
+    def __init__(
+        self, engine: Checkpointer, courier: Courier, generation: p.Generation, committed: Callable[[], bool], rank: int
+    ) -> None:
+        self._engine, self._courier = engine, courier
+        self._generation, self._committed, self._rank = generation, committed, rank
+        self._deadline = time.monotonic() + FINISH_S
+
+    def make(self, tree: dict[str, Any]) -> None:
+        """Save `tree` and wait for its MANIFEST.
+
+        Raises:
+            StorageFailed: the storage does not take it.
+            KeeperAway: there is no keeper to write it.
+            MasterAway: it took too long, or the master is not there.
+        """
+        self._save(tree)
+        stored_at: float | None = None
+        while not self._committed():
+            if (broken := self._courier.broken.get(self._generation)) is not None:
+                raise broken
+            if self._generation in self._courier.failed:  # its keeper died: the next save goes to a new one
+                self._courier.failed.discard(self._generation)
+                self._save(tree)
+            if self._rank == 0 and self._courier.newest_stored == self._generation:
+                stored_at = stored_at or time.monotonic()
+                self._await_manifest(stored_at)
+            self._pause(f"{self._generation} to become durable")
+
+    def _save(self, tree: dict[str, Any]) -> None:
+        away_since: float | None = None
+        while (saved := self._engine.save(self._generation.step, tree, last=True)) is None:
+            error = self._engine.error
+            away_since = (away_since or time.monotonic()) if isinstance(error, KeeperAway) else None
+            if away_since is not None and time.monotonic() > away_since + KEEPER_S:
+                assert error is not None
+                raise error
+            self._pause(f"a free slot for {self._generation}")
+        self._courier.saved(saved.generation, saved.copy_s, durable=True)
+
+    def _await_manifest(self, stored_at: float) -> None:
+        if time.monotonic() > stored_at + MANIFEST_S:
+            raise StorageFailed(
+                f"the file of {self._generation} is written, but it is not committed {MANIFEST_S:g} s later",
+                hint="the master's log says why, or another worker's which could not write its own file",
+            )
+
+    def _pause(self, what: str) -> None:
+        if time.monotonic() > self._deadline:
+            raise MasterAway(
+                f"rank {self._rank} waited {FINISH_S:g} s for {what}",
+                hint="look at the other workers' logs and at the storage's speed",
+            )
+        time.sleep(0.02)

@@ -1,0 +1,335 @@
+"""The one background thread of a worker: carries the keeper's notices to the master as votes, and the heartbeats.
+
+It never raises into training: what went wrong is kept in `error` and surfaced by the session's next verb. While the
+master is away votes wait here, in order, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
+from dlrover_hooks.checkpoint.memory.slot_policy import Others
+from dlrover_hooks.checkpoint.save.schedule import Durable, Passing
+from dlrover_hooks.config import step_for_last_words
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
+from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker.metrics import Sampler
+from dlrover_hooks.worker.preemption import Preemption
+
+if TYPE_CHECKING:
+    from dlrover_hooks.client import Caller
+
+log = logging.getLogger("dlrover_hooks")
+BEAT_S = 1.0
+STEADY_S = 3 * BEAT_S
+"""A master that was away is back when it has answered everything for so long: a network that comes and goes is one
+outage, and told of once."""
+Keepers = Hashed | Persisted | PersistFailed
+
+
+class _Saved(NamedTuple):
+    generation: p.Generation
+    durable: bool
+
+
+class _Skipped(NamedTuple):
+    generation: p.Generation
+
+
+class _Woken(NamedTuple):
+    """There is something to say at once."""
+
+
+class Courier:
+    """Owns the thread `dlrover-hooks-courier`; `start` and `stop` are called by the session."""
+
+    def __init__(self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None) -> None:
+        self.error: HooksError | None = None
+        self.newest_complete: p.Generation | None = None
+        self.newest_committed: p.Generation | None = None
+        self.failed: set[p.Generation] = set()
+        """Generations that this rank could not make durable; the last one of a run is saved again (`LastSave`)."""
+        self.broken: dict[p.Generation, StorageFailed] = {}
+        """Those of them that the storage did not take, which would not help."""
+        self.newest_stored: p.Generation | None = None
+        """The newest one whose file, written by this rank, the master knows of."""
+        self.cadence = p.Cadence()
+        self.step = 0
+        self.step_s = 0.0
+        self.stored_bytes_per_s = 0.0
+        """As the newest durable copy went; 0: none did yet."""
+        self.preemption: Preemption | None = None
+        """What it has to say travels with the heartbeats."""
+        self._caller, self._job, self._engine = caller, job, engine
+        self._incarnation, self._rank, self._world_size = place_
+        self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | None] = queue.SimpleQueue()
+        self._unsent: deque[p.Vote] = deque()
+        self._copy_s: dict[p.Generation, float] = {}
+        self._durable = Durable()
+        self._hashed: deque[p.Generation] = deque(maxlen=16)
+        self._passing = Passing()
+        self._voted: deque[p.Generation] = deque(maxlen=16)
+        """The master knows that they are in this rank's memory."""
+        self._to_persist: list[p.Generation] = []
+        self._vitals = Sampler()
+        self._reached, self._outage = False, Outage()
+        self._doubtful: p.Generation | None = None
+        """A vote for it may have reached the master, though it was not answered."""
+        self._next_beat, self._ended = 0.0, False
+        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-courier", daemon=True)
+
+    def start(self, cadence: p.Cadence) -> None:
+        """Begin, or go on with that cadence."""
+        self.cadence, this = cadence, weakref.ref(self)
+        step_for_last_words(lambda: one.step if (one := this()) is not None and one.step else -1)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self._notices.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def notice(self, notice: Keepers) -> None:
+        """Called by the keeper link's reader thread."""
+        self._notices.put(notice)
+
+    def saved(self, generation: p.Generation, copy_s: float, *, durable: bool = False) -> None:
+        """Called by the training thread after a save; `durable`: persist it whatever the cadence says."""
+        self._copy_s[generation] = copy_s
+        self._notices.put(_Saved(generation, durable))
+
+    def skipped(self, generation: p.Generation) -> None:
+        """Called by the training thread after a save that was not made: others need not keep theirs."""
+        self._notices.put(_Skipped(generation))
+
+    def wake(self) -> None:
+        """The preemption has news. Also in a signal handler: `SimpleQueue.put` is reentrant."""
+        self._notices.put(_Woken())
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended:
+            try:
+                self._turn()
+            except Exception as error:  # without this thread the worker is declared dead, and nobody says why
+                log.exception("rank %d of job %s: the thread that speaks with the master failed", self._rank, self._job)
+                self.error = self.error or HooksError(
+                    f"rank {self._rank} of job {self._job}: the thread that speaks with the master met "
+                    f"{type(error).__name__}: {error}",
+                    hint="its traceback is in the log; please report it",
+                )
+
+    def _turn(self) -> None:
+        try:
+            notice = self._notices.get(timeout=max(0.0, min(BEAT_S, self._next_beat - time.monotonic())))
+            self._ended = notice is None
+            if notice is not None:
+                self._take(notice)
+        except queue.Empty:
+            pass
+        self._deliver()
+        if self._ended:
+            return
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_S
+            self._beat()
+        if self.preemption is not None:
+            self.preemption.speak(self._call)
+
+    def _take(self, notice: Keepers | _Saved | _Skipped | _Woken) -> None:
+        if isinstance(notice, _Woken):
+            return
+        if isinstance(notice, _Skipped):
+            self._passing.skipped(notice.generation.step)
+            self._left_out(notice.generation)
+        elif isinstance(notice, _Saved):
+            self._passing.saved(notice.generation.step)
+            self._durable.saved(notice.generation)
+            if notice.durable:
+                self._plan_persist(notice.generation, last=True)
+            self._persist_if_due()
+        elif isinstance(notice, Hashed):
+            copy_s = self._copy_s.pop(notice.generation, 0.0)
+            self._passing.voted(notice.generation.step)
+            self._hashed.append(notice.generation)
+            self._unsent.append(self._vote(notice.generation, p.VoteKind.MEMORY, copy_s=copy_s))
+            self._persist_if_due()
+        elif isinstance(notice, Persisted):
+            if notice.seconds > 0:
+                self.stored_bytes_per_s = notice.file.nbytes / notice.seconds
+            self._unsent.append(self._vote(notice.generation, p.VoteKind.STORED, file=notice.file))
+        else:
+            self._failed(notice.generation, notice.reason, gone=notice.gone, hint=notice.hint)
+
+    def _left_out(self, generation: p.Generation) -> None:
+        """One such vote tells all: while the master is away they do not pile up."""
+        if self._unsent and self._unsent[-1].kind is p.VoteKind.SKIPPED:
+            self._unsent.pop()
+        self._unsent.append(self._vote(generation, p.VoteKind.SKIPPED))
+
+    def _failed(self, generation: p.Generation, reason: str, *, gone: bool, hint: str = "") -> None:
+        self.failed.add(generation)
+        if generation in self._to_persist:
+            self._to_persist.remove(generation)
+        kind = p.VoteKind.FAILED if gone else p.VoteKind.REFUSED
+        self._unsent.append(self._vote(generation, kind, reason=reason))
+        if not gone:
+            self.broken[generation] = StorageFailed(
+                f"rank {self._rank} could not make {generation} durable: {reason}",
+                hint=f'{hint or "mend the checkpoint URL"}; on_error="warn" trains on, kept safe by memory alone',
+            )
+            self.error = self.error or self.broken[generation]
+
+    def _plan_persist(self, generation: p.Generation, *, last: bool = False) -> None:
+        if self._engine is None or generation in self._to_persist:
+            return
+        if self._engine.hold(generation, last=last):
+            self._to_persist.append(generation)
+        else:
+            self._failed(generation, "an older one is still being written", gone=True)
+
+    def _vote(self, generation: p.Generation, kind: p.VoteKind, *, file: p.ShardFile | None = None, reason: str = "",
+              copy_s: float = 0.0) -> p.Vote:  # fmt: skip
+        return p.Vote(
+            self._job,
+            self._incarnation,
+            generation,
+            self._rank,
+            self._world_size,
+            kind,
+            file,
+            reason,
+            self.step_s,
+            copy_s,
+            self._passing.step,
+        )
+
+    def _deliver(self) -> None:
+        while self._unsent:
+            if not self._stands(self._unsent[0]):
+                self._drop_withdrawn()
+                continue
+            reply = self._call(self._unsent[0], "vote")
+            if reply is None:
+                self._not_delivered(self._unsent[0].generation)
+                return
+            vote = self._unsent.popleft()
+            if isinstance(reply, p.Voted):
+                if vote.kind is p.VoteKind.STORED:
+                    self.newest_stored = vote.generation
+                elif vote.kind is p.VoteKind.MEMORY:
+                    self._voted.append(vote.generation)
+                self.newest_committed = reply.newest_committed or self.newest_committed
+                self._heard(reply)
+
+    def _stands(self, vote: p.Vote) -> bool:
+        """Is there still what it votes for? While the master is away its slot may be written over."""
+        return self._engine is None or vote.kind is not p.VoteKind.MEMORY or self._engine.others.vote(vote.generation)
+
+    def _not_delivered(self, generation: p.Generation) -> None:
+        """Only what the master may have heard of keeps its slot."""
+        if self._reached:
+            self._doubtful = generation
+        elif self._engine is not None and generation != self._doubtful:
+            self._engine.others.unvote(generation)
+        self._drop_withdrawn()
+
+    def _drop_withdrawn(self) -> None:
+        """The votes after them say that this rank has passed them by."""
+        others = self._engine.others if self._engine is not None else Others()
+        votes = [one for one in self._unsent if one.kind is not p.VoteKind.MEMORY or not others.forget(one.generation)]
+        self._unsent = deque(votes)
+
+    def _beat(self) -> None:
+        if self.step:  # what is imported with the first step is there
+            imported_modules.tell()
+        reply = self._call(p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample()), "beat")
+        if isinstance(reply, p.Beat):
+            if self.preemption is not None:
+                self.preemption.summon(reply.parting)
+            self._heard(reply)
+
+    def _heard(self, reply: p.Voted | p.Beat) -> None:
+        self.cadence, newest = reply.cadence, reply.newest_complete
+        if newest is not None and newest != self.newest_complete:
+            self.newest_complete = newest
+            if self._engine is not None:
+                self._engine.complete(newest)
+        if self._engine is not None:
+            newer = (one for one in self._voted if newest is None or one > newest)
+            self._engine.others.hopeless = frozenset(one for one in newer if one.step not in reply.may_complete)
+        self._persist_if_due()
+
+    def _persist_if_due(self) -> None:
+        """Order what is due once the keeper has hashed it; give it up if a later one was hashed and it never was."""
+        if (generation := self._durable.due(self.cadence)) is not None:
+            self._plan_persist(generation)
+        for generation in list(self._to_persist):
+            if self._engine is not None and generation in self._hashed:
+                self._to_persist.remove(generation)
+                self._engine.persist(generation)
+            elif self._engine is not None and self._hashed and self._hashed[-1] > generation:
+                self._to_persist.remove(generation)
+                self._engine.release(generation)
+                self._failed(generation, "its slot was used again before it was hashed", gone=True)
+
+    def _call(self, request: p.Message, channel: str) -> p.Message | None:
+        """The reply; None if the master is away, or cannot write its journal and so has changed nothing: try again
+        later, and meanwhile save without hearing of other ranks. A refused vote is dropped and remembered.
+        """
+        try:
+            reply = self._caller.call(request, channel=channel, timeout_s=5.0, again=False)
+        except MasterAway as away:
+            self._reached = away.reached
+            self._hear(away)
+            return None
+        except JournalFailed as failed:
+            self._reached = False
+            self._hear(failed)
+            return None
+        except Stale as stale:
+            self.error = self.error or stale
+            return p.Done()
+        except HooksError as error:
+            self.error = self.error or error
+            return p.Done()
+        self._hear(None)
+        return reply
+
+    def _hear(self, away: MasterAway | JournalFailed | None) -> None:
+        began, ended = self._outage.heard(away is None, time.monotonic())
+        if began and away is not None:
+            log.warning("rank %d of job %s trains on without its master: %s", self._rank, self._job, away.message)
+        if ended:
+            log.warning("rank %d of job %s hears its master again", self._rank, self._job)
+        if self._engine is not None:
+            self._engine.others.away = away is not None
+
+
+class Outage:
+    """When an absence of the master begins, and when it is over."""
+
+    def __init__(self) -> None:
+        self._missed_at: float | None = None
+        """When it last did not answer, in an outage that is not over yet."""
+
+    def heard(self, answered: bool, now: float) -> tuple[bool, bool]:
+        """One more call was answered, or not. Has an outage begun with it, and has one ended?"""
+        if not answered:
+            began, self._missed_at = self._missed_at is None, now
+            return began, False
+        if self._missed_at is None or now - self._missed_at < STEADY_S:
+            return False, False
+        self._missed_at = None
+        return False, True

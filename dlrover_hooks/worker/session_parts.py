@@ -1,0 +1,102 @@
+"""What a session stands on: its line to the master, its checkpoints' engine, and what others have left for it.
+
+Under `regroup` the first two outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks import rng
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
+from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.config import Config, Place
+from dlrover_hooks.rng import rank_journal
+from dlrover_hooks.worker import startup
+from dlrover_hooks.worker.membership import Membership
+
+if TYPE_CHECKING:
+    from dlrover_hooks.client.in_process_master import Alone
+
+
+class Ear(Protocol):
+    """The session that is on."""
+
+    def locate(self, generation: p.Generation, rank: int) -> p.Located: ...
+    def heard(self, notice: SaveNotice) -> None: ...
+
+
+def caller(config: Config, incarnation: str, kept: Membership | None) -> MasterClient | Alone:
+    """Who answers the session: the master, or its core in this process."""
+    if kept is not None:
+        return kept.client
+    if config.master is not None:
+        return MasterClient(config.master, config.token, incarnation=incarnation)
+    from dlrover_hooks.client.in_process_master import Alone
+
+    return Alone(storage=CommittedStorage())
+
+
+def engine(config: Config, place: Place, ear: Ear, kept: Membership | None) -> Checkpointer:
+    """The session's engine: of the round before, if this process was there."""
+    if kept is not None and kept.engine is not None:
+        return kept.engine
+    now: Callable[[], Ear] = (lambda: kept.session) if kept is not None else (lambda: ear)
+    made = startup.engine(
+        config, place, locate=lambda *image: now().locate(*image), notify=lambda notice: now().heard(notice)
+    )
+    if kept is not None:
+        kept.engine = made
+    return made
+
+
+class Noted(NamedTuple):
+    """What was left on this node that no image has: this rank's note, rank 0's batch statistics, notes of all ranks.
+
+    `told`, `told_statistics`: what other nodes told this process, which counts where theirs is lost.
+    `alike`: the image is of that sort, on all ranks alike.
+    """
+
+    note: bytes | None = None
+    statistics: rank_journal.Statistics = ()
+    notes: Mapping[int, bytes] = MappingProxyType({})
+    told: Mapping[int, bytes] = MappingProxyType({})
+    told_statistics: rank_journal.Statistics = ()
+    alike: bool = False
+
+
+def noted(restored: startup.Restored, place: Place, engine: Checkpointer | None, kept: Membership | None) -> Noted:
+    """What belongs to an image without a random state. Own notes count first, in case they were not left in time."""
+    if restored.rng is not None or restored.weights_only or engine is None:
+        return Noted()
+    own, told = (kept.draws.notes, kept.draws.told) if kept is not None else ([], [])
+    sources = [*own, *engine.notes.recall()], told
+    by_rank, by_told = (rank_journal.by_rank(notes, restored.generation, place.world_size) for notes in sources)
+    statistics, told_statistics = (rank_journal.statistics(notes, restored.generation) for notes in sources)
+    return Noted(by_rank.get(place.rank), statistics, by_rank, by_told, told_statistics, alike=True)
+
+
+def drawing(restored: startup.Restored, found: bytes | None, place: Place, attempt: int) -> startup.Restored:
+    """With a random state: its image's, or that of the note `found`; else the generators are seeded anew, here."""
+    if restored.rng is not None or restored.weights_only:
+        return restored
+    if found is None:
+        rng.reseed(restored.generation.step, attempt, place.rank)
+        return restored
+    return msgspec.structs.replace(restored, rng=rank_journal.state(found))
+
+
+def notes(plan: p.Plan, place: Place, engine: Checkpointer | None, kept: Membership, found: bytes | None) -> None:
+    """A life begins with `plan`: from here on it notes where its generators stand, in memory that is there in time."""
+    begun = plan.restore.generation if plan.restore is not None else None
+    here = p.Generation(plan.attempt, begun.step if begun is not None else 0, plan.run)
+    kept.draws.begin(here, place.rank, place.world_size, begun, found)
+    if engine is not None:
+        engine.prepare(0)

@@ -1,0 +1,414 @@
+"""Lightning 2.6: one callback makes a `Trainer` elastic.
+
+    trainer = Trainer(..., callbacks=[ElasticCallback(save_to="saved")])
+
+The callback only turns Lightning's events into `Session` verbs. What it touches of Lightning that is not public is in
+`_lightning_private.py`, one function each, each with a contract test.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_hooks import config as settings
+from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.state import pytree
+from dlrover_hooks.config import Duration
+from dlrover_hooks.data.leased.leased_loader import is_leased
+from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
+from dlrover_hooks.elastic.in_process_recovery import Recovery
+from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.errors import RoundEnded, UsageError
+from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import output_names as names
+from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO as FlashCheckpointIO
+from dlrover_hooks.integrations.lightning.combined_loader import combine, marked
+from dlrover_hooks.integrations.lightning.consistent_cut import check_state, cut, validating
+from dlrover_hooks.integrations.lightning.optimizer_steps import Units, begin_epoch_again, draw_before
+from dlrover_hooks.integrations.lightning.preconditions import check_devices, check_length, other_strategy, stand_aside
+from dlrover_hooks.integrations.lightning.preemption_signals import take_over
+from dlrover_hooks.integrations.lightning.recovery import Fits
+from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
+from dlrover_hooks.integrations.lightning.step_state import Beside
+from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
+from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, leader, loss_scale
+from dlrover_hooks.pytorch.state_dict import exact_optimizer_states, refuse_other_class
+from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
+from dlrover_hooks.session import Preempted, Restored, Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+class ElasticCallback(Callback):
+    """Exactly-once data, in-memory checkpoints and resume for one `Trainer`.
+
+    Alone in `callbacks=[...]` it puts the elastic sampler into the training loaders, resumes this job's newest whole
+    generation without `ckpt_path`, cuts at quiet points, and ends the run durably. With one process and no master it
+    works by itself. Every argument is plain, for YAML and LightningCLI; `None` means the environment, then the default.
+
+    Args:
+        save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
+        save_every: memory snapshot: optimizer steps, `"auto"` (at most 3.5 % of the step time, and
+            at most each 0.25 s), or a duration.
+        persist_every: durable copy: optimizer steps or a duration.
+        keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
+        snapshot: `"eager"` copies at once, `"lazy"` behind the next forward and backward, `"auto"` measures and picks.
+        resume: `"auto"`, `"never"`, `"require"`, another tree's URL; `"weights"`, `"weights:URL"`.
+        job: the job's name; by default the launcher's.
+        global_batch_size: samples per optimizer step; None keeps what the first start had.
+        master: URL of the master; by default the launcher's, else none.
+        token: the master's bearer token.
+        storage_options: fsspec options of `save_to`.
+        on_error: `"raise"` or `"warn"` for errors that need not stop training.
+        sampler: False leaves the training loaders alone.
+        checkpoint: False keeps no checkpoints.
+        recover: `"process"`: when another worker is lost this one leaves `fit` and enters it again by itself, under
+            `dlrover-hooks run`; `"restart"`: the launcher starts all anew.
+        on_recover: called with a `Recovery` at the first quiet point after such a loss, or after newcomers came.
+        on_resize: the same, before it, if the world size changed.
+        on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
+
+    All hooks run on the training thread. Raises `UsageError` for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        save_to: str | None = None,
+        *,
+        save_every: Duration | None = None,
+        persist_every: Duration | None = None,
+        keep: int | str | p.Retention | None = None,
+        snapshot: str | None = None,
+        resume: str | None = None,
+        job: str | None = None,
+        global_batch_size: int | None = None,
+        master: str | None = None,
+        token: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+        on_error: str | None = None,
+        sampler: bool = True,
+        checkpoint: bool = True,
+        recover: str = "process",
+        on_recover: Callable[[Recovery], object] | None = None,
+        on_resize: Callable[[Recovery], object] | None = None,
+        on_preempt: Callable[[Preempted], object] | None = None,
+        **misspelt: NoReturn,
+    ) -> None:
+        given = settings.keywords(locals(), misspelt)
+        self._sampler, self._checkpoint, self._on_preempt = map(given.pop, ("sampler", "checkpoint", "on_preempt"))
+        lives = [given.pop(name) for name in ("recover", "on_recover", "on_resize")]
+        self.config = settings.load(**given)
+        self.fits = Fits(self.config, *lives, checkpoint=checkpoint)
+        self.session: Session | None = None
+        """The seat in the job, from `setup` to `teardown`."""
+        self._restored: Restored | None = None
+        self._loaders: dict[str, ElasticLoader | EvenLoader] = {}
+        self._own: OwnLoaders | None = None
+        self._units: Units | None = None
+        self._weighed = False
+        self._buckets: BucketOrder | None = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._survivor: Survivor | None = None
+        self._beside: Beside | None = None
+        self._again: int | None = None
+        self._handover: dict[str, dict[str, Any]] = {}
+        """Where the data stood at the end of the fit before: the same Trainer may fit again."""
+        self._fitted: weakref.ref[Trainer] | None = None
+        self._versions: list[Any] = []
+
+    @property
+    def restored(self) -> Restored | None:
+        """What this fit resumed, None for a fresh start."""
+        return self._restored
+
+    @property
+    def state_key(self) -> str:
+        """One key whatever the arguments, so that a moved `save_to` still finds the run it belongs to."""
+        return "dlrover_hooks.ElasticCallback"
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.session is None:
+            return {}
+        return {"run": self.session.run, "attempt": self.session.attempt, "versions": self._versions}
+
+    # ---- coming up --------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if (reason := stand_aside(trainer, stage, disabled=self.config.disable)) is not None:
+            rank_zero_info(f"dlrover-hooks stands aside: {reason}")
+            return
+        if (reason := other_strategy(trainer, self.config.on_error)) is not None:
+            log.warning("dlrover-hooks stands aside: %s", reason)
+            return
+        place = settings.place(rank=trainer.global_rank, world_size=trainer.world_size)
+        check_devices(trainer)
+        private.come_first(trainer, self)  # a cut must not hold what others do with the batch that follows it
+        self.session = Session(self.config, place, checkpoint=self._checkpoint)
+        self.fits.begin(trainer, pl_module, self.session)
+        try:
+            self.session.join()
+            self._restored = self.session.restore_plan(check=check_state)
+            self.fits.check(trainer, self.session, self._restored)
+        except BaseException:
+            if self.session.membership is None:
+                self.session.leave(p.Departure.FAILED)
+            raise
+        self.session.frozen_among(pl_module.parameters)
+        if self._restored is not None and self._restored.weights_only:
+            self._restored = private.begin_with(trainer, private.saved(self._restored)["state_dict"])
+        elif self._restored is not None:
+            names.keep_versions(trainer, private.saved(self._restored), self.state_key, self.session.run)
+            private.resume_from(trainer, private.saved(self._restored), self._wins_over)
+        self._versions = names.versions(trainer)
+        names.write_over_earlier(trainer, self.session.run)
+        if self._sampler:
+            private.wrap_train_loaders(trainer, functools.partial(self._elastic, trainer))
+        private.before_each_fetch(trainer, lambda: self._before_any_fetch(trainer))
+        private.before_each_validation(trainer, lambda: draw_before(trainer, self.session, self._survivor, self._again))
+
+    def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
+        """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
+        assert self.session is not None
+        assert self._restored is not None
+        generation, mark = self._restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
+        same = mark.get("run") == generation.run and generation.step > explicit.get("global_step", 0)
+        newer = same or self.fits.again
+        why = f"it is newer than {path} in the same run" if newer else "ckpt_path= was given"
+        rank_zero_info(f"dlrover-hooks resumes from {generation if newer else path}: {why}")
+        if not newer:
+            self._restored = None
+            self.session.forget_restored()
+        return newer
+
+    def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
+        """Each training loader with the elastic sampler in it; those that must be left alone are named in the log."""
+        names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
+        self._units = self._units or Units(trainer)
+        self._own = OwnLoaders(trainer)
+        return [self._elastic_one(trainer, name, loader) for name, loader in zip(names, loaders, strict=True)]
+
+    def _elastic_one(self, trainer: Trainer, name: str, loader: Any) -> Any:
+        assert self.session is not None
+        assert self._own is not None
+        if is_leased(loader):
+            raise UsageError(
+                f"training loader {name!r} is over a ShardDataset, which Lightning's loop cannot use: it fetches a "
+                "batch ahead where it does not know the length, and cannot wait for what other workers give back",
+                hint="give the dataset itself: every sample is trained once here, too; or write the loop with Fabric",
+            )
+        if (reason := supports(loader)) is not None:
+            log.warning(
+                "training loader %r is left alone (%s): exactly-once data is then its own promise", name, reason
+            )
+            if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+                self._own.add(loader)
+            return loader
+        before = self._loaders.get(name)
+        state = before.sampler.handover() if before is not None else self.session.restored_data(name)
+        state = state or self._handed_over(trainer, name, loader)
+        wrapped: ElasticLoader | EvenLoader = elastic_loader(
+            loader,
+            global_batch_size=self._batch_of(trainer, name, loader, state),
+            seed=settings.global_seed(),
+            fixed_length=True,
+            name=name,
+            num_replicas=trainer.world_size,
+            rank=trainer.global_rank,
+        )
+        wrapped.accumulate_by_hand()  # Lightning does it
+        self.session.watch(name, wrapped.sampler, state)
+        wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
+        self._loaders[name] = wrapped
+        wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # captures the random state, once a step
+        assert self._units is not None
+        if wrapped is next(iter(self._loaders.values())):  # all others have as many micro-batches
+            self._units.share(trainer, wrapped.sampler.plan)
+        return wrapped
+
+    def _handed_over(self, trainer: Trainer, name: str, loader: Any) -> dict[str, Any] | None:
+        """Where this Trainer's fit before stood; None if that was another Trainer's, or on other data."""
+        state = self._handover.get(name) if self._fitted is not None and self._fitted() is trainer else None
+        if state is None or state["n"] == len(loader.dataset):
+            return state
+        log.warning("loader %r is not that of the fit before (other length): it starts at its beginning", name)
+        return None
+
+    def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int | None:
+        """The global batch: as given, as restored (None), or what this first start makes of the loader's batch."""
+        first = next(iter(self._loaders.values()), None)
+        if first is not None and first.name != name:  # loaders of one step have equally many micro-batches
+            return first.sampler.plan.total * (loader.batch_size or 1)
+        assert self._units is not None
+        if self.config.global_batch_size or state is not None:
+            return self.config.global_batch_size
+        return (loader.batch_size or 1) * trainer.world_size * self._units.accumulate
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.session is None:
+            return
+        take_over(trainer, self.session, self._on_preempt)
+        self._hook = trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped())
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            self._prepare(trainer.strategy.model)
+        if self._restored is not None:
+            names.forget_missing(trainer)
+            names.keep_saved_at(trainer, self._restored.state.get("saved_at", {}))
+            lightning = private.saved(self._restored)
+            classes = self._restored.state.get("optimizer_classes") or [None] * len(trainer.optimizers)
+            for now, then, named in zip(trainer.optimizers, lightning["optimizer_states"], classes, strict=False):
+                refuse_other_class(now, then, named)
+            exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
+            self._again = private.batches_that_stepped(lightning)
+            if self._restored.state["stopped"] == private.limits(trainer):
+                private.stop(trainer)
+        private.load_pending_loader_states(trainer)
+        check_length(trainer, self._loaders)
+        combine(trainer, self._loaders)
+        if self._units is not None and not self._units.scheduled:
+            private.count_batches_anew(trainer, trainer.accumulate_grad_batches)
+            self._units.convert_schedulers(trainer)
+            self._units.continue_epoch(trainer, self._loaders)
+        if self._checkpoint:
+            refuse_sharded(pytree.flatten(self._state(trainer)).tensors)
+            ends = [loader.close for loader in self._loaders.values()]
+            self._beside = Beside(trainer, self._own, self._buckets)
+            state = functools.partial(self._state, trainer)
+            self._survivor = self.fits.survivor(trainer, self.session, self._beside, state, ends)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._units is not None:
+            self._units.epoch_ends(trainer)
+
+    def _prepare(self, model: DistributedDataParallel) -> None:
+        saved = self._restored.state["bucket_order"] if self._restored is not None else []
+        if self._loaders:
+            outcome = weigh_gradients(model, lambda: self._weight(1 / torch.distributed.get_world_size()))
+            self._weighed = bool(outcome)
+            if not outcome:
+                rank_zero_info(f"dlrover-hooks weighs losses instead of gradients: {outcome.reason}")
+        self._buckets = keep_buckets(model, saved)
+
+    def _weight(self, otherwise: float) -> float:
+        loader = leader(list(self._loaders.values()))
+        return loader.sampler.weight if loader is not None else otherwise
+
+    def _stepped(self) -> None:
+        if self.session is not None:
+            self.session.stepped()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Short and unevenly shared steps: weigh the loss, without touching its value."""
+        loader = leader(list(self._loaders.values()))
+        if self.session is None or loader is None:
+            return
+        scale = loss_scale(loader, weighed=self._weighed)
+        if scale != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda grad: grad * scale)
+
+    def _before_fetch(self, trainer: Trainer) -> None:
+        if self.session is not None:
+            self.session.before_fetch(trainer.global_step)
+        if self._survivor is not None:
+            self._survivor.fetches()
+
+    def _before_any_fetch(self, trainer: Trainer) -> None:
+        if self._own is not None:
+            self._own.note()
+        if not self._loaders:
+            self._before_fetch(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.session is None:
+            return
+        begin_epoch_again(trainer, self.session, self._again)
+        self._again = None
+        step_ends, due = self.session.at_step_end, self.session.batch_requested(trainer.global_step)
+        if self._survivor is not None:
+            self._quiet(self._survivor, trainer.global_step, step_ends)
+        if due:
+            self.session.cut(trainer.global_step, self._state(trainer))
+
+    def _quiet(self, survivor: Survivor, step: int, step_ends: bool) -> None:
+        try:
+            survivor.quiet(step, step_ends=step_ends)
+        except RoundEnded:
+            if self._beside is not None:
+                self._beside.rests = step_ends
+            raise
+
+    def _state(self, trainer: Trainer, *, ended: bool = False) -> dict[str, Any]:
+        return cut(trainer, self._own, self._buckets, ended=ended)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Averaged weights may be swapped in now; in the middle of a window no optimizer's step has waited yet. A step
+        that is over need not be lost because a peer is while this takes its time.
+        """
+        if self.session is None:
+            return
+        self.session.wait_copied()
+        begin_epoch_again(trainer, self.session, self._again)
+        self._again = None
+        if self._survivor is not None and self.session.at_step_end and not trainer.sanity_checking:
+            private.validation_begins(trainer)
+            self._survivor.validates(trainer.global_step, lambda: validating(trainer, self._buckets))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
+        over = private.epoch_is_over(trainer)
+        private.replace_loader_states(trainer, checkpoint, lambda loader: marked(loader, over))
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.session is None:
+            return
+        for loader in self._loaders.values() if private.epoch_is_over(trainer) else ():
+            loader.sampler.begin()  # an epoch that was cut short by a limit is over all the same
+        self.session.finish(trainer.global_step, self._state(trainer, ended=True))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        session = self.session
+        if session is None or session.membership is None or not isinstance(exception, Exception | SystemExit):
+            stopped = isinstance(exception, KeyboardInterrupt)
+            return self._leave(trainer, p.Departure.STOPPED if stopped else p.Departure.FAILED)
+        session.membership.keep()  # before Lightning moves the model; whether it is a fault is for `elastic_run` to say
+        before = self._handover
+        self._let_go(trainer)
+        self._handover = before  # what this life has trained is in a save, or is no more
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave(trainer, p.Departure.DONE)
+
+    def _leave(self, trainer: Trainer, reason: p.Departure) -> None:
+        session = self.session
+        self._let_go(trainer)
+        if session is not None:
+            session.leave(reason, trainer.global_step)
+
+    def _let_go(self, trainer: Trainer) -> None:
+        self.session = None
+        for one in filter(None, (self._survivor, self._buckets)):
+            one.close()
+        if self._hook is not None:
+            self._hook.remove()
+        private.unwrap(trainer)
+        names.forget(trainer)
+        if self._units is not None:
+            self._units.restore(trainer)
+        self._hook = self._buckets = self._restored = self._units = self._own = self._survivor = self._beside = None
+        self._weighed = False
+        self._handover = {name: marked(loader, over=False) or {} for name, loader in self._loaders.items()}
+        self._loaders.clear()
+        self._fitted = weakref.ref(trainer)

@@ -1,0 +1,175 @@
+"""Lightning 2.6: the user's own checkpoints, written behind the step.
+
+    trainer = Trainer(..., plugins=[FlashCheckpointIO()])
+
+`trainer.save_checkpoint` and `ModelCheckpoint` keep their meaning, their names and Lightning's own files; a step pays
+for the copy of the state only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+
+from dlrover_hooks.checkpoint.save.staging import Copies
+from dlrover_hooks.checkpoint.storage.atomic_files import whole_file, whole_link
+from dlrover_hooks.checkpoint.storage.write_queue import Behind
+from dlrover_hooks.errors import HooksError, UnsupportedState, UsageError
+from dlrover_hooks.integrations.lightning import _compat as private
+
+log = logging.getLogger("dlrover_hooks")
+_alive: WeakSet[FlashCheckpointIO] = WeakSet()
+_undo: list[Callable[[], None]] = []
+"""Puts `ModelCheckpoint` back. One at most, while any of `_alive` may write."""
+
+
+class FlashCheckpointIO(TorchCheckpointIO):
+    """Lightning's stock `.ckpt` files, written by one thread behind the step, whole or not at all.
+
+    A save copies the state and returns. One file is being written and one more may wait; a third save waits for the
+    first. Removals keep their place behind the saves before them, `load_checkpoint` waits for what is under way, and a
+    fit ends when all is on the disk. While nothing trains, after a fit, a save returns when its file is there.
+
+    Args:
+        on_error: `"raise"`: a save that failed raises StorageFailed at the next save, load or end; `"warn"`: it warns.
+        deadline: seconds that a save, a load or the end waits for the storage before it raises CheckpointError.
+
+    Lightning calls all methods on the training thread, save and remove on global rank 0 only.
+    """
+
+    def __init__(self, on_error: str = "raise", deadline: float = 600.0) -> None:
+        if on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error={on_error!r} is unknown", hint='use "raise" or "warn"')
+        self.on_error, self.deadline = on_error, deadline
+        self._behind: Behind | None = None
+        self._copies = Copies()
+        self._idle_at: Any = None
+        self._said = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For processes that are spawned: settings only."""
+        return {"on_error": self.on_error, "deadline": self.deadline}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        FlashCheckpointIO.__init__(self, **state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Copy `checkpoint`; it may change as soon as this returns.
+
+        Raises:
+            TypeError: `storage_options` is given, as in Lightning's own.
+            StorageFailed: an earlier save failed.
+            CheckpointError: earlier saves are not done within the deadline.
+        """
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        behind, path = self._started(), _spelled(path)
+        behind.room()
+        try:
+            state = self._copies.take(checkpoint, timeout_s=self.deadline)
+        except UnsupportedState as error:
+            self._write_now(behind, checkpoint, path, error)
+            return
+        behind.save(path, lambda: self._write(state, path))
+        if self._is_idle(checkpoint):
+            behind.wait(path)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Lightning's own, once `path` is not being written any more."""
+        if self._behind is not None:
+            self._behind.wait(_spelled(path))
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove it behind all saves so far."""
+        behind, remove = self._started(), super().remove_checkpoint
+        behind.remove(_spelled(path), lambda: remove(path))
+
+    def teardown(self) -> None:
+        """A fit ends: everything is on the disk, or what failed is raised."""
+        behind, self._behind = self._behind, None
+        self._copies.close()
+        self._idle_at = _ANY
+        if behind is None:
+            return
+        already = sys.exc_info()[1]
+        try:
+            self._over(behind)
+        except HooksError as error:
+            if already is None:  # else the fit's own error goes up
+                raise
+            log.error("%s", error)
+
+    def leaves(self, path: str) -> bool | None:
+        """Whether `path` will exist when what is under way is done; None if nothing is."""
+        return self._behind.leaves(_spelled(path)) if self._behind is not None else None
+
+    def _started(self) -> Behind:
+        if self._behind is None:
+            self._behind = Behind(on_error=self.on_error, deadline_s=self.deadline)
+            _alive.add(self)
+            if not _undo:
+                _undo.append(private.count_files_under_way(_leaves, _link_later))
+        return self._behind
+
+    def _over(self, behind: Behind) -> None:
+        try:
+            behind.close()
+        finally:
+            _alive.discard(self)
+            if not _alive and _undo:
+                _undo.pop()()
+
+    def _is_idle(self, checkpoint: dict[str, Any]) -> bool:
+        """Nothing trains: what is saved after a fit is of one step, until the steps go on."""
+        step = checkpoint.get("global_step")
+        if self._idle_at is _ANY:
+            self._idle_at = step
+        if self._idle_at != step:
+            self._idle_at = None
+        return self._idle_at is not None
+
+    def _write_now(self, behind: Behind, checkpoint: dict[str, Any], path: str, error: UnsupportedState) -> None:
+        if not self._said:
+            self._said = True
+            log.warning("%s is written within the step: %s", path, error)
+        behind.wait()
+        self._write(checkpoint, path)
+
+    def _write(self, state: dict[str, Any], path: str) -> None:
+        if not _is_local_file_protocol(path):
+            super().save_checkpoint(state, path)
+            return
+        with whole_file(path) as part:
+            torch.save(state, part)  # to a name, not into a buffer: only so the interpreter's lock is free meanwhile
+
+
+_ANY = object()
+"""The step of the first save after a fit, whatever it will be."""
+
+
+def _spelled(path: Any) -> str:
+    """One name for one file."""
+    text = os.fspath(path)
+    return os.path.abspath(text.removeprefix("file://")) if _is_local_file_protocol(text) else text
+
+
+def _leaves(path: str) -> bool | None:
+    return next((leaves for io in _alive if (leaves := io.leaves(path)) is not None), None)
+
+
+def _link_later(path: str, link: str) -> bool:
+    """Have `link` point to `path` when that is written; False if nobody writes it."""
+    for io in _alive:
+        if io.leaves(path) and io._behind is not None and _spelled(path) != _spelled(link):
+            io._behind.add(_spelled(link), lambda: whole_link(path, link))
+            return True
+    return False

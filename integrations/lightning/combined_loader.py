@@ -1,0 +1,108 @@
+"""Several training loaders in one loop under Lightning: which epochs are over, and which short steps cannot be weighed.
+
+Where one ends its epoch with a short step it leads (see `even.leader`), and what is beside it must be short alike, or
+be left behind there anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+import msgspec
+from lightning.pytorch import Trainer
+
+from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.pytorch.even_batches import EvenLoader, epoch_batches
+
+Loaders = Mapping[str, ElasticLoader | EvenLoader]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What is left of one loader's epoch."""
+
+    name: str
+    plan: Plan
+    place: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps left, the short one included."""
+        return self.plan.full_steps(self.place) + self.plan.has_tail(self.place)
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        """(samples, batch size) of the short last step: what its weights follow from. No samples: there is none."""
+        left = (self.plan.n - self.place) % self.plan.global_batch_size
+        return left * self.plan.has_tail(self.place), self.plan.batch_size
+
+
+def closing(mode: str, loaders: Loaders) -> ElasticLoader | EvenLoader:
+    """The one that the epoch ends with."""
+    choose = min if mode == "min_size" else max
+    return choose(loaders.values(), key=lambda one: epoch_batches(one.sampler.plan))
+
+
+def combine(trainer: Trainer, loaders: Loaders) -> None:
+    """Those whose epoch is over stay so after a restore; what cannot be weighed is refused. In `on_train_start`."""
+    if len(loaders) < 2:
+        return
+    mode = private.mode(trainer)
+    check_short_steps(mode, loaders)
+    over = ended(mode, loaders)
+    private.end_loaders(trainer, over)
+    for loader in over:
+        loader.close()
+
+
+def marked(loader: Any, over: bool) -> dict[str, Any] | None:
+    """The data state with the step just taken in it, at the next epoch's start if this one is `over`; None for a loader
+    that is not ours.
+    """
+    if not isinstance(loader, ElasticLoader | EvenLoader):
+        return None
+    progress = loader.sampler.progress
+    return loader.state_dict() | {"cursor": max(progress.marked, progress.following()) if over else progress.marked}
+
+
+def ended(mode: str, loaders: Loaders) -> list[ElasticLoader | EvenLoader]:
+    """Those that a restored epoch is over for, while it goes on for others: they stand at the start of the next one."""
+    at_start = [one for one in loaders.values() if one.sampler.cursor % one.sampler.plan.n == 0]
+    return at_start if mode == "max_size" and len(at_start) < len(loaders) else []
+
+
+def check_short_steps(mode: str, loaders: Loaders) -> None:
+    """Raises UsageError where a short step falls beside another one: a weight that is right for both does not exist.
+
+    Samples would be trained with weight 0, or ghosts with a weight. One micro-batch per step is always a whole step.
+    """
+    over = ended(mode, loaders)
+    _refuse_clash(mode, [Run(name, one.sampler.plan) for name, one in loaders.items()])
+    left = {name: one for name, one in loaders.items() if one not in over}
+    places = {name: one.sampler.cursor % one.sampler.plan.n for name, one in left.items()}
+    _refuse_clash(mode, [Run(name, one.sampler.plan, places[name]) for name, one in left.items()])
+
+
+def _refuse_clash(mode: str, runs: Sequence[Run]) -> None:
+    for short, other in permutations(runs, 2):
+        samples, size = short.tail[0], short.plan.global_batch_size
+        if not samples or short.plan.total == 1 or not _clash(mode, short, other):
+            continue
+        raise UsageError(
+            f"training loaders {short.name!r} and {other.name!r} (mode {mode!r}): {short.name!r} ends its epoch of "
+            f"{short.plan.n} with a step of {samples} samples, and {other.name!r} has another number of them in that "
+            "step: no weight of the ranks is right for both",
+            hint=f"give {short.name!r} drop_last=True, or a length that is a multiple of the global batch ({size})",
+        )
+
+
+def _clash(mode: str, short: Run, other: Run) -> bool:
+    if short.steps == other.steps:
+        return short.tail != other.tail
+    if mode == "min_size":  # the shorter one ends the epoch: nothing of the longer one's short step is run
+        return False
+    return mode == "max_size_cycle" or other.steps > short.steps

@@ -1,0 +1,148 @@
+"""Lightning counts batches; a job that changes its world size must count optimizer steps.
+
+`Units` keeps settings that are given in batches at the same number of steps when a step gets another number of batches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.utilities import rank_zero_info
+
+from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning.combined_loader import Loaders, closing
+from dlrover_hooks.pytorch.even_batches import epoch_batches, step_batches
+from dlrover_hooks.session import Session
+
+
+class Units:
+    """What the user's Trainer counts in batches, for a step of another number of batches than the user wrote.
+
+    `accumulate_grad_batches` as the user wrote it says how many batches a step was meant to have. Where a step has
+    exactly that many, nothing is touched.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        callbacks = private.callbacks(trainer)
+        self.scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        """A GradientAccumulationScheduler sets the number of batches."""
+        self.accumulate: int = 1 if self.scheduled else trainer.accumulate_grad_batches
+        self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
+        self._frequencies: list[tuple[Any, int]] = []
+        self._whole_epoch: int | None = None
+
+    def share(self, trainer: Trainer, plan: Plan) -> None:
+        """Have Lightning accumulate what a step of this plan needs. Before it reads the length of the loaders.
+
+        Raises UsageError where somebody else says when to step, and that would be another global batch.
+        """
+        now, size, world = step_batches(plan), plan.global_batch_size, plan.world_size
+        if self.scheduled:
+            if plan.total != world:
+                raise UsageError(
+                    f"GradientAccumulationScheduler changes the global batch, which is fixed at {size}: "
+                    f"{plan.total} micro-batches for {world} workers",
+                    hint="leave the scheduler out, or start with as many workers as before",
+                )
+            return
+        if now != self.accumulate and not trainer.lightning_module.automatic_optimization:
+            raise UsageError(
+                f"a global batch of {size} takes {now} micro-batches on {world} workers, and manual optimization steps "
+                "when it wants to",
+                hint=f"make batch_size x {world} the global batch, or use automatic optimization",
+            )
+        self._convert(trainer, plan)
+        if now != self.accumulate:
+            rank_zero_info(f"accumulate_grad_batches={now} keeps the global batch {size}")
+
+    def _convert(self, trainer: Trainer, plan: Plan) -> None:
+        now = step_batches(plan)
+        trainer.accumulate_grad_batches = now
+        if now == self.accumulate:
+            return
+        steps = plan.full_steps() + plan.has_tail()
+        trainer.limit_train_batches = self._in_batches(self._limit, steps, now, plan)
+        trainer.val_check_interval = self._in_batches(self._interval, steps, now, plan)
+
+    def _in_batches(self, given: Any, steps: int, now: int, plan: Plan) -> Any:
+        """`given` batches, or a share of the epoch, as batches of now; whole epochs and times stay as they are."""
+        if isinstance(given, int) and given > 0:
+            wanted = max(1, round(given / self.accumulate))
+        elif isinstance(given, float) and 0 < given < 1:
+            wanted = max(1, int(steps * given))
+        else:
+            return given
+        return epoch_batches(plan) if wanted == steps else wanted * now
+
+    def convert_schedulers(self, trainer: Trainer) -> None:
+        """Step-wise schedulers with a frequency count batches, too. Once Lightning has made them."""
+        now = trainer.accumulate_grad_batches
+        if now == self.accumulate:
+            return
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step" and config.frequency > 1:
+                self._frequencies.append((config, config.frequency))
+                config.frequency = config.frequency // math.gcd(config.frequency, self.accumulate) * now
+
+    def continue_epoch(self, trainer: Trainer, loaders: Loaders) -> None:
+        """An epoch that was begun with another global batch has another number of batches, this once."""
+        if not loaders or trainer.limit_train_batches != 1.0:
+            return
+        sampler = closing(private.mode(trainer), loaders).sampler
+        if not (place := sampler.cursor % sampler.plan.n):
+            return
+        count = private.batches_done(trainer) + epoch_batches(sampler.plan, place)
+        if count != private.batches(trainer):
+            self._whole_epoch = private.batches(trainer)
+            private.set_batches(trainer, count)
+
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """The next one is a whole one."""
+        if self._whole_epoch is not None:
+            private.set_batches(trainer, self._whole_epoch)
+            self._whole_epoch = None
+
+    def restore(self, trainer: Trainer) -> None:
+        """The user's own settings again."""
+        if self.scheduled:
+            return
+        trainer.accumulate_grad_batches = self.accumulate
+        trainer.limit_train_batches, trainer.val_check_interval = self._limit, self._interval
+        for config, frequency in self._frequencies:
+            config.frequency = frequency
+
+
+def draw_before(trainer: Trainer, session: Session | None, survivor: Survivor | None, stepped: int | None) -> None:
+    """The iterator of a validation is about to be made: one that is made again draws the random numbers of before."""
+    if session is not None and stepped is not None:
+        session.before_fetch(trainer.global_step)
+    if survivor is not None:
+        survivor.fetches()
+
+
+def begin_epoch_again(trainer: Trainer, session: Session, stepped: int | None) -> None:
+    """What comes first in an epoch that is resumed in its middle (a batch, or a validation) is about to begin.
+
+    Lightning says `on_train_epoch_start` where an epoch starts, not here. Two of its callbacks keep what they did there
+    in no checkpoint: the factor of a schedule, and the scheduler of SWA. `stepped`: batches that did before;
+    None: no epoch is resumed, or it is under way again.
+    """
+    if stepped is None:
+        return
+    session.before_fetch(trainer.global_step)  # a validation may draw random numbers: those that it drew before
+    private.set_batches_that_stepped(trainer, stepped)
+    private.restart_is_over(trainer)
+    for callback in private.callbacks(trainer):
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+        elif isinstance(callback, StochasticWeightAveraging):
+            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, rate in zip(trainer.optimizers[0].param_groups, rates, strict=True):
+                group["lr"] = rate  # a new scheduler starts at its first one

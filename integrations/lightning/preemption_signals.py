@@ -1,0 +1,58 @@
+"""Preemption under Lightning 2.6: its own signal handlers are taken over once it has registered them.
+
+Its SIGTERM handler broadcasts inside the signal, and so waits for ever when one rank alone gets it. Its SLURM handler
+saves inside the signal, where ranks are at different steps, and requeues; here the job leaves at an agreed step, and is
+requeued after that, by rank 0, unless a launcher of ours does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+
+from dlrover_hooks.launcher.requeue import here, requeue
+from dlrover_hooks.session import Preempted, Session
+
+log = logging.getLogger("dlrover_hooks")
+
+
+def take_over(trainer: Trainer, session: Session, on_preempt: Callable[[Preempted], object] | None) -> None:
+    """Call in `on_train_start`: Lightning registers its handlers before it. Handlers of the user's own are kept."""
+    environment = _requeueing(trainer)
+    signals = session.parting.signals
+    if environment is not None and environment.requeue_signal is not None:
+        signals.add(environment.requeue_signal)
+    for number in signals.numbers:
+        if isinstance(current := signal.getsignal(number), _HandlersCompose):
+            _keep_others(number, current, trainer)
+    signals.take()
+
+    def gone(what: Preempted) -> None:
+        if on_preempt is not None:
+            on_preempt(what)
+        job = here()
+        if environment is not None and job is not None and session.place.rank == 0 and not session.place.incarnation:
+            requeue(job)
+
+    session.parting.on_preempt = gone
+
+
+def _keep_others(number: signal.Signals, composed: _HandlersCompose, trainer: Trainer) -> None:
+    """Put back what Lightning composed its own handlers with."""
+    own = trainer._signal_connector
+    theirs = (own._sigterm_notifier_fn, own._sigterm_handler_fn, own._slurm_sigusr_handler_fn)
+    kept: list[Any] = [one for one in composed.signal_handlers if one not in theirs]
+    before: Any = kept[0] if len(kept) == 1 else _HandlersCompose(kept) if kept else signal.SIG_DFL
+    signal.signal(number, before)
+
+
+def _requeueing(trainer: Trainer) -> SLURMEnvironment | None:
+    """Where Lightning would requeue the job by itself."""
+    environment: Any = trainer._accelerator_connector.cluster_environment
+    return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None

@@ -1,0 +1,165 @@
+"""`recover="process"`: a fit that is left and entered again, in the same process, whenever its round ends.
+
+Lightning leaves it by its own way of errors (`on_exception`, teardown of the strategy) and enters it as it does when a
+Trainer fits twice. What a new process would make anew, and the next fit of an old one does not, is put back here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from dlrover_hooks.config import Config
+from dlrover_hooks.elastic.in_process_recovery import Recovery, elastic_run
+from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.errors import RoundEnded, UsageError
+from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import output_names as names
+from dlrover_hooks.integrations.lightning.fresh_attributes import Fresh
+from dlrover_hooks.integrations.lightning.step_state import Beside
+from dlrover_hooks.session import Restored, Session
+from dlrover_hooks.worker import membership
+
+Told = Callable[[Recovery], object]
+RECOVER = ("process", "restart")
+
+
+class Fits:
+    """The lives of one fit. Training thread.
+
+    Args:
+        config: of the callback.
+        recover: one of `RECOVER`.
+        on_recover, on_resize: as `elastic_run` takes them.
+        checkpoint: False: there is nothing that a life could go on from.
+
+    Raises:
+        UsageError: another word for `recover`.
+    """
+
+    def __init__(
+        self, config: Config, recover: str, on_recover: Told | None, on_resize: Told | None, *, checkpoint: bool
+    ) -> None:
+        if recover not in RECOVER:
+            raise UsageError(f"recover={recover!r}", hint=f"one of {', '.join(map(repr, RECOVER))}")
+        self._recover, self._on_recover, self._on_resize = recover, on_recover, on_resize
+        self._checkpoint, self._life = checkpoint, 0
+        self._fresh: Fresh | None = None
+        self._survivor: Survivor | None = None
+        self._stepped = False
+        if recover == "process" and config.master is not None and not config.disable:
+            _wrap_fit()
+
+    @property
+    def again(self) -> bool:
+        """This fit has been left before."""
+        return self._life > 1
+
+    def run(self, trainer: Trainer, fit: Callable[[], None]) -> None:
+        """`fit()`, again in each round, until it returns or fails."""
+        if self._recover != "process":
+            return fit()
+
+        def live() -> None:
+            self._life += 1
+            private.follow_world(trainer)
+            if self.again:
+                names.leave_folders(trainer)
+            try:
+                fit()
+            finally:
+                if self._fresh is not None:
+                    self._fresh.let_go()
+
+        try:
+            elastic_run(live, on_recover=self._on_recover, on_resize=self._on_resize)()
+        finally:
+            if (
+                membership.current() is None
+            ):  # else the next life of an `elastic_run` around it may use the same Trainer
+                self._life, self._fresh, self._survivor, self._stepped = 0, None, None, False
+
+    def begin(self, trainer: Trainer, module: LightningModule, session: Session) -> None:
+        """In `setup` of each life, before the session joins: what is restored comes over it."""
+        if session.membership is None:
+            return
+        if (reason := self._why_not(trainer)) is not None:
+            session.membership.refuse(reason)
+        if self._fresh is None:
+            self._fresh = Fresh(trainer, module)
+        elif self.again:
+            self._fresh.put_back(trainer)
+
+    def check(self, trainer: Trainer, session: Session, restored: Restored | None) -> None:
+        """Nothing may be trained twice. Raises RoundEnded if nothing is restored into weights that have changed."""
+        self._stepped |= self._survivor is not None and self._survivor.stepped
+        if session.membership is None or not self.again or not self._stepped:
+            return
+        if restored is None and trainer.ckpt_path is None:
+            session.membership.refuse("a fit that lost a worker before anything was saved")
+            raise RoundEnded(
+                "a worker was lost when steps were made and none was saved yet: the weights of this process have them",
+                hint="the launcher starts all workers anew; save_every= says how often to save",
+            )
+
+    def _why_not(self, trainer: Trainer) -> str | None:
+        """What prevents this Trainer from outliving a round."""
+        if self._recover != "process":
+            return f"a Trainer with recover={self._recover!r}"
+        if not self._checkpoint:
+            return "a Trainer with checkpoint=False"
+        if not isinstance(trainer.strategy, DDPStrategy):
+            return f"a Trainer that began alone ({type(trainer.strategy).__name__}; strategy='ddp' lets it grow)"
+        if not isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment):
+            return f"a Trainer with {type(trainer.strategy.cluster_environment).__name__}, which keeps its rank"
+        return None
+
+    def survivor(
+        self,
+        trainer: Trainer,
+        session: Session,
+        beside: Beside,
+        state: Callable[[], dict[str, Any]],
+        ends: Sequence[Callable[[], object]],
+    ) -> Survivor | None:
+        """For a life whose round may be outlived; None for any other. In `on_train_start`, when all is restored.
+
+        `state` makes a cut; `ends` as `Survivor` takes them.
+        """
+        if session.membership is None or session.membership.unsupported:
+            return None
+        wrapped = trainer.strategy.model
+        self._survivor = Survivor(
+            session,
+            [trainer.lightning_module],
+            trainer.optimizers,
+            beside.take,
+            lambda kept: beside.put_over(state(), kept),
+            ends,
+            passing=[wrapped] if wrapped is not None else [],
+            lost=beside.lost,
+        )
+        return self._survivor
+
+
+def _wrap_fit() -> None:
+    """A callback hears of a fit when it has begun: too late to have it entered again, or its process group watched."""
+    fit = Trainer.fit
+    if getattr(fit, "elastic", False):
+        return
+
+    @functools.wraps(fit)
+    def elastic(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        kept = (getattr(one, "fits", None) for one in private.callbacks(self))
+        fits = next((one for one in kept if isinstance(one, Fits)), None)
+        if fits is None or private.tunes(self):
+            return fit(self, *args, **kwargs)
+        return fits.run(self, lambda: fit(self, *args, **kwargs))
+
+    elastic.elastic = True  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    Trainer.fit = elastic

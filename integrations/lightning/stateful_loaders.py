@@ -1,0 +1,48 @@
+"""Training loaders that keep a state of their own, under Lightning: never wrapped, saved as they were at the step."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from dlrover_hooks.integrations.lightning import _compat as private
+
+
+class OwnLoaders:
+    """What such loaders said before the two newest batches were fetched, when the epoch's iterator was there already.
+
+    Their state counts what was fetched; a cut needs what was trained. Training thread only.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loaders: list[Any] = []
+        self._noted: deque[list[dict[str, Any]]] = deque(maxlen=2)
+
+    def add(self, loader: Any) -> None:
+        """`loader` has `state_dict` and `load_state_dict`."""
+        self._loaders.append(loader)
+
+    def note(self) -> None:
+        """A batch is about to be fetched."""
+        self._noted.append([loader.state_dict() for loader in self._loaders])
+
+    def at_request(self, loader: Any) -> dict[str, Any] | None:
+        """Where `loader` stood before the batch that the loop has just got. None: no other loader, or no batch yet."""
+        return self._of(loader, 0 if private.fetches_ahead(self._trainer) else -1)
+
+    def at_end(self, loader: Any) -> dict[str, Any] | None:
+        """Where a longer training would go on: behind an epoch's end with the next epoch."""
+        if not any(one is loader for one in self._loaders):
+            return None
+        if private.epoch_is_over(self._trainer):
+            iter(loader)
+        elif private.fetches_ahead(self._trainer):
+            return self._of(loader, -1)
+        return loader.state_dict()
+
+    def _of(self, loader: Any, which: int) -> dict[str, Any] | None:
+        noted = self._noted[which] if self._noted else []
+        return next((state for one, state in zip(self._loaders, noted, strict=False) if one is loader), None)

@@ -1,0 +1,148 @@
+"""One event, applied to one job once. An event that comes again gets the answer of the first time.
+
+`apply` validates first and mutates after, so an error leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.master.core.checkpoints import restore_choice, votes
+from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
+from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
+from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
+from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.rounds import departure, key_value_store, member_changes
+from dlrover_hooks.protocol import (
+    ROUTES,
+    Attach,
+    ChangeKeys,
+    Done,
+    Exited,
+    Hold,
+    Join,
+    KeyValues,
+    Leave,
+    Loaded,
+    Message,
+    OpenLedger,
+    Preempt,
+    TakeLeases,
+    Vote,
+    Voted,
+)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What an event led to."""
+
+    reply: Message
+    effects: tuple[Effect, ...] = ()
+    repeated: bool = False
+    """The event had been applied before: nothing changed, nothing is to be journaled."""
+
+
+_REPLY: dict[type[Message], type[Message]] = {route.request: route.reply for route in ROUTES}
+
+
+def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Outcome:
+    """Change `job` by one event. Raises a MasterError, then nothing was changed."""
+    if key is not None and (reply := _repeated(job, event, key)) is not None:
+        return Outcome(reply=reply, repeated=True)
+    effects: Effects = []
+    reply = _TABLE[type(event)](job, event, now, effects)
+    job.changed_at = now
+    if key is not None and (knows(job, key.incarnation) or isinstance(event, Leave)):
+        # who leaves is unknown afterwards, and may ask again; a join that gets no seat is simply applied again
+        channels = job.replies.setdefault(key.incarnation, {})
+        channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
+    return Outcome(reply=reply, effects=tuple(effects))
+
+
+def _repeated(job: Job, event: Message, key: Key) -> Message | None:
+    last = job.replies.get(key.incarnation, {}).get(key.channel)
+    if last is None or key.seq > last.seq:
+        return None
+    if key.seq == last.seq and last.event == _checksum(event):
+        return msgspec.json.decode(last.reply, type=_REPLY[type(event)])
+    raise Stale(
+        f"Request {key.seq} of {key.incarnation!r} on channel {key.channel!r} comes after another request {last.seq}.",
+        hint="Sequence numbers of a channel only count up: use one client per incarnation, or a channel for each.",
+    )
+
+
+def _checksum(event: Message) -> int:
+    return zlib.crc32(msgspec.msgpack.encode(event))
+
+
+def _vote(job: Job, event: Vote, now: float, effects: Effects) -> Voted:
+    current, member = seat(job, event.incarnation)
+    generation = event.generation
+    stale = generation.run != job.run or generation.attempt != current.attempt
+    if stale or current.attempt == 0 or job.finished:
+        raise Stale(
+            f"Vote of rank {event.rank} for {generation}, but job {job.name!r} is at attempt {job.attempt} of run "
+            f"{job.run[:8]}, round {current.number} ({current.phase.value}).",
+            hint="Drop this generation and follow the plan of the current round.",
+        )
+    if event.rank != member.rank or event.world_size != current.world_size or generation.step < 0:
+        raise BadRequest(
+            f"Vote as rank {event.rank} of {event.world_size} for step {generation.step}, but incarnation "
+            f"{event.incarnation!r} is rank {member.rank} of {current.world_size}."
+        )
+    commit = votes.vote(job.saves, job.settings, job.name, event, now)
+    if commit is not None:
+        effects.append(committing(job, commit))
+    arm_for_persist(job, now, effects)
+    return votes.voted(job.saves)
+
+
+def _change_keys(job: Job, event: ChangeKeys, now: float, effects: Effects) -> KeyValues:
+    del now
+    in_round(job, event.incarnation, event.round)
+    values = key_value_store.change(job.keys, event.changes)
+    effects += [Wake(topic=topic) for topic in sorted({key_topic(job.name, one.key) for one in event.changes})]
+    return KeyValues(values)
+
+
+def _committed(job: Job, event: Committed, now: float, effects: Effects) -> Done:
+    votes.committed(job.saves, job.settings, event.generation, now)
+    arm_for_persist(job, now, effects)
+    return Done()
+
+
+def _commit_failed(job: Job, event: CommitFailed, now: float, effects: Effects) -> Done:
+    del effects
+    votes.commit_failed(job.saves, job.settings, event.generation, now)
+    return Done()
+
+
+def _finish_written(job: Job, event: FinishWritten, now: float, effects: Effects) -> Done:
+    del event, now, effects
+    job.finish_written = True
+    return Done()
+
+
+_TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
+    Join: member_changes.join,
+    Attach: restore_choice.attach,
+    Loaded: restore_choice.loaded,
+    Exited: member_changes.exited,
+    Leave: member_changes.leave,
+    Preempt: departure.preempt,
+    Hold: departure.hold,
+    Vote: _vote,
+    ChangeKeys: _change_keys,
+    OpenLedger: job_ledgers.open_ledger,
+    TakeLeases: job_ledgers.take,
+    Lost: member_changes.lost,
+    Tick: member_changes.tick,
+    Committed: _committed,
+    CommitFailed: _commit_failed,
+    FinishWritten: _finish_written,
+}

@@ -1,0 +1,170 @@
+"""All jobs of one master: finds the job of an event, keeps two live jobs off one checkpoint URL."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dlrover_hooks.errors import BadRequest, JobAlive, SaveToBusy, UnknownJob
+from dlrover_hooks.master.core import dispatch
+from dlrover_hooks.master.core import job as one
+from dlrover_hooks.master.core.dispatch import Outcome
+from dlrover_hooks.master.core.effects import (
+    Effect,
+    ReleaseClaims,
+    Wake,
+    parting_topic,
+    plan_topic,
+    round_topic,
+    shards_topic,
+    watch_topic,
+)
+from dlrover_hooks.master.core.events import ForgetFinished, Key
+from dlrover_hooks.master.core.job import Job
+from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenLedger
+
+
+class Master(msgspec.Struct):
+    """The whole journaled state."""
+
+    jobs: dict[str, Job] = {}
+    owners: dict[str, str] = {}
+    """Job by the checkpoint URL it saves to."""
+    now: float = 0.0
+    """Of the last event: a new life of the master goes on counting from here."""
+
+
+_ENCODER = msgspec.msgpack.Encoder(order="deterministic")
+_DECODER = msgspec.msgpack.Decoder(Master)
+
+
+def encode(state: Master) -> bytes:
+    """Equal states give equal bytes."""
+    return _ENCODER.encode(state)
+
+
+def decode(data: bytes) -> Master:
+    """The state from `encode`."""
+    return _DECODER.decode(data)
+
+
+def job_named(state: Master, name: str) -> Job:
+    """Raises UnknownJob."""
+    if name not in state.jobs:
+        raise UnknownJob(
+            f"This master keeps no job {name!r}.",
+            hint="Check --job and the master's address; a job exists from its first join on.",
+        )
+    return state.jobs[name]
+
+
+def apply(state: Master, event: Message, now: float, key: Key | None = None) -> Outcome:
+    """Change `state` by one event. Raises a MasterError, then nothing was changed."""
+    outcome = _apply(state, event, now, key)
+    if not outcome.repeated:
+        state.now = now
+    return outcome
+
+
+def _apply(state: Master, event: Message, now: float, key: Key | None) -> Outcome:
+    if isinstance(event, Join):
+        return _join(state, event, now, key)
+    if isinstance(event, OpenLedger) and event.free:
+        return _open(state, event, now, key)
+    if isinstance(event, DeleteJob):
+        return _delete(state, event)
+    if isinstance(event, ForgetFinished):
+        return _forget(state, finished_before(state, event.before))
+    job = job_named(state, event.job)  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(event, Attach):
+        return dispatch.apply(job, event, now, key)
+    _check_owner(state, event)
+    outcome = dispatch.apply(job, event, now, key)
+    if job.settings.save_to is not None:
+        state.owners[job.settings.save_to] = job.name
+    return outcome
+
+
+def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
+    if not event.job or not event.proposed_run:
+        raise BadRequest("A join needs a job name and a proposed run.", hint="Set --job or DLROVER_HOOKS_JOB.")
+    _check_name(event.job)
+    job = state.jobs.get(event.job) or Job(name=event.job, run=event.proposed_run, fresh=event.fresh)
+    outcome = dispatch.apply(job, event, now, key)
+    state.jobs[event.job] = job
+    return outcome
+
+
+def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outcome:
+    """A holder without a seat may be the first that a job hears of; its run is then named by the first join."""
+    if not event.job:
+        raise BadRequest("A ledger needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+    _check_name(event.job)
+    job = state.jobs.get(event.job) or Job(name=event.job, run="")
+    outcome = dispatch.apply(job, event, now, key)
+    state.jobs[event.job] = job
+    return outcome
+
+
+def _delete(state: Master, event: DeleteJob) -> Outcome:
+    job = job_named(state, event.job)
+    if not event.force and (job.live or job.ledgers.free):
+        living = job.standing + len(job.ledgers.free)
+        raise JobAlive(
+            f"Job {job.name!r} has {living} workers or agents that live: it is not deleted.",
+            hint="End it first, or force it (--force): its workers are then refused and end.",
+        )
+    return _forget(state, [event.job])
+
+
+def finished_before(state: Master, before: float) -> list[str]:
+    """The jobs that are over, and whose last event was not after `before`."""
+    return [name for name, job in state.jobs.items() if job.changed_at <= before and job.over]
+
+
+def _forget(state: Master, names: list[str]) -> Outcome:
+    """These jobs are unknown from now on. Requests that wait for one of them hear it."""
+    effects: list[Effect] = []
+    for name in names:
+        job = state.jobs.pop(name)
+        topics = [topic(name) for topic in (round_topic, plan_topic, parting_topic, watch_topic)]
+        topics += [shards_topic(name, ledger) for ledger in job.ledgers.named]
+        effects += [*(Wake(topic=topic) for topic in topics), ReleaseClaims(job=name)]
+    if names:
+        state.owners = {url: owner for url, owner in state.owners.items() if owner in state.jobs}
+    return Outcome(reply=Done(), effects=tuple(effects))
+
+
+def _check_name(job: str) -> None:
+    """A job is shown at `/v1/jobs/NAME`, its ledgers at `/v1/jobs/NAME/ledgers/...`. Raises BadRequest."""
+    if not job.isprintable() or "/ledgers/" in job:
+        raise BadRequest(
+            f"The job's name {job!r} has a control character or '/ledgers/' in it.", hint="Give --job another name."
+        )
+
+
+def check_attach(state: Master, event: Attach) -> None:
+    """Raise what `apply` would raise for the sender of an attach, before its checkpoint URL is claimed."""
+    one.seat(job_named(state, event.job), event.incarnation)
+    _check_owner(state, event)
+
+
+def writes(state: Master, name: str) -> bool:
+    """Does that job need its claims?"""
+    job = state.jobs.get(name)
+    return job is not None and job.writes
+
+
+def _check_owner(state: Master, event: Attach) -> None:
+    url = event.save_to.rstrip("/") if event.save_to else ""
+    owner = state.owners.get(url, event.job)
+    if owner == event.job or not writes(state, owner):
+        return
+    raise SaveToBusy(
+        f"Job {owner!r} is alive and saves to {url}; job {event.job!r} must not.",
+        hint="Give each job a save_to of its own, or stop the other one.",
+    )
+
+
+def unfinished_effects(state: Master) -> list[Effect]:
+    """What a new master life has to take up again."""
+    return [effect for _, job in sorted(state.jobs.items()) for effect in one.unfinished_effects(job)]

@@ -1,0 +1,208 @@
+"""Taking leases of a ledger and acknowledging them. Pure; all is checked before anything is changed.
+
+A lease ends when it is acknowledged to its end, or when its holder gives the rest back or reports a position it cannot
+read. Acknowledgements are partial and say how far: the same one again, or an older one, changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.master.core.leased_data import ledger as books_of
+from dlrover_hooks.master.core.leased_data import partitions
+from dlrover_hooks.master.core.leased_data.ledger import Holder, Ledger, Lent
+from dlrover_hooks.master.core.leased_data.partitions import Books, Piece, Span
+from dlrover_hooks.protocol import Ack, Lease, Leases, TakeLeases
+
+FIRST_S = 600.0
+"""A lease is lent for so long while nothing is known of its holder's speed."""
+SHORTEST_S = 60.0
+LONGEST_S = 7 * 86_400.0
+PATIENCE = 8.0
+"""A lease is lent for so many times what its holder needs to come to its end."""
+WORK_S = 5.0
+"""A lease of measured size is work for so long."""
+FIRST_BATCHES = 64
+MOST_LEASES = 64
+"""In one reply; and so many acknowledgements in one request."""
+MOST_HELD = 256
+"""Whoever holds so many leases gets no more."""
+NEWEST = 0.3
+"""Weight of the newest speed."""
+
+
+def take(ledger: Ledger, job: str, event: TakeLeases, now: float) -> tuple[Leases, bool]:
+    """Acknowledge, then lend. True with it if whoever waits should look again. Raises Stale, BadRequest: no change."""
+    span = books_of.span_of(ledger, job, event.epoch)
+    holder = _holder(ledger, job, event)
+    acks = [(str(ack.lease), ack) for ack in event.acks]
+    again = [number for number, _ in acks if number in holder.over]
+    if again:
+        acks = [pair for pair in acks if pair[0] not in again]
+    for number, ack in acks:
+        _check(ledger, job, event.incarnation, number, ack)
+    count, over, news = _acknowledge(ledger, holder, acks)
+    if over:
+        holder.over = again + over
+    _measure(holder, count, event.rate, now)
+    backlog = _renew(ledger, event.incarnation, holder, now) if count else _held(ledger, holder)
+    leases = _lend(ledger, event, holder, span, backlog, now) if event.count else ()
+    return books_of.status(ledger, event.epoch, span, leases), news
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _holder(ledger: Ledger, job: str, event: TakeLeases) -> Holder:
+    """The sender. Raises Stale if it did not open the ledger, BadRequest if it asks for too much."""
+    if not 0 <= event.count <= MOST_LEASES or len(event.acks) > MOST_LEASES:
+        raise BadRequest(
+            f"Dataset {ledger.name!r} of job {job!r}: expected 0 to {MOST_LEASES} leases and at most {MOST_LEASES} "
+            f"acknowledgements, received {event.count} and {len(event.acks)}.",
+            hint="Ask more often.",
+        )
+    if not 0.0 <= event.rate < math.inf:
+        raise BadRequest(f"Dataset {ledger.name!r} of job {job!r}: {event.rate} positions per second is no speed.")
+    if len(event.acks) > 1 and len({ack.lease for ack in event.acks}) < len(event.acks):
+        raise BadRequest(
+            f"Dataset {ledger.name!r} of job {job!r}: one lease is acknowledged twice in one request.",
+            hint="Send the furthest position of each lease.",
+        )
+    return books_of.holder_named(ledger, job, event.incarnation)
+
+
+def _check(ledger: Ledger, job: str, incarnation: str, number: str, ack: Ack) -> None:
+    """Raises Stale if the sender does not hold this lease, BadRequest if the positions are not its own."""
+    lent = ledger.leases.get(number)
+    if lent is None or lent.holder != incarnation:
+        why = f"is held by {lent.holder!r}" if lent else "is over, or was never lent"
+        raise Stale(
+            f"Lease {ack.lease} of dataset {ledger.name!r}, job {job!r}, {why}; {incarnation!r} cannot acknowledge it.",
+            hint="Drop the lease: what is left of it is lent to another worker.",
+        )
+    upto = _failed_upto(ack)
+    if not lent.lo <= ack.upto <= upto <= lent.hi or (ack.failed and (ack.upto < lent.at or upto == ack.upto)):
+        raise BadRequest(
+            f"Lease {ack.lease} of dataset {ledger.name!r}, job {job!r}, is [{lent.lo}, {lent.hi}), acknowledged up "
+            f"to {lent.at}; {incarnation!r} sent upto={ack.upto}, failed_upto={ack.failed_upto}.",
+            hint="Acknowledge positions of the lease, in order.",
+        )
+
+
+def _failed_upto(ack: Ack) -> int:
+    return (ack.failed_upto or ack.upto + 1) if ack.failed else ack.upto
+
+
+# ---- acknowledging ---------------------------------------------------------------------------------------------------
+
+
+def _acknowledge(ledger: Ledger, holder: Holder, acks: list[tuple[str, Ack]]) -> tuple[int, list[str], bool]:
+    """Positions newly done; leases that are over; True if something came back or an epoch has no lease left."""
+    count, over, news = 0, [], False
+    for number, ack in acks:
+        lent = ledger.leases[number]
+        if ack.upto > lent.at:
+            ledger.books[lent.partition].done.add(lent.at, ack.upto)
+            count += ack.upto - lent.at
+            lent.at = ack.upto
+        if lent.at < lent.hi and not ack.failed and not ack.back:
+            continue
+        over.append(number)
+        holder.leases.remove(number)
+        books_of.end_lease(ledger, number)
+        news |= lent.at < lent.hi or lent.epoch not in ledger.doing
+        if lent.at < lent.hi:
+            _sort_rest(ledger, lent, ack)
+    return count, over, news
+
+
+def _sort_rest(ledger: Ledger, lent: Lent, ack: Ack) -> None:
+    """What failed is counted, the rest only goes back."""
+    rest = books_of.rest_of(lent)
+    if ack.failed:
+        failed = rest.part(lent.at, _failed_upto(ack))
+        failed.failures, failed.reason = failed.failures + 1, ack.failed
+        books_of.put_back(ledger, lent.partition, failed)
+        rest.lo = failed.hi
+    books_of.put_back(ledger, lent.partition, rest)
+
+
+def _measure(holder: Holder, count: int, rate: float, now: float) -> None:
+    """What the holder says of itself counts, else the time between its acknowledgements."""
+    seen = rate
+    if count:
+        passed_s, holder.heard_at = now - holder.heard_at, now
+        if not rate and passed_s > 0.0:
+            seen = count / passed_s
+    if seen:
+        holder.rate = (1.0 - NEWEST) * holder.rate + NEWEST * seen if holder.rate else seen
+
+
+def _within_s(holder: Holder, size: int) -> float:
+    return min(max(SHORTEST_S, PATIENCE * size / holder.rate), LONGEST_S) if holder.rate else FIRST_S
+
+
+def _held(ledger: Ledger, holder: Holder) -> int:
+    return sum(ledger.leases[number].hi - ledger.leases[number].at for number in holder.leases)
+
+
+def _renew(ledger: Ledger, incarnation: str, holder: Holder, now: float) -> int:
+    """It makes headway: each lease it holds is lent anew, for the time to come to its end. Returns the positions."""
+    backlog = 0
+    for number in holder.leases:
+        lent = ledger.leases[number]
+        backlog += lent.hi - lent.at
+        lent.until = now + _within_s(holder, backlog)
+        books_of.queue(ledger, incarnation, holder, lent.until)
+    return backlog
+
+
+# ---- lending ---------------------------------------------------------------------------------------------------------
+
+
+def _lend(ledger: Ledger, event: TakeLeases, holder: Holder, span: Span, backlog: int, now: float) -> tuple[Lease, ...]:
+    leases: list[Lease] = []
+    count = min(event.count, MOST_HELD - len(holder.leases))
+    while len(leases) < count and ledger.open:
+        ledger.turn %= len(ledger.open)
+        partition = ledger.open[ledger.turn]
+        books = ledger.books[partition]
+        size = _size(ledger, holder, books, span)
+        piece = partitions.take(books, books_of.part_of(books, span), size, ledger.batch)
+        if piece is None and ledger.epoch_length:
+            break
+        if piece is None:
+            del ledger.open[ledger.turn]
+            continue
+        ledger.turn += 1
+        backlog += piece.hi - piece.lo
+        leases.append(_lease(ledger, event.incarnation, holder, partition, piece, _within_s(holder, backlog), now))
+    return tuple(leases)
+
+
+def _size(ledger: Ledger, holder: Holder, books: Books, span: Span) -> int:
+    """Positions of the next lease: whole batches; a slow holder gets few, and near the end everybody does."""
+    batch = ledger.batch
+    if ledger.shard:
+        return max(batch, ledger.shard // batch * batch)
+    size = int(WORK_S * holder.rate) if holder.rate else FIRST_BATCHES * batch
+    if books.end is not None:
+        left = partitions.todo(books, books_of.part_of(books, span))
+        size = min(size, left // (4 * len(ledger.holders)))
+    return max(batch, size // batch * batch)
+
+
+def _lease(
+    ledger: Ledger, incarnation: str, holder: Holder, partition: str, piece: Piece, within_s: float, now: float
+) -> Lease:
+    ledger.issued += 1
+    number, until = str(ledger.issued), now + within_s
+    epoch = str(piece.lo // ledger.epoch_length) if ledger.epoch_length else "0"
+    ledger.leases[number] = Lent(
+        incarnation, partition, epoch, piece.lo, piece.lo, piece.hi, until, piece.losses, piece.failures, piece.reason
+    )
+    ledger.doing[epoch] = ledger.doing.get(epoch, 0) + 1
+    holder.leases.append(number)
+    books_of.queue(ledger, incarnation, holder, until)
+    return Lease(id=ledger.issued, partition=partition, lo=piece.lo, hi=piece.hi, within_s=within_s)

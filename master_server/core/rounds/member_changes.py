@@ -1,0 +1,217 @@
+"""Who comes and goes: what a job does with a join, a leave, a loss, and the time."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.master.core.checkpoints import votes
+from dlrover_hooks.master.core.checkpoints.restore_sources import Offers
+from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
+from dlrover_hooks.master.core.events import Lost, Tick
+from dlrover_hooks.master.core.job import (
+    Choice,
+    Effects,
+    Job,
+    Leaving,
+    arm,
+    finishing,
+    knows,
+    persist_due_at,
+    tell_of_newcomers,
+)
+from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.rounds import departure, rank_assignment, rendezvous
+from dlrover_hooks.master.core.rounds.key_value_store import Keys
+from dlrover_hooks.master.core.rounds.rendezvous import Rounds
+from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase
+
+
+def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
+    """An agent asks for seats, or for its old ones anew. A finished job only says so, unless it is to go on.
+
+    Raises Stale, BadRequest.
+    """
+    if event.agents and event.max_workers == 0:
+        if job.rounds.number == 0:
+            raise Stale(f"Job {job.name!r} has had no round: nobody has said how many it wants.", hint="Join anew.")
+        low, high = job.rounds.min_workers, job.rounds.max_workers
+        event = msgspec.structs.replace(event, min_workers=low, max_workers=high)
+    if _starts_anew(job, event):
+        rendezvous.check(Rounds(), event)
+        _reset(job, event)
+    if job.finished:
+        return Joined(job=job.name, run=job.run, finished=True, finished_step=job.finished_step)
+    newcomer = _is_newcomer(job, event)
+    if newcomer and event.shrinks and job.standing > len(rendezvous.predecessors(job.rounds, event)):
+        raise _no_growth(job, event)
+    rendezvous.check(job.rounds, event)
+    predecessors = rendezvous.predecessors(job.rounds, event)
+    launched = newcomer and not event.launcher  # by somebody, again
+    anew = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
+    job.proposed = event.proposed_run
+    if not job.run:  # holders without a seat came first
+        job.run, job.fresh = event.proposed_run, event.fresh
+    broken = any([rendezvous.part(job.rounds, name, rendezvous.LOST) for name in predecessors])
+    job.failures = 0 if anew else job.failures + broken
+    if launched:
+        job.ending = None
+    exited = job.rounds.round is not None and job.rounds.round.exited > 0
+    if rendezvous.add(job.rounds, event, now):
+        job.failures += exited and not launched and not broken  # whoever joins cannot go on without it
+        broken = True
+    _after_membership(job, now, effects, broken=broken)
+    return Joined(job=job.name, run=job.run)
+
+
+def _is_newcomer(job: Job, event: Join) -> bool:
+    """A round has formed, and it had no part in the last one."""
+    current = job.rounds.round
+    return current is not None and event.incarnation not in current.agents and event.incarnation not in current.members
+
+
+def _no_growth(job: Job, event: Join) -> BadRequest:
+    return BadRequest(
+        f"Job {job.name!r} goes on with what is left of it and does not grow: node {event.node!r} is refused.",
+        hint="Launch it with --fault-level elastic if newcomers are to be taken in, hot if they are to replace others.",
+    )
+
+
+def _starts_anew(job: Job, event: Join) -> bool:
+    """The books of a finished job begin anew for whoever goes on with what storage has of it.
+
+    `fresh` counts once per launch: there, or on a job that only dead strangers have worked on.
+    """
+    if job.finished:
+        return event.fresh or (event.again and job.settings.save_to is not None)
+    if not event.fresh:
+        return False
+    current, predecessors = job.rounds.round, rendezvous.predecessors(job.rounds, event)
+    known = current is not None and event.incarnation in current.agents
+    return current is not None and not known and job.standing == len(predecessors)
+
+
+def _reset(job: Job, event: Join) -> None:
+    """The old name, and a new run unless storage has one. Round, plan and place counters go on: they only count up."""
+    number, places, seen = job.rounds.number, job.rounds.places, job.rounds.places_seen
+    new = Job(
+        name=job.name,
+        run=event.proposed_run,
+        fresh=event.fresh,
+        rounds=Rounds(number=number, places=places, places_seen=seen),
+        plan=Choice(number=job.plan.number),
+    )
+    for field in Job.__struct_fields__:
+        setattr(job, field, getattr(new, field))
+
+
+def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
+    """An agent or a worker was silent for too long."""
+    return _part(job, event.incarnation, rendezvous.LOST, now, effects)
+
+
+def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
+    """A launcher saw its worker end. Raises Stale, BadRequest."""
+    if event.worker in job.ledgers.free:  # its launcher has no seats either, so nobody knows it here
+        return _part(job, event.worker, rendezvous.LOST, now, effects)
+    reapers = rendezvous.reapers(job.rounds, event.worker)
+    member = job.rounds.round.members.get(event.worker) if job.rounds.round else None
+    unseated = event.newcomer and member is None and not rendezvous.is_over(job.rounds, event.worker)
+    if event.incarnation not in reapers and not (unseated or rendezvous.knows(job.rounds, event.incarnation)):
+        raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
+    if reapers and event.incarnation not in reapers:
+        raise BadRequest(f"Worker {event.worker!r} of job {job.name!r} belongs to another agent.")
+    if unseated:  # a join of its own may still be on its way
+        job.failures += event.exit_code not in _POLITE
+        rendezvous.remember(job.rounds, event.worker)
+    if member is not None:
+        member.exit_code = event.exit_code
+    how = _POLITE.get(event.exit_code, rendezvous.LOST)
+    if how == rendezvous.DONE and member is not None and member.attached:
+        how = rendezvous.EXITED
+    return _part(job, event.worker, how, now, effects)
+
+
+def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
+    """A worker or an agent goes on purpose: done, or not. Raises Stale."""
+    if not knows(job, event.incarnation):
+        rendezvous.member_of(job.rounds, job.name, event.incarnation)
+    if event.reason is Departure.DONE and rendezvous.knows(job.rounds, event.incarnation):
+        job.finished_step = max(event.step, job.finished_step or 0)
+    if event.ending is not None:
+        job.ending = event.ending
+        effects += [Wake(topic=topic(job.name)) for topic in (watch_topic, round_topic)]
+    return _part(job, event.incarnation, event.reason.value, now, effects)
+
+
+_POLITE = {0: rendezvous.DONE, REQUEUE: Departure.PREEMPTED.value}
+"""Exit codes that are no failure."""
+_DEATHS = (rendezvous.LOST, Departure.FAILED.value)
+"""It may have died of what it held. Of a round's members only the first: the others die of the break."""
+
+
+def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
+    if how == rendezvous.LOST:
+        job.replies.pop(incarnation, None)
+    current = job.rounds.round
+    was_broken = current is not None and current.phase is Phase.BROKEN
+    broken = rendezvous.part(job.rounds, incarnation, how)
+    job.failures += broken and how in _DEATHS  # the others die of the break, so it counts once
+    counts = how in _DEATHS and not (was_broken and incarnation not in job.ledgers.free)
+    job_ledgers.part(job, incarnation, effects, lost=counts)
+    departure.part(job, incarnation, effects)
+    if current is not None and not job.finished and current.done == current.world_size:
+        _finish(job, effects)
+    _after_membership(job, now, effects, broken=broken)
+    return Done()
+
+
+def _finish(job: Job, effects: Effects) -> None:
+    job.finished = True
+    job.finished_step = job.finished_step or 0
+    effects += [Wake(topic=topic(job.name)) for topic in (watch_topic, round_topic)]
+    effects += finishing(job)
+
+
+def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
+    """Time has passed: the last call may be over, and leases; a persist may be due."""
+    del event
+    job.alarm = math.inf
+    job_ledgers.expire(job, now, effects)
+    if persist_due_at(job) <= now:
+        votes.remind(job.saves, job.settings, now)
+    _after_membership(job, now, effects, broken=False)
+    return Done()
+
+
+def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -> None:
+    """Tell of a break; form the next round if it is time, else say when it will be."""
+    if broken:
+        job.plan.number += 1
+        effects += [Wake(topic=watch_topic(job.name)), Wake(topic=plan_topic(job.name))]
+    if not job.finished and job.ending is None and rank_assignment.form(job.rounds, f"{job.name}/{job.run}", now):
+        job.finished_step = None  # whoever was done before has to do it again
+        job.offers, job.keys, job.leaving = Offers(), Keys(), Leaving()
+        job.plan = Choice(number=job.plan.number)
+        _forget_replies(job)
+        effects.append(RoundFormed(job=job.name))
+        effects += [Wake(topic=topic(job.name)) for topic in (round_topic, plan_topic, watch_topic)]
+    tell_of_newcomers(job, effects)
+    if not job.writes and job.settings.save_to is not None:
+        effects.append(ReleaseClaims(job=job.name))
+    arm(job, now, effects)
+    _bound_replies(job)
+
+
+def _forget_replies(job: Job) -> None:
+    """Idempotency memory is O(workers): whoever is no part of the job any more is forgotten."""
+    job.replies = {who: last for who, last in job.replies.items() if knows(job, who)}
+
+
+def _bound_replies(job: Job) -> None:
+    """Holders without a seat come and go, and no round forms: forget those that left as soon as they are many."""
+    here = len(job.ledgers.free) + len(job.rounds.seats) + (len(job.rounds.round.members) if job.rounds.round else 0)
+    if len(job.replies) > 4 * here + 64:
+        _forget_replies(job)

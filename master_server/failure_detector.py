@@ -1,0 +1,196 @@
+"""Who lives, as the runtime sees it: the pure `nodes` with the master's uptime and one timer. Verdicts become events.
+
+All methods are called in the runtime's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from dlrover_hooks.master.clock import Uptime
+from dlrover_hooks.master.core import heartbeats
+from dlrover_hooks.master.core.events import Lost
+from dlrover_hooks.master.core.heartbeats import GRACE_S, Name, Nodes
+from dlrover_hooks.master.core.job import Job, knows
+from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.master.core.views import Poll
+from dlrover_hooks.protocol import (
+    Attach,
+    AwaitPlan,
+    Exited,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    OpenLedger,
+    Phase,
+    TakeLeases,
+    Watch,
+)
+
+log = logging.getLogger("dlrover_hooks.master")
+
+
+class Liveness:
+    """Owns the timer. `state` gives the journaled state as it is now; `inform` takes an event of the master's own."""
+
+    def __init__(
+        self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], uptime: Uptime
+    ) -> None:
+        self._nodes, self._state, self._inform = known, state, inform
+        self._uptime, self._now = uptime, uptime.seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._at = math.inf
+        self._judged_at = -math.inf
+
+    def start(self) -> None:
+        """A new life: everybody is to speak anew."""
+        self._loop = asyncio.get_running_loop()
+        for name, job in sorted(self._state().jobs.items()):
+            self._expect_all(name, job, self._now())
+        self._arm()
+
+    def _expect_all(self, name: str, job: Job, now: float) -> None:
+        current = job.rounds.round
+        for member in current.members.values() if current else ():
+            trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
+            if member.live and (name, member.incarnation) not in self._nodes.pulses:
+                within_s = self._nodes.lease_s if trains else GRACE_S
+                heartbeats.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
+        # a free holder does not beat, but it connects again, and then it may be silent
+        for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
+            if (name, speaker) not in self._nodes.pulses:
+                heartbeats.expect(self._nodes, (name, speaker), now, self._nodes.lease_s)
+
+    def rolled_back(self) -> None:
+        """Events were undone: whoever was forgotten because of them is waited for again."""
+        for name, job in sorted(self._state().jobs.items()):
+            self._expect_all(name, job, self._now())
+        self._arm()
+
+    def close(self) -> None:
+        """No more verdicts."""
+        self._cancel()
+        self._at = -math.inf
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # ---- signs of life -----------------------------------------------------------------------------------------------
+
+    def received(self, request: Heartbeat) -> None:
+        """A heartbeat is here. It counts at once if its sender is known: the answer may have to wait for a commit."""
+        if (request.job, request.incarnation) in self._nodes.pulses:
+            self.beat(request)
+
+    def beat(self, request: Heartbeat) -> None:
+        """A heartbeat was answered: its sender may be silent for a whole lease again."""
+        name = (request.job, request.incarnation)
+        heartbeats.beat(self._nodes, name, self._now(), step=request.step, vitals=request.vitals)
+        self._arm()
+
+    def heard_of(self, event: Message) -> None:
+        """Who sends an event lives."""
+        if isinstance(event, Attach):
+            self._heard((event.job, event.incarnation), GRACE_S)
+        elif isinstance(event, OpenLedger):
+            name = (event.job, event.incarnation)
+            self._heard(name, self._worker_s(name))
+        elif isinstance(event, Join | TakeLeases):
+            self._heard((event.job, event.incarnation), self._nodes.lease_s)
+        elif isinstance(event, Leave):
+            heartbeats.forget(self._nodes, (event.job, event.incarnation))
+        elif isinstance(event, Exited):
+            heartbeats.forget(self._nodes, (event.job, event.worker))
+
+    def waits(self, request: Poll, for_s: float) -> None:
+        """A long-poll begins; a `Watch` is open until `waited`."""
+        name = (request.job, request.incarnation)
+        if isinstance(request, Watch):
+            heartbeats.opened(self._nodes, name, self._now())
+            self._arm()
+        else:
+            self._heard(name, for_s + self._nodes.lease_s)
+
+    def waited(self, request: Poll, *, answered: bool) -> None:
+        """It is over: `answered`, or the client hung up.
+
+        Who waits for a round or a lease asks again at once; with its plan a worker may be busy.
+        """
+        name = (request.job, request.incarnation)
+        if isinstance(request, Watch):
+            heartbeats.closed(self._nodes, name, self._now(), answered=answered)
+        else:
+            within_s = self._worker_s(name) if isinstance(request, AwaitPlan) else self._nodes.lease_s
+            heartbeats.expect(self._nodes, name, self._now(), within_s)
+        self._arm()
+
+    def round_formed(self, job: str) -> None:
+        """Whoever got a seat must attach in time; an agent need not speak until it waits again."""
+        found = self._state().jobs.get(job)  # it may be deleted by now
+        current = found.rounds.round if found is not None else None
+        now = self._now()
+        for member in current.members.values() if current else ():
+            heartbeats.heard(self._nodes, (job, member.incarnation), now, GRACE_S)
+        self._arm()
+
+    def _heard(self, name: Name, for_s: float) -> None:
+        heartbeats.heard(self._nodes, name, self._now(), for_s)
+        self._arm()
+
+    def _worker_s(self, name: Name) -> float:
+        """How long a worker may be silent: it may not have begun its heartbeats."""
+        pulse = self._nodes.pulses.get(name)
+        return self._nodes.lease_s if pulse is not None and pulse.beats else GRACE_S
+
+    # ---- verdicts ----------------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Judge when the first lease runs out, and at every tick of the uptime."""
+        at = heartbeats.next_at(self._nodes)
+        if at >= self._at:
+            return
+        self._cancel()
+        now, tick_s = self._now(), self._uptime.tick_s
+        delay_s = tick_s if now == self._judged_at else min(max(0.0, at - now), tick_s)  # the uptime may stand still
+        self._at = now + delay_s
+        self._timer = self._loop.call_later(delay_s, self._judge)
+
+    def _judge(self) -> None:
+        """Whoever could not be heard because this master was stopped, or waited for its journal, gets time to speak."""
+        self._timer, self._at = None, math.inf
+        now = self._judged_at = self._now()
+        if (missed_s := self._uptime.missed_s()) > 0.0:
+            heartbeats.grant(self._nodes, now, missed_s)
+        if missed_s > self._uptime.most_s:
+            log.warning("this master was stopped for %.1f s: no lease ends because of that", missed_s)
+        for lost in heartbeats.verdicts(self._nodes, now):
+            if self._matters(lost):
+                log.warning("job %s: %s is lost: %s", lost.job, lost.incarnation, lost.reason)
+                self._inform(lost)
+        self._arm()
+
+    def _is_watched(self, job: str, launcher: str) -> bool:
+        """That launcher sees the end of a process that has not attached yet, or (a script without hooks) never will."""
+        pulse = self._nodes.pulses.get((job, launcher))
+        return pulse is not None and pulse.ears > 0
+
+    def _matters(self, lost: Lost) -> bool:
+        """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
+        job = self._state().jobs.get(lost.job)
+        if job is None or not knows(job, lost.incarnation):
+            return False
+        if lost.incarnation in job.ledgers.free:
+            return True
+        current = job.rounds.round
+        member = current.members.get(lost.incarnation) if current is not None else None
+        if member is not None and not member.attached and self._is_watched(lost.job, member.launcher):
+            return False
+        holds_seat = member is not None
+        waits = lost.incarnation in job.rounds.waiting or lost.incarnation in job.rounds.seats
+        over = job.finished or job.ending is not None
+        return holds_seat or waits or (lost.reason != heartbeats.SILENT and not over)
