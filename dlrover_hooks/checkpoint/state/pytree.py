@@ -17,6 +17,7 @@ import logging
 import math
 import operator
 import pathlib
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -359,7 +360,13 @@ def _device(name: str) -> Any:
     return torch.device(name)
 
 
+_KIND = re.compile(r"[<>|][a-zA-Z]\d+(\[\w+\])?")
+"""What `dtype.str` gives. NumPy also reads aliases, some of them with a warning: those are in no file of ours."""
+
+
 def _numbers(kind: str, data: str) -> np.ndarray[Any, Any]:
+    if not _KIND.fullmatch(str(kind)):
+        raise ValueError(f"{kind!r} is no dtype as NumPy writes it")
     dtype = np.dtype(str(kind))
     if dtype.hasobject:
         raise ValueError(f"an array of {dtype} would hold pointers")
