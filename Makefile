@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 IN_PROCESS := tests/unit tests/property tests/simulation
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulate chaos check format docs clean
+.PHONY: help setup demo test simulate chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -49,6 +49,9 @@ check: $(READY)  ## ruff, format, pyright, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+structure: $(READY)  ## figures of the packages: duplicate names, import circles, sizes (build/structure.json)
+	$(BIN)/python -m tests.structure
 
 format: $(READY)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -20,9 +20,9 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks import rng, testing
 from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
 from dlrover_hooks.checkpoint.restore.generation_loader import Fitting
-from dlrover_hooks.checkpoint.save.schedule import Pace, save_due
+from dlrover_hooks.checkpoint.save.schedule import StepPace, save_due
 from dlrover_hooks.config import Config, Place, drill, use_seat
-from dlrover_hooks.data.data_state import Cut, Leased, Source, united
+from dlrover_hooks.data.data_state import Cut, DatasetPosition, Leased, united
 from dlrover_hooks.errors import (
     CheckpointError,
     HooksError,
@@ -34,17 +34,17 @@ from dlrover_hooks.errors import (
     StorageFailed,
     UsageError,
 )
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.worker import membership, session_parts, startup
 from dlrover_hooks.worker.deferred_errors import Surface
-from dlrover_hooks.worker.emergency_save import Parting
-from dlrover_hooks.worker.final_save import End, LastSave, say_farewell
+from dlrover_hooks.worker.emergency_save import EmergencySave
+from dlrover_hooks.worker.final_save import FinalSaveOutcome, LastSave, say_farewell
 from dlrover_hooks.worker.preemption import Preempted as Preempted
 from dlrover_hooks.worker.reporter import Courier
 from dlrover_hooks.worker.startup import Restored as Restored
 
 if TYPE_CHECKING:
-    from dlrover_hooks.client.in_process_master import Ear
+    from dlrover_hooks.client.in_process_master import InProcessWatch
     from dlrover_hooks.client.liveness_connection import Watcher
 
 log = logging.getLogger("dlrover_hooks")
@@ -83,17 +83,17 @@ class Session:
         self._restored: Restored | None = None
         self.found = session_parts.Noted()  # what was noted beside it
         self._rng: dict[str, Any] | None = None
-        self._pace = Pace()
+        self._pace = StepPace()
         self.at_step_end = False  # a step was made, and no batch requested since
         self._prepared, self._cut_at, self._looked = False, -1, -1
-        self._left, self._here, self._end = False, Here(), End.DURABLE
+        self._left, self._here, self._end = False, ForkGuard(), FinalSaveOutcome.DURABLE
         self._caller = session_parts.caller(config, self._incarnation, self.membership)
         self._engine = session_parts.engine(config, place, self, self.membership) if checkpoint else None
         seat = (self._incarnation, place.rank, place.world_size)
         self._courier = Courier(self._caller, config.job, seat, self._engine)
         self._surface = Surface(config, place, self._engine, self._courier)
-        self.parting = Parting(config, place, seat[0], self._courier, self.membership and self.membership.parting)
-        self._watcher: Watcher | Ear | None = None
+        self.parting = EmergencySave(config, place, seat[0], self._courier, self.membership and self.membership.parting)
+        self._watcher: Watcher | InProcessWatch | None = None
 
     # ---- coming up --------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Session:
         self._begin(plan)
         return self._restored
 
-    def watch(self, name: str, source: Source, state: dict[str, Any] | None = None) -> None:
+    def watch(self, name: str, source: DatasetPosition, state: dict[str, Any] | None = None) -> None:
         """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any)."""
         self._data.watch(name, source)
         state = state if state is not None else self.restored_data(name)
@@ -266,14 +266,14 @@ class Session:
         self._rng = None  # that of the last fetch is not of the end
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
         last = LastSave(self._engine, self._courier, generation, lambda: self._committed(generation), self.place.rank)
-        self._end = End.OWED
+        self._end = FinalSaveOutcome.OWED
         try:
             last.make(self._tree(state))
-            self._end = End.DURABLE
+            self._end = FinalSaveOutcome.DURABLE
         except (CheckpointError, MasterAway) as error:
             if self.config.on_error == "raise":
                 raise
-            self._end = End.WARNED
+            self._end = FinalSaveOutcome.WARNED
             self._surface.say(error)
 
     def leave(self, reason: p.Departure, step: int = 0) -> None:
@@ -285,7 +285,7 @@ class Session:
             return
         self._left = True
         self.parting.signals.give_back()
-        if reason is p.Departure.DONE and self._end is End.OWED:
+        if reason is p.Departure.DONE and self._end is FinalSaveOutcome.OWED:
             reason = p.Departure.FAILED
         self._courier.stop()
         if not self.place.incarnation and not self.place.rank:  # a launcher has its own last word
@@ -297,7 +297,7 @@ class Session:
         if self._watcher is not None:
             self._watcher.close()
         if self._engine is not None:
-            self._engine.close(finished=reason is p.Departure.DONE and self._end is not End.WARNED)
+            self._engine.close(finished=reason is p.Departure.DONE and self._end is not FinalSaveOutcome.WARNED)
         (self.membership or self._caller).close()
 
     def salvage(self, step: int, state: Any, random: dict[str, Any]) -> bool:

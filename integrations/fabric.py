@@ -34,7 +34,7 @@ from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.pytorch.even_batches import Around
 from dlrover_hooks.pytorch.tensor_loading import left_alone
-from dlrover_hooks.pytorch.training_loop import Loop, Window, is_leased, is_training, keeps_own_state
+from dlrover_hooks.pytorch.training_loop import TrainingLoop, Window, is_leased, is_training, keeps_own_state
 from dlrover_hooks.session import Preempted
 
 log = logging.getLogger("dlrover_hooks")
@@ -60,7 +60,7 @@ class ElasticFabric:
                  on_preempt: Callable[[Preempted], object] | None = None, **shared: Any) -> None:  # fmt: skip
         self.fabric, self.config = fabric, settings.load(save_to=save_to, **shared)
         self._on_preempt = on_preempt
-        self.loop: Loop | None = None
+        self.loop: TrainingLoop | None = None
         """The seat in the job, from the first `setup` to `finish`; None when standing aside."""
 
     def __getattr__(self, name: str) -> Any:
@@ -116,12 +116,12 @@ class ElasticFabric:
             else:
                 loop.add("object", one)
 
-    def _come_up(self) -> Loop | None:
+    def _come_up(self) -> TrainingLoop | None:
         if self.loop is None and (reason := self._stand_aside()) is not None:
             log.warning("dlrover-hooks stands aside: %s", reason)
         elif self.loop is None:
             place = settings.place(rank=self.fabric.global_rank, world_size=self.fabric.world_size)
-            self.loop = Loop(self.config, place, self._on_preempt)
+            self.loop = TrainingLoop(self.config, place, self._on_preempt)
         return self.loop
 
     def _stand_aside(self) -> str | None:
@@ -131,7 +131,7 @@ class ElasticFabric:
             return left_alone(type(self.fabric.strategy).__name__, "Fabric", self.config.on_error)
         return None
 
-    def _keep_optimizer(self, loop: Loop, optimizer: Any) -> None:
+    def _keep_optimizer(self, loop: TrainingLoop, optimizer: Any) -> None:
         loop.add_optimizer(optimizer.optimizer)
         inner = optimizer.optimizer
         optimizer.step = _at_step_end(loop.window, optimizer.step)

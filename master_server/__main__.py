@@ -45,7 +45,7 @@ With Python's own (700, 10, 10), 1000 nodes that meet took six times the CPU."""
 log = logging.getLogger("dlrover_hooks.master")
 
 
-class Options(msgspec.Struct, frozen=True):
+class ServeOptions(msgspec.Struct, frozen=True):
     """What the command line says."""
 
     host: str = "127.0.0.1"
@@ -130,7 +130,7 @@ def command(token_file: str | None, **flags: Any) -> None:
     GET /healthz /readyz /metrics /openapi.json tell how it is and what it answers.
     Exit codes: 0 ended by a signal or its owner, 70 failed within (start it again), 78 something here must be mended.
     """
-    options = Options(**flags)
+    options = ServeOptions(**flags)
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -154,7 +154,7 @@ def _token_in(path: str) -> str:
     return token.decode()
 
 
-def serve(options: Options) -> None:
+def serve(options: ServeOptions) -> None:
     """Serve until a signal or the end of `life_fd`. Raises HooksError for what the caller can mend."""
     _check_tls(options)
     gc.set_threshold(*_COLLECT_AT)
@@ -171,7 +171,7 @@ def serve(options: Options) -> None:
         sys.exit(FAILED)
 
 
-async def _serve(options: Options, listener: socket.socket, journal: Journal) -> bool:
+async def _serve(options: ServeOptions, listener: socket.socket, journal: Journal) -> bool:
     """False if the runtime failed: only a new life, which replays the journal, knows what is true."""
     metrics = Metrics()
     runtime = Runtime(
@@ -197,7 +197,7 @@ async def _serve(options: Options, listener: socket.socket, journal: Journal) ->
     return not runtime.failed
 
 
-def _config(options: Options, app: App) -> uvicorn.Config:
+def _config(options: ServeOptions, app: App) -> uvicorn.Config:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = Limits(strangers=max(16, min(Limits().strangers, files // 4)))
     return uvicorn.Config(
@@ -258,7 +258,7 @@ def _end_with(life_fd: int, server: Server, loop: asyncio.AbstractEventLoop) -> 
     threading.Thread(target=wait, name="dlrover-hooks-life", daemon=True).start()
 
 
-def _listener(options: Options) -> socket.socket:
+def _listener(options: ServeOptions) -> socket.socket:
     if options.fd is not None:
         return _inherited(options)
     _check_token(options, options.host)
@@ -279,7 +279,7 @@ def _listener(options: Options) -> socket.socket:
     return listener
 
 
-def _inherited(options: Options) -> socket.socket:
+def _inherited(options: ServeOptions) -> socket.socket:
     assert options.fd is not None
     try:
         listener = socket.socket(fileno=options.fd)
@@ -298,7 +298,7 @@ def _keep_alive(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, option, seconds)
 
 
-def _check_token(options: Options, host: str) -> None:
+def _check_token(options: ServeOptions, host: str) -> None:
     if options.token or _is_loopback(host):
         return
     raise UsageError(
@@ -307,7 +307,7 @@ def _check_token(options: Options, host: str) -> None:
     )
 
 
-def _check_tls(options: Options) -> None:
+def _check_tls(options: ServeOptions) -> None:
     """Before anything is opened: uvicorn would find it out later, with a traceback."""
     if options.ssl_certfile is None:
         if options.ssl_keyfile is None and options.ssl_client_ca is None:

@@ -12,7 +12,7 @@ from dlrover_hooks.protocol import Manifest, Retention
 log = logging.getLogger("dlrover_hooks.master")
 
 
-class Hold(Protocol):
+class HeldUrl(Protocol):
     """A claim on a checkpoint URL."""
 
     def release(self) -> None:
@@ -31,7 +31,7 @@ class Storage(Protocol):
         """Remember that the run is over."""
         ...
 
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
         """Keep other masters off `url`. Raises SaveToBusy or StorageFailed."""
         ...
 
@@ -47,7 +47,7 @@ class NoStorage:
         """See `Storage`."""
         raise self._refusal(url)
 
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
         """See `Storage`."""
         raise self._refusal(url)
 
@@ -55,7 +55,7 @@ class NoStorage:
         return UsageError(f"this master was made without storage, so it cannot commit to {url}")
 
 
-def release(hold: Hold) -> None:
+def release(hold: HeldUrl) -> None:
     """Give the claim up; trouble is only logged, since nobody could mend it now."""
     try:
         hold.release()

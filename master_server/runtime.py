@@ -49,7 +49,7 @@ _FORGET_EVERY_S = 60.0
 """Jobs that may be forgotten are looked for no more often."""
 
 
-class Entry(msgspec.Struct):
+class PendingEvent(msgspec.Struct):
     """An applied event that is not durable yet."""
 
     record: bytes
@@ -85,8 +85,8 @@ class Runtime:
         self._observe_commit = observe_commit
         self._began = self.state.now or clock.wall()
         self._uptime = Uptime(clock.monotonic, max(suspicion_s, lease_s / 10))
-        self._queue: deque[Entry] = deque()
-        self._under_way: list[Entry] = []
+        self._queue: deque[PendingEvent] = deque()
+        self._under_way: list[PendingEvent] = []
         self._committing: asyncio.Task[None] | None = None
         self._barrier: asyncio.Future[Message] | None = None
         self._reloading: asyncio.Future[None] | None = None
@@ -179,7 +179,7 @@ class Runtime:
             self._answer_after_commits(done, outcome.reply)
             return done
         self._liveness.heard_of(event)
-        self._queue.append(Entry(record=record, reply=outcome.reply, effects=outcome.effects, done=done))
+        self._queue.append(PendingEvent(record=record, reply=outcome.reply, effects=outcome.effects, done=done))
         self._barrier = done
         self._go_on()
         return done
@@ -274,7 +274,7 @@ class Runtime:
         if self.failed:
             raise _ending()
 
-    def _roll_back(self, batch: list[Entry], error: JournalFailed) -> None:
+    def _roll_back(self, batch: list[PendingEvent], error: JournalFailed) -> None:
         """Nothing of this batch, nor of what was applied on top of it, has happened."""
         log.error("%s", error)
         self._wrote(failed=True)

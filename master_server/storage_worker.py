@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.master.checkpoint_store import Hold, Storage, release
+from dlrover_hooks.master.checkpoint_store import HeldUrl, Storage, release
 from dlrover_hooks.master.core.effects import CommitGeneration, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten
 from dlrover_hooks.protocol import Message
@@ -38,7 +38,7 @@ class Deposits:
         wall: Callable[[], float],
     ) -> None:
         self._storage, self._journal, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
-        self._claims: dict[tuple[str, str], Hold] = {}
+        self._claims: dict[tuple[str, str], HeldUrl] = {}
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """By job, while somebody holds it or waits for it."""
         self._tasks: set[asyncio.Task[None]] = set()

@@ -9,7 +9,7 @@ from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
 from dlrover_hooks.checkpoint.state.safetensors_writer import Layout, TensorSpec, header_bytes, plan
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.protocol import Generation, Manifest
 
@@ -37,7 +37,7 @@ def image_around(payload: bytes, which: Generation) -> bytes:
 
 def read_back(url: str, manifest: Manifest, rank: int) -> bytes:
     """All of `rank`'s file, every chunk verified. Raises as `StoredImage`."""
-    image = StoredImage(Place(url), manifest, rank)
+    image = StoredImage(StorageFolder(url), manifest, rank)
     try:
         image.need([(0, len(image.view))])
         return bytes(image.view)

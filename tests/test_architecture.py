@@ -9,8 +9,11 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import structure
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("dlrover_hooks", "integrations", "master_server")
@@ -56,6 +59,28 @@ def test_import_contracts_hold() -> None:
     tool = Path(sys.executable).parent / "lint-imports"
     done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@cache
+def measured() -> dict[str, Any]:
+    return structure.measure()
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    assert measured()["duplicates"] == {}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert measured()["circles"] == []
+
+
+def test_packages_stay_small_enough_to_walk() -> None:
+    assert {name: count for name, count in measured()["modules_per_package"].items() if count > 16} == {}
+
+
+def test_each_package_says_what_it_is() -> None:
+    found = [name for name, tree in package().items() if name.endswith("__init__.py") and not ast.get_docstring(tree)]
+    assert found == [], "one sentence on what it is and is not, and its way in"
 
 
 def test_the_pure_machines_import_nothing_impure() -> None:

@@ -19,17 +19,17 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
 from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, Neighbours
 from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.checkpoint.memory.slot_policy import NO_SLOT, Heard, NoSlot, Others
-from dlrover_hooks.checkpoint.restore.generation_loader import Fitting, Restored, Restorer
+from dlrover_hooks.checkpoint.restore.generation_loader import Fitting, LoadedTree, Restorer
 from dlrover_hooks.checkpoint.save import progress_log
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
 from dlrover_hooks.checkpoint.save.segment_client import Room
 from dlrover_hooks.checkpoint.save.single_rank_image import WHOSE, Lone
-from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, Target, Writer
+from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, SlotTarget, Writer
 from dlrover_hooks.checkpoint.save.worker_notes import Notes
 from dlrover_hooks.checkpoint.state.pytree import Memo, OnUnsupported, flatten
 from dlrover_hooks.checkpoint.state.safetensors_writer import PARTS, Inside
@@ -85,7 +85,7 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
         self._whose, self._lone = WHOSE, Lone()
         self._held: tuple[Held, ...] = ()
-        self._line = Line(self._connect, self._hello, self._forget, deadline_s=deadline_s)
+        self._line = KeeperClient(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self.neighbours = Neighbours(self._line, node, locate)
         self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
         self.notes = Notes(self._line, self._room)
@@ -99,7 +99,7 @@ class Checkpointer:
         self.parameters: Callable[[], Iterable[Any]] = tuple
         """Of the models (torch). The frozen ones among them are not copied at every save."""
         self._writer = self._make_writer(mode)
-        self._opened: Restored | None = None
+        self._opened: LoadedTree | None = None
         """Opened and verified for the round that is forming, not copied yet."""
 
     def _make_writer(self, mode: str) -> Writer:
@@ -155,7 +155,7 @@ class Checkpointer:
         self._run, self._attempt, self._rank, self._world_size = run, attempt, rank, world_size
         self._whose = rank, world_size
 
-    def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
+    def load(self, restore: Restore, fitting: Fitting | None = None) -> LoadedTree:
         """Load and verify what the round restores; nothing of it aliases shared memory or a file's buffer.
 
         Tensors that `fitting` gives are written by `fill` only.
@@ -281,7 +281,7 @@ class Checkpointer:
         holds = (lambda: recipe.holds(tensors)) if found is not None else None
         return Shot(generation, recipe, header, found or recipe.sources(tensors), holds)
 
-    def _target(self, arena: Arena, slot: int, shot: Shot) -> Target:
+    def _target(self, arena: Arena, slot: int, shot: Shot) -> SlotTarget:
         size, (rank, world_size) = shot.recipe.layout.total_bytes, self._whose
 
         def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
@@ -292,7 +292,7 @@ class Checkpointer:
             if not self._line.tell(message):
                 raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
 
-        return Target(arena.number, slot, arena.view(slot, size), arena.view(slot), publish)
+        return SlotTarget(arena.number, slot, arena.view(slot, size), arena.view(slot), publish)
 
     @property
     def skipping_s(self) -> float:

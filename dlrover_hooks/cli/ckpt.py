@@ -15,7 +15,7 @@ from dlrover_hooks.errors import Corrupt, HooksError, UsageError
 
 if TYPE_CHECKING:
     from dlrover_hooks.checkpoint.storage.catalog import Listed
-    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
     from dlrover_hooks.protocol import Manifest, Retention
 
 _USAGE, _FAILED = 78, 1
@@ -69,10 +69,10 @@ def _said() -> Iterator[None]:
 def ls(url: str, options: dict[str, Any], as_json: bool) -> None:
     """List the generations at URL: which are whole, and why not."""
     from dlrover_hooks.checkpoint.storage import catalog
-    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
     with _said():
-        place = Place(url, options)
+        place = StorageFolder(url, options)
         found = sorted(_rows(place), key=lambda one: (one.attempt, one.step))
         latest = catalog.load(place, catalog.LATEST, catalog.Latest)
         rows = [_row(one) | {"latest": latest is not None and latest.folder == one.folder} for one in found]
@@ -145,10 +145,10 @@ def verify(url: str, options: dict[str, Any], step: int | None) -> None:
 
     from dlrover_hooks.checkpoint.restore.verification import faults, tree_faults
     from dlrover_hooks.checkpoint.save.progress_log import readable
-    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
     with _said():
-        place = Place(url, options)
+        place = StorageFolder(url, options)
         rows = _rows(place)
         found = [one for one in rows if step in (None, one.step) and one.committed]
         if not found:
@@ -181,14 +181,14 @@ def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
     committed but is newer: a keeper may still be writing it. Refused while a job saves there.
     """
     from dlrover_hooks import config
-    from dlrover_hooks.checkpoint.storage import generations
-    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.storage import url_claim
+    from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
     with _said():
         rules = config.retention(keep, name="--keep")
-        place = Place(url, options)
+        place = StorageFolder(url, options)
         newest = _chosen(place, options, None)
-        claim = None if dry_run else generations.Claim.take(url, options, newest.job, "ckpt prune")
+        claim = None if dry_run else url_claim.UrlClaim.take(url, options, newest.job, "ckpt prune")
         try:
             if not _prune(place, newest, rules, dry_run):
                 click.echo(f"nothing to remove at {place.url}: --keep {keep} keeps what is there")
@@ -197,7 +197,7 @@ def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
                 claim.release()
 
 
-def _prune(place: Place, newest: Manifest, rules: int | Retention, dry_run: bool) -> int:
+def _prune(place: StorageFolder, newest: Manifest, rules: int | Retention, dry_run: bool) -> int:
     """Say of each generation why it goes, or why it stays although no rule keeps it; the number of those that go."""
     from dlrover_hooks.checkpoint.storage import catalog, retention
 
@@ -235,14 +235,14 @@ def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | 
     hf         a Hugging Face folder: the model's weights as model.safetensors
     lightning  a .ckpt for Trainer.fit(ckpt_path=) and load_from_checkpoint
     """
-    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
     with _said():
         try:
             from dlrover_hooks.pytorch import export as forms
         except ImportError as error:
             raise UsageError(f"export needs torch: {error}", hint="pip install dlrover-hooks[torch]") from None
-        place = Place(url, options)
+        place = StorageFolder(url, options)
         manifest = _chosen(place, options, step)
         try:
             forms.export(url, options, manifest, form, dest)
@@ -251,7 +251,7 @@ def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | 
         click.echo(f"step {manifest.generation.step} of job {manifest.job} is in {dest}")
 
 
-def _rows(place: Place) -> list[Listed]:
+def _rows(place: StorageFolder) -> list[Listed]:
     """The generations at `place`. Raises UsageError that says what is there instead of them."""
     from dlrover_hooks.checkpoint.storage import catalog
 
@@ -261,7 +261,7 @@ def _rows(place: Place) -> list[Listed]:
     raise UsageError(f"{place.url} {what}", hint=hint or "URL is what `save_to` was")
 
 
-def _chosen(place: Place, options: dict[str, Any], step: int | None) -> Manifest:
+def _chosen(place: StorageFolder, options: dict[str, Any], step: int | None) -> Manifest:
     """The newest whole generation of `step`, or of all, of the newest run; newer ones that are damaged are named.
 
     Raises UsageError that says what there is.
@@ -278,7 +278,7 @@ def _chosen(place: Place, options: dict[str, Any], step: int | None) -> Manifest
     return chosen
 
 
-def _no_such(place: Place, step: int | None, rows: list[Listed]) -> UsageError:
+def _no_such(place: StorageFolder, step: int | None, rows: list[Listed]) -> UsageError:
     if step is None:
         hint = f"`dlrover-hooks ckpt ls {place.url}` says why"
         return UsageError(f"none of the {len(rows)} generations at {place.url} is whole", hint=hint)
@@ -287,7 +287,7 @@ def _no_such(place: Place, step: int | None, rows: list[Listed]) -> UsageError:
     return UsageError(what, hint=_others(place, step))
 
 
-def _others(place: Place, step: int) -> str:
+def _others(place: StorageFolder, step: int) -> str:
     """What to take instead of `step`."""
     from dlrover_hooks.checkpoint.storage import catalog
 

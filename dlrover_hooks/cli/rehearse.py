@@ -18,12 +18,12 @@ from rich.table import Table
 
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.rehearsal.comparison import RECOVERED, Evidence, Verdict, judge
-from dlrover_hooks.rehearsal.trial_run import Plan, Trial
+from dlrover_hooks.rehearsal.trial_run import RehearsalPlan, Trial
 from dlrover_hooks.testing.faults import fault_plan
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment, Target
 
 
-def rehearse(plan: Plan, folder: Path, console: Console) -> list[Verdict]:
+def rehearse(plan: RehearsalPlan, folder: Path, console: Console) -> list[Verdict]:
     """All runs, and what they show.
 
     Raises:
@@ -57,7 +57,7 @@ def rehearse(plan: Plan, folder: Path, console: Console) -> list[Verdict]:
     )
 
 
-def _relaunched(plan: Plan, folder: Path, last: int) -> Trial | None:
+def _relaunched(plan: RehearsalPlan, folder: Path, last: int) -> Trial | None:
     """The launcher is killed in the middle, and started again with another number of workers."""
     if not plan.relaunched:
         return None
@@ -172,7 +172,7 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, relaun
         menu = [(kind, of) for name, kind, of, _ in _COUNTS for _ in range(counts[name.replace("-", "_")])]
         if not menu and file is None:
             menu = [(Kind.KILL, Target.WORKER)] * 3
-        plan = Plan(
+        plan = RehearsalPlan(
             command=(*(["-m"] if module else []), script, *arguments), workers=workers, steps=steps,
             faults=fault_plan.read(file) if file is not None else (), menu=tuple(menu), seed=seed, timeout_s=timeout_s,
             relaunched=max(1, workers - 1) if relaunch is None else relaunch,
@@ -186,7 +186,7 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, relaun
     sys.exit(0 if kept else 1)
 
 
-def _rehearsed(plan: Plan, out: str | None, console: Console) -> bool:
+def _rehearsed(plan: RehearsalPlan, out: str | None, console: Console) -> bool:
     """Traces are kept where they were asked for, and where something is broken."""
     folder = Path(tempfile.mkdtemp(prefix="dlrover-hooks-rehearsal-") if out is None else out).absolute()
     if out is not None:

@@ -218,14 +218,14 @@ _SAME = (
 
 def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:
     from dlrover_hooks.launcher import launcher
-    from dlrover_hooks.launcher.options import Level, Options, check
+    from dlrover_hooks.launcher.options import LaunchOptions, Level, check
     from dlrover_hooks.launcher.processes.log_files import Streams, streams
 
     redirects, tee = (streams(flags[name] or "0", f"--{name}") for name in ("redirects", "tee"))
     if flags["log_dir"] and flags["redirects"] is flags["tee"] is None:
         tee = Streams(3)
     level = Level(flags["fault_level"]) if flags["fault_level"] else None
-    options = Options(
+    options = LaunchOptions(
         command=command, nodes=flags["nnodes"], workers=flags["nproc"], level=level, redirects=redirects, tee=tee,
         **{name: flags[name] for name in _SAME},
     )  # fmt: skip

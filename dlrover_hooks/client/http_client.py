@@ -25,7 +25,7 @@ from requests.utils import DEFAULT_CA_BUNDLE_PATH
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from dlrover_hooks import config as settings
-from dlrover_hooks.client.liveness_connection import Watcher, Wire, context
+from dlrover_hooks.client.liveness_connection import MasterAddress, Watcher, context
 from dlrover_hooks.config import Tls
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, UsageError, named
 from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
@@ -141,7 +141,7 @@ class MasterClient:
         `on_notice` is called in that thread, once for each broken round and for the end of the job; `on_error` if the
         master refuses this incarnation (it was declared dead), after which the watch is over.
         """
-        wire = Wire(url=self.url, headers=dict(self._headers), tls=self._tls)
+        wire = MasterAddress(url=self.url, headers=dict(self._headers), tls=self._tls)
         watcher = Watcher(wire, job, self.incarnation, on_notice, on_error)
         self._watchers.add(watcher)
         return watcher

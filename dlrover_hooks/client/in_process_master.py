@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 from dlrover_hooks.errors import HooksError, MasterError
-from dlrover_hooks.master.checkpoint_store import Hold, NoStorage, Storage, release
+from dlrover_hooks.master.checkpoint_store import HeldUrl, NoStorage, Storage, release
 from dlrover_hooks.master.core import heartbeats, job_registry, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Tick
@@ -36,7 +36,7 @@ log = logging.getLogger("dlrover_hooks")
 _STORAGE_END_S = 30.0
 
 
-class Clock(Protocol):
+class TimeSource(Protocol):
     """What time it is."""
 
     def now(self) -> float:
@@ -55,15 +55,15 @@ class WallClock:
         self._offset = time.time() - time.monotonic()
 
     def now(self) -> float:
-        """See `Clock`."""
+        """See `TimeSource`."""
         return time.monotonic() + self._offset
 
     def wait(self, changed: threading.Condition, timeout_s: float) -> None:
-        """See `Clock`."""
+        """See `TimeSource`."""
         changed.wait(timeout_s)
 
 
-class Ear:
+class InProcessWatch:
     """One watch; `close` ends it like a connection."""
 
     def __init__(self, alone: Alone, request: Watch, on_notice: Callable[[Notice], None]) -> None:
@@ -87,7 +87,7 @@ class Alone:
     def __init__(
         self,
         *,
-        clock: Clock | None = None,
+        clock: TimeSource | None = None,
         storage: Storage | None = None,
         lease_s: float = math.inf,
         suspicion_s: float = math.inf,
@@ -99,8 +99,8 @@ class Alone:
         self._storage = storage or NoStorage()
         self._changed = threading.Condition(threading.RLock())
         self._deadlines: dict[str, float] = {}
-        self._claims: dict[tuple[str, str], Hold] = {}
-        self._ears: list[Ear] = []
+        self._claims: dict[tuple[str, str], HeldUrl] = {}
+        self._ears: list[InProcessWatch] = []
         self._storer = None if inline else ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-storage")
         self._storing: set[Future[None]] = set()
 
@@ -138,17 +138,17 @@ class Alone:
         on_error: Callable[[MasterError], None] | None = None,
         *,
         incarnation: str = "",
-    ) -> Ear:
+    ) -> InProcessWatch:
         """Tell of broken rounds and the end of `job`. Called in whichever thread caused it, no lock held."""
         del on_error
-        ear = Ear(self, Watch(job=job, incarnation=incarnation), on_notice)
+        ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation), on_notice)
         with self._changed:
             self._ears.append(ear)
             if incarnation:
                 heartbeats.opened(self.nodes, (job, incarnation), self.clock.now())
         return ear
 
-    def unwatch(self, ear: Ear) -> None:
+    def unwatch(self, ear: InProcessWatch) -> None:
         """End of a watch."""
         with self._changed:
             if ear in self._ears:
@@ -264,7 +264,7 @@ class Alone:
 
     def _tell(self) -> None:
         """Notices go out with no lock held; one break is told once."""
-        due: list[tuple[Ear, Notice]] = []
+        due: list[tuple[InProcessWatch, Notice]] = []
         with self._changed:
             for ear in self._ears:
                 try:

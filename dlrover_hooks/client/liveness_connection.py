@@ -28,7 +28,7 @@ _CONNECT_S = 5.0
 _AGAIN = (500, 502, 503, 504)
 
 
-class Wire(msgspec.Struct, frozen=True):
+class MasterAddress(msgspec.Struct, frozen=True):
     """How to reach the master."""
 
     url: str
@@ -37,10 +37,10 @@ class Wire(msgspec.Struct, frozen=True):
     """For https; with the name of the CA file or folder."""
 
 
-class Line:
+class LivenessConnection:
     """One connection whose descriptor is known from its birth, so that a fork at any moment can close it."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: MasterAddress) -> None:
         parts = urlsplit(wire.url)
         self._wire, self._netloc, self._host = wire, parts.netloc, parts.hostname or ""
         self._context = context(wire.tls) if wire.tls is not None else None
@@ -134,7 +134,7 @@ class Watcher:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: MasterAddress,
         job: str,
         incarnation: str,
         on_notice: Callable[[Notice], None],
@@ -145,7 +145,7 @@ class Watcher:
         """Since when the master cannot be reached (monotonic seconds); None: it can."""
         self._wire, self._request = wire, Watch(job=job, incarnation=incarnation)
         self._on_notice, self._on_error = on_notice, on_error
-        self._line: Line | None = None
+        self._line: LivenessConnection | None = None
         self._closed = threading.Event()
         _WATCHERS.add(self)
         self._thread = threading.Thread(target=self._run, name="dlrover-hooks-watch", daemon=True)
@@ -192,7 +192,7 @@ class Watcher:
         row = Routes.by_request[Watch]
         try:
             if self._line is None:
-                self._line = Line(self._wire)
+                self._line = LivenessConnection(self._wire)
             self._line.connect()
             if self._closed.is_set():  # `close` found nothing connected that it could hang up
                 return None

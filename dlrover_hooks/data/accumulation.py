@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Accumulation:
         """Gradients of the step's micro-batches so far, weighted."""
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []
-        self._known: Plan | None = None
+        self._known: BatchPlan | None = None
         self._active, self._factor, self._number = False, 1.0, 1
         self._calls: dict[int, int] = {}
         self._rates: dict[int, list[float]] = {}

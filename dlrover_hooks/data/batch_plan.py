@@ -10,7 +10,7 @@ Where G does not divide n, `tail` says what the epoch's last step is:
   that the collectives stay in step;
 - `drop`: the epoch ends with its last full step;
 - `carry`: full, completed with the head of the next epoch, whose own steps then begin behind it. Every step is full,
-  every sample comes once per epoch, but epochs differ in length by a step: `Plan.fixed_length` is False, and loops
+  every sample comes once per epoch, but epochs differ in length by a step: `BatchPlan.fixed_length` is False, and loops
   that compare counts with `len(loader)` cannot have it.
 
 Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.pytorch.ddp.weigh_gradients`), given a
@@ -38,7 +38,7 @@ from dlrover_hooks.errors import UsageError
 Tail = Literal["ghost", "drop", "carry"]
 TAILS = ("ghost", "drop", "carry")
 GOOD = 0.9
-"""The busy share of the ranks from which on `Plan.suggestion` has nothing to say."""
+"""The busy share of the ranks from which on `BatchPlan.suggestion` has nothing to say."""
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Slice(msgspec.Struct, frozen=True):
     weight: float
 
 
-class Plan(msgspec.Struct, frozen=True):
+class BatchPlan(msgspec.Struct, frozen=True):
     """How `world_size` ranks share every step of an epoch of n samples, seen from `rank`.
 
     Errors: UsageError for sizes that cannot work, with the nearest that can.
@@ -197,7 +197,7 @@ def _efficiency(total: int, world_size: int) -> float:
     return total / (world_size * -(-total // world_size))
 
 
-def _check_sizes(plan: Plan) -> None:
+def _check_sizes(plan: BatchPlan) -> None:
     n, b, G = plan.n, plan.batch_size, plan.global_batch_size
     if not all(isinstance(size, Integral) for size in (n, b, G, plan.rank, plan.world_size)):
         raise UsageError(f"batch_size={b!r}, global_batch_size={G!r} and the world's sizes must be whole numbers")
@@ -209,7 +209,7 @@ def _check_sizes(plan: Plan) -> None:
         raise UsageError(f"rank {plan.rank} is not in a world of {plan.world_size}")
 
 
-def _check_tail(plan: Plan) -> None:
+def _check_tail(plan: BatchPlan) -> None:
     n, G = plan.n, plan.global_batch_size
     if plan.tail not in TAILS:
         raise UsageError(f"tail={plan.tail!r} is not known", hint=f"one of {', '.join(TAILS)}")
@@ -225,7 +225,7 @@ def _check_tail(plan: Plan) -> None:
         )
 
 
-def _check_share(plan: Plan) -> None:
+def _check_share(plan: BatchPlan) -> None:
     b, G, W = plan.batch_size, plan.global_batch_size, plan.world_size
     if G % b == 0 and G // b >= W:
         return

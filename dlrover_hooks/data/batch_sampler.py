@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from dlrover_hooks.data.sample_seeds import Dice, PickedArray, Picks, Watch
+from dlrover_hooks.data.sample_seeds import Dice, PickedArray, SeededIds, WatchedDice
 from dlrover_hooks.rng.generators import generators
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Batches(BatchSampler):
     def __init__(self, sampler: ElasticSampler, *, seeded: bool, workers: bool) -> None:
         super().__init__(sampler, sampler.plan.batch_size, drop_last=False)
         self.elastic = sampler
-        self.watch = Watch(sampler.seed) if seeded and not workers else None
+        self.watch = WatchedDice(sampler.seed) if seeded and not workers else None
         self._dice = self.watch or (Dice(sampler.seed, generators()) if seeded else None)
         self._again = False
 
@@ -56,4 +56,4 @@ class Batches(BatchSampler):
             self.watch.for_batch(first)
         elif self.elastic.yield_batches:
             return PickedArray.of(ids, first, self._dice.key)
-        return ids if self.elastic.yield_batches else Picks(ids, first, self._dice)
+        return ids if self.elastic.yield_batches else SeededIds(ids, first, self._dice)

@@ -7,7 +7,7 @@ so what is committed is always a prefix of the order and one integer says it all
 
 from __future__ import annotations
 
-from dlrover_hooks.data.batch_plan import Plan, Slice
+from dlrover_hooks.data.batch_plan import BatchPlan, Slice
 
 
 class Progress:
@@ -18,20 +18,20 @@ class Progress:
     is left.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BatchPlan) -> None:
         self.counted = False
         self.rewind(plan, 0)
 
-    def rewind(self, plan: Plan, cursor: int) -> None:
+    def rewind(self, plan: BatchPlan, cursor: int) -> None:
         """Put everything at `cursor` (a restore): the next `begin` continues there, in mid-epoch too."""
         self.cursor = self.marked = cursor
         self._stand(plan, cursor)
 
-    def replan(self, plan: Plan) -> None:
+    def replan(self, plan: BatchPlan) -> None:
         """Go on with another plan behind the whole steps received. What is marked and committed stays so."""
         self._stand(plan, self.position())
 
-    def _stand(self, plan: Plan, base: int) -> None:
+    def _stand(self, plan: BatchPlan, base: int) -> None:
         self.plan, self.base = plan, base
         self.yielded = self.issued = 0
         q = base % plan.n

@@ -17,7 +17,7 @@ from dlrover_hooks.protocol.ranges import Ranges
 from dlrover_hooks.protocol.shapes import require
 
 
-class Source(Protocol):
+class DatasetPosition(Protocol):
     """A dataset's place in the run. `mark`: a step ended; `commit`: it is entirely over."""
 
     def mark(self) -> object: ...
@@ -26,7 +26,7 @@ class Source(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Leased(Source, Protocol):
+class Leased(DatasetPosition, Protocol):
     """A dataset that the master lends out; see `dlrover_hooks.data.leased.leased_loader`."""
 
     def connect(self, caller: Any, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> object: ...
@@ -44,13 +44,13 @@ class Cut:
     """The datasets of one session. Training thread only."""
 
     def __init__(self) -> None:
-        self._watched: dict[str, Source] = {}
-        self._leased: dict[str, Source] = {}
+        self._watched: dict[str, DatasetPosition] = {}
+        self._leased: dict[str, DatasetPosition] = {}
 
-    def watch(self, name: str, source: Source) -> None:
+    def watch(self, name: str, source: DatasetPosition) -> None:
         self._watched[name] = source
 
-    def lease(self, name: str, source: Source) -> None:
+    def lease(self, name: str, source: DatasetPosition) -> None:
         self._leased[name] = source
 
     def mark(self) -> None:

@@ -53,7 +53,7 @@ class Dice:
             generator.seed(seed)
 
 
-class Watch(Dice):
+class WatchedDice(Dice):
     """The dice of a process that has other use of its generators too: a loop that fetches by itself (0 workers)."""
 
     def __init__(self, key: int) -> None:
@@ -122,7 +122,7 @@ class Watch(Dice):
         drawn += [one for one, mark in self._fresh if one not in drawn and one.words.mark.value != mark]
 
 
-class Picks(list[int]):
+class SeededIds(list[int]):
     """The ids of one micro-batch. Taking one out seeds the generators for its sample.
 
     Goes to DataLoader workers; what arrives there has the dice of that process.
@@ -139,12 +139,12 @@ class Picks(list[int]):
             self.dice.for_sample(self.first + number)
             yield index
 
-    def __reduce__(self) -> tuple[Callable[..., Picks], tuple[list[int], int, int]]:
+    def __reduce__(self) -> tuple[Callable[..., SeededIds], tuple[list[int], int, int]]:
         return _arrived, (self[:], self.first, self.dice.key)
 
 
 class PickedArray(np.ndarray[Any, Any]):
-    """`Picks` for a dataset that is asked for whole micro-batches. What arrives in a worker is a plain array."""
+    """`SeededIds` for a dataset that is asked for whole micro-batches. What arrives in a worker is a plain array."""
 
     first: int
     key: int
@@ -169,11 +169,11 @@ def _dice_here(key: int) -> Dice:
     return _worker_dice[key]
 
 
-def _arrived(ids: list[int], first: int, key: int) -> Picks:
+def _arrived(ids: list[int], first: int, key: int) -> SeededIds:
     """A worker reads its next task, right before the fetch: the one moment where `__getitems__` can be seeded."""
     dice = _dice_here(key)
     dice.for_batch(first)
-    return Picks(ids, first, dice)
+    return SeededIds(ids, first, dice)
 
 
 def _arrived_array(ids: Indices, first: int, key: int) -> Indices:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from dlrover_hooks import config
-from dlrover_hooks.data.batch_plan import Plan, Slice, Tail, fitting
+from dlrover_hooks.data.batch_plan import BatchPlan, Slice, Tail, fitting
 from dlrover_hooks.data.cursor import Progress
 from dlrover_hooks.data.feistel import Indices
 from dlrover_hooks.data.fingerprint import refuse_other
@@ -76,7 +76,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self._batch_size = batch_size
         crowded = min(batch_size, world) > 0 and G % batch_size == 0 and G // batch_size < world
         size = self._fitting(G, world) if crowded else batch_size
-        self.progress = Progress(Plan(_length(self.dataset), size, G, place, world, tail))
+        self.progress = Progress(BatchPlan(_length(self.dataset), size, G, place, world, tail))
         self.seed, self.yield_batches = seed, yield_batches
         self.order = Order(self.plan.n, seed, shuffle if order is None else order, block=block, window=window)
         self.restored = False
@@ -85,7 +85,7 @@ class ElasticSampler(DistributedSampler[Any]):
         self._warned = False
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         """Who runs how many micro-batches of a step: `shares`, `efficiency`, `suggestion`, `summary`."""
         return self.progress.plan
 
@@ -291,7 +291,7 @@ class ElasticSampler(DistributedSampler[Any]):
             )
         old = self.plan
         G = old.global_batch_size if self._settled else self._batch_size * world_size
-        self.progress.replan(Plan(old.n, self._fitting(G, world_size), G, rank, world_size, old.tail))
+        self.progress.replan(BatchPlan(old.n, self._fitting(G, world_size), G, rank, world_size, old.tail))
 
     def _fitting(self, global_batch_size: int, world_size: int) -> int:
         """The micro-batch: as given, or smaller, so that the global batch stays and each rank has its share."""
@@ -347,7 +347,7 @@ class ElasticSampler(DistributedSampler[Any]):
         if state.get("tail") != self.plan.tail:
             log.warning("tail=%r is used: the state was made with %r", self.plan.tail, state.get("tail"))
         old = self.plan
-        plan = Plan(old.n, self._fitting(G, old.world_size), G, old.rank, old.world_size, old.tail)
+        plan = BatchPlan(old.n, self._fitting(G, old.world_size), G, old.rank, old.world_size, old.tail)
         self._settled, self.restored = True, state["cursor"] > 0
         self.progress.rewind(plan, state["cursor"])
 
@@ -381,7 +381,7 @@ def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return num_replicas, (0 if num_replicas == 1 else found[1]) if rank is None else rank
 
 
-def _positions(plan: Plan, q: int) -> Iterator[Indices]:
+def _positions(plan: BatchPlan, q: int) -> Iterator[Indices]:
     """In-epoch positions of this rank's samples from q to the end of the epoch, whole steps at a time."""
     width, G = plan.micro_batches * plan.batch_size, plan.global_batch_size
     steps, first = plan.full_steps(q), q + plan.before * plan.batch_size

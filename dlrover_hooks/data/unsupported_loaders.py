@@ -18,18 +18,18 @@ from dlrover_hooks.data.batch_sampler import Batches
 from dlrover_hooks.data.sampler import ElasticSampler
 
 
-class Refusal(NamedTuple):
+class LoaderRefusal(NamedTuple):
     """Why a loader must be left alone, and what to do."""
 
     reason: str
     hint: str
 
 
-def refusal(loader: object) -> Refusal | None:
+def refusal(loader: object) -> LoaderRefusal | None:
     """None if exactly-once can be promised for `loader`."""
     for wrong, reason, hint in _REFUSALS:
         if wrong(loader):
-            return Refusal(reason, hint)
+            return LoaderRefusal(reason, hint)
     return None
 
 

@@ -59,7 +59,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     restored_s: float = 0.0
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """See `elastic_run`."""
 
     max_recoveries: int = 5
@@ -98,7 +98,7 @@ def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
 
     Without a launcher or master that lets this process speak for itself (plain `python`, torchrun) `fn` is just called.
     """
-    chosen = msgspec.convert(options, Options) if not options else Options(**options)
+    chosen = msgspec.convert(options, RecoveryOptions) if not options else RecoveryOptions(**options)
     if fn is None:
         return lambda function: elastic_run(function, **options)
     function = fn
@@ -128,7 +128,7 @@ def _why_not(config: Config, place: Place) -> str | None:
 class Lives:
     """One call of the decorated function: life after life, until it returns or fails."""
 
-    def __init__(self, config: Config, place: Place, options: Options) -> None:
+    def __init__(self, config: Config, place: Place, options: RecoveryOptions) -> None:
         self._options = options
         self._newcomer = not place.incarnation
         if self._newcomer:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dlrover_hooks import rng
-from dlrover_hooks.checkpoint.save.optimizer_gate import Gate, Traces
+from dlrover_hooks.checkpoint.save.optimizer_gate import OptimizerGate, Traces
 
 _foreach: Any = torch
 """Its stubs leave out the operations on many tensors at once."""
@@ -55,7 +55,7 @@ class SmallSet:
         """The random state that goes with it."""
         self._copies = _Copies()
         self._saved_buffers = list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]]()
-        self._gate = Gate(self._steps.begins)
+        self._gate = OptimizerGate(self._steps.begins)
 
     def keep(
         self,

@@ -23,7 +23,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Here:
+class ForkGuard:
     """True in the process that made it, false in those forked from it. Takes no lock; any thread."""
 
     def __init__(self) -> None:

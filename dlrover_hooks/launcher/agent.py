@@ -33,7 +33,7 @@ from dlrover_hooks.launcher.failures import (
     DONE,
     GAVE_UP,
     USER_ERROR,
-    End,
+    WorkerExit,
     counted,
     end_of,
     finished_before,
@@ -43,9 +43,9 @@ from dlrover_hooks.launcher.failures import (
     too_few,
     trained_elsewhere,
 )
-from dlrover_hooks.launcher.master_events import Ear
+from dlrover_hooks.launcher.master_events import MasterEvents
 from dlrover_hooks.launcher.master_requests import FORM_S, Speaker, Station
-from dlrover_hooks.launcher.options import Level, Options
+from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.launcher.processes.workers import Workers
 from dlrover_hooks.launcher.restart_budget import Budget, Over, say_echoes
 
@@ -77,7 +77,7 @@ class Agent:
 
     def __init__(
         self,
-        options: Options,
+        options: LaunchOptions,
         station: Station,
         client: MasterClient,
         workers: Workers,
@@ -88,7 +88,7 @@ class Agent:
     ) -> None:
         self.options, self.job, self.workers = options, station.job, workers
         self._station, self._selector, self._look, self._fresh = station, selector, look, fresh
-        self._ear = Ear(client, self.job, selector)
+        self._ear = MasterEvents(client, self.job, selector)
         self._speaker = Speaker(options, station, client, look, lambda: self._ear.away_since)
         self._local_ranks = list(range(options.workers.most))
         self.budget = Budget(options, station.node, self._speaker)
@@ -226,7 +226,7 @@ class Agent:
                 child = self.workers.running()[key]
                 child.signal(signal.SIGKILL)
                 child.wait(_LAST_WORDS_S)
-                ends[key] = End(child.name, None)
+                ends[key] = WorkerExit(child.name, None)
             self._missing = missing(view, self._station.node)
             if live_on(view, ends, self._round):
                 self._leaving_until = None
@@ -250,10 +250,10 @@ class Agent:
         self._leaving_until = self._leaving_until or now + _LEAVING_S
         return now < self._leaving_until or not any(one.alive for one in view.members)
 
-    def _end_of(self, key: str, child: Child) -> End:
+    def _end_of(self, key: str, child: Child) -> WorkerExit:
         return end_of(child, self.workers.words[key].hear())
 
-    def _part(self, ends: dict[str, End], view: p.JobView) -> bool:
+    def _part(self, ends: dict[str, WorkerExit], view: p.JobView) -> bool:
         """A node is preempted: its launcher ends with 75 once its workers have left (raises Over). True: others start
         theirs again, unless they recover by themselves; that is no failure.
         """
@@ -272,7 +272,7 @@ class Agent:
             self.workers.end()
         return left
 
-    def _replace(self, ends: dict[str, End], view: p.JobView) -> None:
+    def _replace(self, ends: dict[str, WorkerExit], view: p.JobView) -> None:
         """The others live on and join for themselves: start newcomers for the dead, if the fault level wants them."""
         self._speaker.tell(ends, self._newcomers)
         shrinks = self.options.fault_level is Level.SHRINK
@@ -309,11 +309,11 @@ class Agent:
         count = {"TORCHELASTIC_RESTART_COUNT": str(self.budget.restarts)}
         self.workers.start_newcomer(predecessor, newcomer, view.round + 1, len(self._local_ranks), **count)
 
-    def _early(self, view: p.JobView) -> dict[str, End]:
+    def _early(self, view: p.JobView) -> dict[str, WorkerExit]:
         """Of this node's workers that ended with 0, those that had not said that they were done."""
         return ended_early(view, {key: self.workers.children[key] for key in self.workers.done()})
 
-    def _end_all(self, ends: dict[str, End], view: p.JobView | None) -> None:
+    def _end_all(self, ends: dict[str, WorkerExit], view: p.JobView | None) -> None:
         """Hear how it came, end all workers of this node, and decide whether they start again: Over if they do not."""
         early = [*self._early(view).values()] if view is not None else []
         if (view is None or not view.finished) and not any(end.has_cause for end in early):
@@ -336,7 +336,7 @@ class Agent:
             for key in shot or ([] if any(end.has_cause for end in far) else list(ends)[:1]):
                 self._discard(seats[key])
 
-    def _hear_last_words(self, ends: dict[str, End], view: p.JobView | None) -> p.JobView | None:
+    def _hear_last_words(self, ends: dict[str, WorkerExit], view: p.JobView | None) -> p.JobView | None:
         """Unless the cause is clear, see who else ends, here (added to `ends`) and elsewhere: the view of then."""
         members = view.members if view is not None else ()
         failed = {one.incarnation for one in members if one.gone == p.Departure.FAILED.value}

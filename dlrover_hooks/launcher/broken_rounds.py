@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from dlrover_hooks.host.child_process import Child
-from dlrover_hooks.launcher.failures import End
+from dlrover_hooks.launcher.failures import WorkerExit
 from dlrover_hooks.protocol import Departure, JobView, MemberView
 
 _LOST, _EXITED, _REPLACED = "lost", "exited", "replaced"
@@ -63,11 +63,11 @@ def all_ended(view: JobView) -> bool:
     return all(one.exit_code == 0 or one.gone == _DONE for one in view.members)
 
 
-def ended_early(view: JobView, workers: Mapping[str, Child]) -> dict[str, End]:
+def ended_early(view: JobView, workers: Mapping[str, Child]) -> dict[str, WorkerExit]:
     """How those of `workers` ended that had not said that they were done: with 0, or not at all, though they left."""
     gone = {one.incarnation: one.gone for one in view.members}
     return {
-        key: End(child.name, child.exit_code(), left=gone[key] == _LEFT)
+        key: WorkerExit(child.name, child.exit_code(), left=gone[key] == _LEFT)
         for key, child in workers.items()
         if gone.get(key) in _DIED
     }
@@ -78,10 +78,10 @@ def is_restart(view: JobView) -> bool:
     return any(one.gone == _REPLACED for one in view.members)
 
 
-def elsewhere(view: JobView, node: str) -> list[End]:
+def elsewhere(view: JobView, node: str) -> list[WorkerExit]:
     """How members on other nodes ended."""
     return [
-        End(f"worker {one.rank} on node {one.node}", one.exit_code, here=False, left=one.gone == _LEFT)
+        WorkerExit(f"worker {one.rank} on node {one.node}", one.exit_code, here=False, left=one.gone == _LEFT)
         for one in view.members
         if one.node != node and one.gone in _DIED
     ]

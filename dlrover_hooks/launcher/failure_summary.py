@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, End, counted, reached
+from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit, counted, reached
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 
 WIDTH = 80
@@ -38,7 +38,7 @@ class Failure(msgspec.Struct, frozen=True):
     `resumed`: the step where the job went on; None: it did not, or nobody knows.
     """
 
-    end: End
+    end: WorkerExit
     node: str
     then: str
     attempt: int = 0
@@ -55,14 +55,14 @@ class Story(msgspec.Struct, frozen=True):
     command: str
 
 
-class Record:
+class FailureRecord:
     """Failures of one run, as its agent sees them. Main thread only."""
 
     def __init__(self, node: str) -> None:
         self.failures: list[Failure] = []
         self._node = node
 
-    def failed(self, cause: End, view: JobView | None, then: str) -> None:
+    def failed(self, cause: WorkerExit, view: JobView | None, then: str) -> None:
         """`cause` took the others along; `then`: what is done about it, empty if nothing is."""
         self.heard(view)
         known = view is not None and view.begun_step is not None

@@ -10,8 +10,8 @@ import msgspec
 
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.host.child_process import Child, described
-from dlrover_hooks.launcher.options import Options
-from dlrover_hooks.launcher.processes.worker_errors import Words
+from dlrover_hooks.launcher.options import LaunchOptions
+from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView
 
 DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
@@ -19,14 +19,14 @@ _PASSED_ON = {REQUEUE: "it is preempted; start it again to go on", BAD_NODE: "th
 """A worker's own exit codes that become its launcher's, and no other one's."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class FailureVerdict(msgspec.Struct, frozen=True):
     """`code`: the run's exit code; None: start the workers again."""
 
     code: int | None
     text: str
 
 
-class End(msgspec.Struct, frozen=True):
+class WorkerExit(msgspec.Struct, frozen=True):
     """How a worker ended. `exit_code` None: nobody saw it end, the master has lost it or, `left`, it told the master
     that it leaves unfinished. `here`: on this node.
     """
@@ -34,7 +34,7 @@ class End(msgspec.Struct, frozen=True):
     name: str
     exit_code: int | None
     here: bool = True
-    words: Words | None = None
+    words: WorkerError | None = None
     """Its own last ones, if an exception ended it."""
     left: bool = False
 
@@ -61,17 +61,17 @@ class End(msgspec.Struct, frozen=True):
 _LEFT = "left training by an exception or sys.exit"
 
 
-def end_of(child: Child, words: Words | None = None) -> End:
+def end_of(child: Child, words: WorkerError | None = None) -> WorkerExit:
     """Of a worker of this node that has ended."""
-    return End(child.name, child.exit_code(), words=words)
+    return WorkerExit(child.name, child.exit_code(), words=words)
 
 
-def left_by_itself(ends: Mapping[str, End]) -> bool:
+def left_by_itself(ends: Mapping[str, WorkerExit]) -> bool:
     """All have left because somebody is preempted. Whom the master declared dead has last words."""
     return bool(ends) and all(end.exit_code == REQUEUE and end.words is None for end in ends.values())
 
 
-def culprit(ends: Iterable[End]) -> End:
+def culprit(ends: Iterable[WorkerExit]) -> WorkerExit:
     """Who most likely took the others along: a signal's victim, then one that knows why, then any that failed."""
     return min(ends, key=lambda end: (_standing(end), not end.here))
 
@@ -79,7 +79,7 @@ def culprit(ends: Iterable[End]) -> End:
 _ECHO = 3
 
 
-def _standing(end: End) -> int:
+def _standing(end: WorkerExit) -> int:
     if end.exit_code == BAD_NODE:
         return 0
     if end.exit_code is None or end.exit_code < 0:
@@ -90,8 +90,15 @@ def _standing(end: End) -> int:
 
 
 def judge(
-    cause: End, view: JobView | None, began_at: int, *, node: str, failures: int, max_restarts: int, again: bool = False
-) -> Verdict:
+    cause: WorkerExit,
+    view: JobView | None,
+    began_at: int,
+    *,
+    node: str,
+    failures: int,
+    max_restarts: int,
+    again: bool = False,
+) -> FailureVerdict:
     """What follows from `cause`, the newest of so many failures of the job, for the launcher of `node`.
 
     What a script says of itself is judged on its own node.
@@ -105,29 +112,29 @@ def judge(
     what = str(cause)
     others_go = view is not None and view.parting.nodes and node not in view.parting.nodes
     if cause.here and code in _PASSED_ON and not (code == REQUEUE and others_go):
-        return Verdict(code, f"{what}: {_PASSED_ON[code]}")
+        return FailureVerdict(code, f"{what}: {_PASSED_ON[code]}")
     if view is not None and view.finished:
-        return Verdict(USER_ERROR, f"{what}: {finished_before(view.finished_step)}")
+        return FailureVerdict(USER_ERROR, f"{what}: {finished_before(view.finished_step)}")
     if code == USAGE and cause.here:
-        return Verdict(USAGE, f"{what}: a setting must be mended first, see its traceback above; not restarted")
+        return FailureVerdict(USAGE, f"{what}: a setting must be mended first, see its traceback above; not restarted")
     if view is not None:
         step = reached(cause, view)
         what += f" at step {step}"
         if _of_script(cause) and (again or step <= began_at):
             where = "no further than where it started" if began_at else "before any progress"
             where = "the same failure as before" if step > began_at else where
-            return Verdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
+            return FailureVerdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
     if failures > max_restarts:
-        return Verdict(GAVE_UP, gave_up(what, max_restarts))
-    return Verdict(None, what)
+        return FailureVerdict(GAVE_UP, gave_up(what, max_restarts))
+    return FailureVerdict(None, what)
 
 
-def _of_script(cause: End) -> bool:
+def _of_script(cause: WorkerExit) -> bool:
     """An exit code that is the script's own word on itself, on its own node."""
     return cause.here and (cause.exit_code or -1) > 0 and cause.exit_code not in (AGAIN, REQUEUE)
 
 
-def reached(cause: End, view: JobView) -> int:
+def reached(cause: WorkerExit, view: JobView) -> int:
     """How far the job was: workers report their step once a second, and with their last words."""
     return max(view.step, cause.words.step if cause.words is not None else 0)
 
@@ -141,12 +148,12 @@ class Repeats:
         self._last: tuple[int | None, str, str] | None = None
         self._step = -1
 
-    def seen(self, cause: End, view: JobView | None) -> bool:
+    def seen(self, cause: WorkerExit, view: JobView | None) -> bool:
         """`cause` is the newest failure. True: it is the one before, and the job was no further than then."""
         if view is None or not _of_script(cause):
             self._last = None
             return False
-        words = cause.words or Words("")
+        words = cause.words or WorkerError("")
         this, step = (cause.exit_code, words.error, words.where), reached(cause, view)
         same = this == self._last and step <= self._step
         self._last, self._step = this, max(step, self._step)
@@ -170,7 +177,7 @@ class Blame:
     def __init__(self, node: str) -> None:
         self._node, self._times, self._step = node, 0, -1
 
-    def falls(self, cause: End, view: JobView | None) -> str:
+    def falls(self, cause: WorkerExit, view: JobView | None) -> str:
         """Why this node is to be replaced, now that `cause` has ended; empty if it is not."""
         others = view is not None and any(member.node != self._node for member in view.members)
         step = view.step if view is not None else 0
@@ -184,13 +191,13 @@ class Blame:
         return f"{cause}: for the {self.MOST}rd time in a row on node {self._node}, at step {step}; replace that node"
 
 
-def too_few(options: Options, left: int, node: str = "") -> str:
+def too_few(options: LaunchOptions, left: int, node: str = "") -> str:
     """Why the job, or `node`, cannot go on with so many workers."""
     least, where = (options.workers.least, f"of node {node}") if node else (options.min_workers, "of the job")
     return f"{counted(left, 'worker')} {where} left, and {least} needed: nobody is replaced with --fault-level shrink"
 
 
-def nobody_came(options: Options, waited_s: float, missing: str) -> str:
+def nobody_came(options: LaunchOptions, waited_s: float, missing: str) -> str:
     """Why no round has formed. `missing`: nodes that are lost."""
     if not options.several_nodes:
         return f"the master formed no round of {options.workers} workers within {waited_s:g} s"
@@ -201,7 +208,7 @@ def nobody_came(options: Options, waited_s: float, missing: str) -> str:
     )
 
 
-def no_place(options: Options, waited_s: float, view: JobView) -> str:
+def no_place(options: LaunchOptions, waited_s: float, view: JobView) -> str:
     """Why a node that came late, or as one too many, goes home. The job trains without it."""
     live = sum(member.alive for member in view.members)
     return (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.launcher import interruption_notices
-from dlrover_hooks.launcher.interruption_notices import Notice
+from dlrover_hooks.launcher.interruption_notices import InterruptionNotice
 from dlrover_hooks.launcher.requeue import Slurm, requeue
 from dlrover_hooks.protocol import JobView, Preempt
 from dlrover_hooks.worker.preemption import REQUEUE
@@ -38,26 +38,26 @@ class Eviction:
     """
 
     def __init__(self, job: str, node: str, *, preemption: str, grace_s: float, slurm: Slurm | None) -> None:
-        self.notice: Notice | None = None
+        self.notice: InterruptionNotice | None = None
         self._job, self._node, self._grace_s, self._slurm = job, node, grace_s, slurm
         self._told = False
         source = interruption_notices.source(preemption)
         self._poller = interruption_notices.Poller(source, self.hear) if source is not None else None
 
-    def hear(self, notice: Notice) -> None:
+    def hear(self, notice: InterruptionNotice) -> None:
         """The first one counts. Any thread, signal handlers too."""
         self.notice = self.notice or notice
 
     def signalled(self, number: int) -> None:
         """SIGUSR1: what SLURM sends ahead of its time limit, if it was told to (`--signal`)."""
         end = self._slurm.end if self._slurm is not None else None
-        self.hear(Notice(signal.Signals(number).name, end))
+        self.hear(InterruptionNotice(signal.Signals(number).name, end))
 
     def due(self, client: MasterClient) -> bool:
         """Is it time for SIGTERM? At every turn of the launcher; tells the master what is new."""
         now, slurm = time.time(), self._slurm
         if slurm is not None and slurm.end is not None and slurm.end - now <= LIMIT_S:
-            self.hear(Notice("SLURM's time limit", slurm.end))
+            self.hear(InterruptionNotice("SLURM's time limit", slurm.end))
         if self.notice is None:
             return False
         if self.notice.at is not None:  # the workers know the whole grace alone
@@ -71,7 +71,7 @@ class Eviction:
             return math.inf
         return max(0.0, self.notice.at - time.time() - _RESERVE_S)
 
-    def _tell(self, client: MasterClient, notice: Notice, left_s: float) -> None:
+    def _tell(self, client: MasterClient, notice: InterruptionNotice, left_s: float) -> None:
         if self._told:
             return
         within_s = self.left_s

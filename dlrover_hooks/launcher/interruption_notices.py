@@ -39,7 +39,7 @@ _ASK_S = 5.0
 _AZURE_GOES = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
 
-class Notice(msgspec.Struct, frozen=True):
+class InterruptionNotice(msgspec.Struct, frozen=True):
     """This node is to go at `at` (seconds since the epoch); None: nobody says when."""
 
     reason: str
@@ -58,7 +58,7 @@ class _Action(msgspec.Struct):
     time: str
 
 
-def aws(status: int, body: bytes) -> Notice | None:
+def aws(status: int, body: bytes) -> InterruptionNotice | None:
     """The answer to `GET /latest/meta-data/spot/instance-action`. Raises NoAnswer."""
     if status == 404:
         return None
@@ -69,15 +69,15 @@ def aws(status: int, body: bytes) -> Notice | None:
         raise NoAnswer(f"instance-action: {body[:100]!r}") from error
     if found is None:
         raise NoAnswer(f"instance-action: HTTP {status}")
-    return Notice(f"aws: spot instance {found.action}", at)
+    return InterruptionNotice(f"aws: spot instance {found.action}", at)
 
 
-def gcp(status: int, body: bytes, now: float) -> Notice | None:
+def gcp(status: int, body: bytes, now: float) -> InterruptionNotice | None:
     """The answer to `GET /computeMetadata/v1/instance/preempted`. Raises NoAnswer."""
     text = body.strip().upper()
     if status != 200 or text not in (b"TRUE", b"FALSE"):
         raise NoAnswer(f"instance/preempted: HTTP {status} {body[:100]!r}")
-    return Notice("gcp: preempted", now + GCP_S) if text == b"TRUE" else None
+    return InterruptionNotice("gcp: preempted", now + GCP_S) if text == b"TRUE" else None
 
 
 class _Event(msgspec.Struct, rename="pascal"):
@@ -91,7 +91,7 @@ class _Events(msgspec.Struct, rename="pascal"):
     events: list[_Event] = []
 
 
-def azure(status: int, body: bytes, name: str, now: float) -> Notice | None:
+def azure(status: int, body: bytes, name: str, now: float) -> InterruptionNotice | None:
     """The answer to `GET /metadata/scheduledevents` about the machine called `name`. Raises NoAnswer."""
     try:
         found = msgspec.json.decode(body, type=_Events) if status == 200 else None
@@ -105,18 +105,18 @@ def azure(status: int, body: bytes, name: str, now: float) -> Notice | None:
         raise NoAnswer(f"scheduledevents: {body[:100]!r}") from error
     if found is None:
         raise NoAnswer(f"scheduledevents: HTTP {status}")
-    return Notice(f"azure: {times[min(times)].event_type}", min(times)) if times else None
+    return InterruptionNotice(f"azure: {times[min(times)].event_type}", min(times)) if times else None
 
 
 # ---- who is asked ---------------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """`ask` returns within a few seconds. Raises NoAnswer, requests.RequestException, OSError."""
 
     name: str
 
-    def ask(self, http: requests.Session) -> Notice | None: ...
+    def ask(self, http: requests.Session) -> InterruptionNotice | None: ...
 
 
 class Aws:
@@ -125,7 +125,7 @@ class Aws:
     def __init__(self, url: str = "http://169.254.169.254") -> None:
         self._url, self._token = url, ""
 
-    def ask(self, http: requests.Session) -> Notice | None:
+    def ask(self, http: requests.Session) -> InterruptionNotice | None:
         if not self._token:
             header = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
             answer = http.put(f"{self._url}/latest/api/token", headers=header, timeout=_ASK_S)
@@ -143,7 +143,7 @@ class Gcp:
     def __init__(self, url: str = "http://metadata.google.internal") -> None:
         self._url, self._etag = url, "0"
 
-    def ask(self, http: requests.Session) -> Notice | None:
+    def ask(self, http: requests.Session) -> InterruptionNotice | None:
         """Held open until it changes: a notice of 30 s should not wait for a poll."""
         answer = http.get(
             f"{self._url}/computeMetadata/v1/instance/preempted",
@@ -160,7 +160,7 @@ class Azure:
     def __init__(self, url: str = "http://169.254.169.254") -> None:
         self._url, self._machine = url, ""
 
-    def ask(self, http: requests.Session) -> Notice | None:
+    def ask(self, http: requests.Session) -> InterruptionNotice | None:
         if not self._machine:
             compute = f"{self._url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             answer = http.get(compute, headers={"Metadata": "true"}, timeout=_ASK_S)
@@ -172,7 +172,7 @@ class Azure:
         return azure(answer.status_code, answer.content, self._machine, time.time())
 
 
-class File:
+class NoticeFile:
     name = "file"
 
     def __init__(self, path: str) -> None:
@@ -188,7 +188,7 @@ class File:
             return found.st_ino, found.st_mtime_ns
         return None
 
-    def ask(self, http: requests.Session) -> Notice | None:
+    def ask(self, http: requests.Session) -> InterruptionNotice | None:
         """Its content may say in how many seconds the node goes."""
         del http
         with contextlib.suppress(FileNotFoundError), open(self._path, encoding="utf-8") as file:
@@ -197,20 +197,20 @@ class File:
             at = os.stat(self._path).st_mtime + within if within is not None else None
             if self._written() == self._stale and (at is None or at < time.time()):
                 return None
-            return Notice(f"file: {self._path}", at)
+            return InterruptionNotice(f"file: {self._path}", at)
         return None
 
 
 _SOURCES = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
-def source(text: str) -> Source | None:
+def source(text: str) -> NoticeSource | None:
     """`aws`, `gcp`, `azure` (also `NAME:URL` of the metadata service), `file:PATH` or `none`. Raises UsageError."""
     name, _, rest = text.partition(":")
     if text in ("", "none"):
         return None
     if name == "file" and rest:
-        return File(rest)
+        return NoticeFile(rest)
     if name in _SOURCES and (not rest or rest.startswith("http")):
         return _SOURCES[name](rest.rstrip("/")) if rest else _SOURCES[name]()
     raise UsageError(
@@ -221,8 +221,10 @@ def source(text: str) -> Source | None:
 class Poller:
     """Owns the daemon thread `dlrover-hooks-notices`. `heard` is called in it, once; then the thread ends."""
 
-    def __init__(self, source: Source, heard: Callable[[Notice], None], *, every_s: float | None = None) -> None:
-        fast = isinstance(source, (File, Gcp))
+    def __init__(
+        self, source: NoticeSource, heard: Callable[[InterruptionNotice], None], *, every_s: float | None = None
+    ) -> None:
+        fast = isinstance(source, (NoticeFile, Gcp))
         self._source, self._heard, self._every_s = source, heard, every_s or (0.5 if fast else _ASK_S)
         self._closed, self._warned = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="dlrover-hooks-notices", daemon=True)

@@ -25,11 +25,11 @@ from dlrover_hooks.host.ports import listen
 from dlrover_hooks.launcher import requeue
 from dlrover_hooks.launcher.agent import Agent
 from dlrover_hooks.launcher.endpoints import Endpoint, endpoint, own_host, serve, url_of
-from dlrover_hooks.launcher.failure_summary import Failure, Record, Story, again, screen
+from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, Story, again, screen
 from dlrover_hooks.launcher.failures import counted, farewell
 from dlrover_hooks.launcher.interruption import Eviction, after, last_code
 from dlrover_hooks.launcher.master_requests import Station
-from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.launcher.processes.log_files import Logs
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_file, temporary_journal
 from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
@@ -43,7 +43,7 @@ log = logging.getLogger("dlrover_hooks.run")
 class Launcher:
     """Runs one job on one node; `run` returns the exit code. Main thread only (it takes SIGINT and SIGTERM)."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         self.options = options
         config = settings.load()
         self.job = options.job or config.job
@@ -115,7 +115,7 @@ class Launcher:
         owned.callback(standbys.close)
         return standbys
 
-    def _seen_through(self, record: Record) -> tuple[Failure, ...]:
+    def _seen_through(self, record: FailureRecord) -> tuple[Failure, ...]:
         if self._seen is None:
             with contextlib.suppress(HooksError):
                 self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)

@@ -16,7 +16,7 @@ from dlrover_hooks.protocol import Notice
 _AGAIN_S = 1.0
 
 
-class Ear:
+class MasterEvents:
     """An open connection to the master, whose end tells it that this node is gone. `selector` wakes when it speaks.
 
     All methods but the callbacks are the main thread's.

@@ -24,8 +24,8 @@ from dlrover_hooks.errors import (
     UsageError,
 )
 from dlrover_hooks.host.ports import held_port
-from dlrover_hooks.launcher.failures import End
-from dlrover_hooks.launcher.options import Level, Options
+from dlrover_hooks.launcher.failures import WorkerExit
+from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.worker.join import deserted
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -59,7 +59,7 @@ class Speaker:
     """
 
     def __init__(
-        self, options: Options, station: Station, client: MasterClient, look: Callable[[], None],
+        self, options: LaunchOptions, station: Station, client: MasterClient, look: Callable[[], None],
         away_since: Callable[[], float | None],
     ) -> None:  # fmt: skip
         self._options, self._station, self._client, self._look = options, station, client, look
@@ -156,7 +156,7 @@ class Speaker:
                 log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "
                             "that one is lost", self._station.job, ", ".join(others))  # fmt: skip
 
-    def tell(self, ends: Mapping[str, End], newcomers: Collection[str] = ()) -> None:
+    def tell(self, ends: Mapping[str, WorkerExit], newcomers: Collection[str] = ()) -> None:
         """These workers of this node have ended; `newcomers`: of those that asked for their seats themselves."""
         for worker, end in ends.items():
             code = -9 if end.exit_code is None else end.exit_code

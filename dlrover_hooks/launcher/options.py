@@ -41,7 +41,7 @@ class Bounds(msgspec.Struct, frozen=True):
         return str(self.least) if self.fixed else f"{self.least}:{self.most}"
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says. `command` is run once per worker."""
 
     command: tuple[str, ...]
@@ -123,7 +123,7 @@ def bounds(text: str, flag: str) -> Bounds:
     return Bounds(least, most)
 
 
-def check(options: Options) -> None:
+def check(options: LaunchOptions) -> None:
     """Raises UsageError for flags that do not go together."""
     ranged = not (options.nodes.fixed and options.workers.fixed)
     if options.level is Level.HOT and ranged:

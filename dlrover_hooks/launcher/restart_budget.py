@@ -6,10 +6,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dlrover_hooks.launcher.failure_summary import Record
-from dlrover_hooks.launcher.failures import GAVE_UP, Blame, End, Repeats, Verdict, culprit, gave_up, judge
+from dlrover_hooks.launcher.failure_summary import FailureRecord
+from dlrover_hooks.launcher.failures import GAVE_UP, Blame, FailureVerdict, Repeats, WorkerExit, culprit, gave_up, judge
 from dlrover_hooks.launcher.master_requests import Speaker
-from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -20,12 +20,12 @@ class Over(Exception):
     of workers that failed since another one did.
     """
 
-    def __init__(self, code: int, why: str = "", *, for_all: bool = False, echoes: Sequence[End] = ()) -> None:
+    def __init__(self, code: int, why: str = "", *, for_all: bool = False, echoes: Sequence[WorkerExit] = ()) -> None:
         super().__init__(code)
         self.code, self.why, self.for_all, self.echoes = code, why, for_all, echoes
 
 
-def say_echoes(ends: Sequence[End]) -> None:
+def say_echoes(ends: Sequence[WorkerExit]) -> None:
     """One line for each worker whose traceback was kept from the screen. Call it when the cause is said."""
     for end in ends:
         if end.words is not None:
@@ -35,10 +35,10 @@ def say_echoes(ends: Sequence[End]) -> None:
 class Budget:
     """Of one agent. Main thread only."""
 
-    def __init__(self, options: Options, node: str, speaker: Speaker) -> None:
+    def __init__(self, options: LaunchOptions, node: str, speaker: Speaker) -> None:
         self.restarts = 0
         """Of the job, on all nodes, as far as the master has said."""
-        self.record = Record(node)
+        self.record = FailureRecord(node)
         """Of failures, for the last screen."""
         self.began_at = 0
         """Step of the job when the workers of this node were started."""
@@ -58,7 +58,7 @@ class Budget:
             raise Over(GAVE_UP, gave_up(what, self._most), for_all=True)
         log.warning("%s; %s (%d of %d restarts)", what, then, self.restarts, self._most)
 
-    def charge(self, ends: list[End], view: JobView | None, then: str) -> None:
+    def charge(self, ends: list[WorkerExit], view: JobView | None, then: str) -> None:
         """Judge a failure whose `ends` the master has been told of; raises Over if it ends the run.
 
         Args:
@@ -74,7 +74,7 @@ class Budget:
         again = self._repeats.seen(cause, view)
         verdict = judge(cause, view, began_at, node=node, failures=self.restarts, max_restarts=self._most, again=again)
         if verdict.code is None and (bad := self._blame.falls(cause, view)):
-            verdict = Verdict(BAD_NODE, bad)
+            verdict = FailureVerdict(BAD_NODE, bad)
         self.record.failed(cause, view, then if verdict.code is None else "")
         if cause.words is not None and cause.words.trace:  # nobody else was the first
             sys.stderr.write(f"{cause.name}:\n{cause.words.trace}")

@@ -28,9 +28,9 @@ from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, Piece, Stored, need
+from dlrover_hooks.checkpoint.tensors.shard_index import Images, Stored, TensorPart, need
 from dlrover_hooks.errors import NoCheckpoint
 from dlrover_hooks.pytorch.dcp_writer import FlashStager, FlashWriter
 
@@ -113,7 +113,7 @@ class FlashReader(StorageReader):
         assert self._index is not None, "read_metadata comes first"
         return self._index[item.storage_index.fqn]
 
-    def _piece(self, item: ReadItem) -> Piece:
+    def _piece(self, item: ReadItem) -> TensorPart:
         offsets = tuple(item.storage_index.offset or ())
         return next(piece for piece in self._stored(item).pieces if piece.offsets == offsets)
 
@@ -130,7 +130,7 @@ def opened(url: str, options: Mapping[str, Any] | None = None, step: int | None 
         steps = ", ".join(str(one.generation.step) for one in manifests) or "none"
         what = "no whole generation" if step is None else f"no whole generation of step {step}"
         raise NoCheckpoint(f"{url} holds {what}; whole ones: {steps}")
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     return Images(manifest.generation, manifest.world_size, lambda rank: StoredImage(place, manifest, rank))
 
 
@@ -157,7 +157,7 @@ def _metadata(stored: Stored) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
 
 
-def _span(piece: Piece, item: ReadItem) -> tuple[Piece, int, int]:
+def _span(piece: TensorPart, item: ReadItem) -> tuple[TensorPart, int, int]:
     """The bytes from the first to the last element of the region that `item` reads."""
     first = last = 0
     for length, at, count in zip(piece.shape, item.storage_offsets, item.lengths, strict=True):

@@ -29,7 +29,7 @@ import dlrover_hooks.elastic.gloo_shutdown  # noqa: F401  # a script's last save
 from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint.save.staging import Copies
 from dlrover_hooks.checkpoint.state.pytree import flatten
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, Whole
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, WholeTensor
 from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.tensors import torch_backend
@@ -195,7 +195,7 @@ class _Shard:
         (spec,) = torch_backend.specs({name: tensor})
         if item.type is WriteItemType.SHARD:
             dtype = spec.whole.dtype if spec.whole is not None else spec.dtype
-            spec = spec._replace(whole=Whole(tuple(item.tensor_data.size), dtype, sharded=True))
+            spec = spec._replace(whole=WholeTensor(tuple(item.tensor_data.size), dtype, sharded=True))
         more = (0,) * (len(spec.shape) - len(chunk.offsets))
         self._tensors[name] = tensor
         self._specs.append(spec._replace(offsets=(*chunk.offsets, *more)))

@@ -1,6 +1,6 @@
 """What exact data needs of DistributedDataParallel: weighted gradients, and the same buckets after a restart.
 
-Both only act where they cannot do harm, and say why when they do not (`Outcome`).
+Both only act where they cannot do harm, and say why when they do not (`DdpOutcome`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlrover_hooks.worker import membership
 log = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
+class DdpOutcome(NamedTuple):
     """Done or not; if not, why. True when done."""
 
     done: bool
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
         return self.done
 
 
-def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -> Outcome:
+def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -> DdpOutcome:
     """Make each all-reduce a SUM of `weight()` times this rank's gradient (ElasticSampler.weight, DL-88).
 
     DDP divides by the world size, as if all ranks had computed equally much. With uneven micro-batches or a short
@@ -50,13 +50,13 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
     Under `elastic_run` each synchronised backward also calls `regroup.binds`, before its last all-reduce.
     """
     if ddp._comm_hooks:
-        return Outcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
+        return DdpOutcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
     _WEIGHED.add(ddp)
     world = dist.get_world_size(ddp.process_group)
     told = membership.current() is None or _tell_ahead(ddp, world)
     if not told or ddp.gradient_as_bucket_view:  # a view is divided, and rounded otherwise
         ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight, told=told))
-        return Outcome(True)
+        return DdpOutcome(True)
     even = 1 / world
 
     def before_forward(module: Any, _: Any) -> None:
@@ -71,7 +71,7 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
         module.register_comm_hook(None, _weighted_sum(module.process_group, weight))
 
     handle = ddp.register_forward_pre_hook(before_forward)
-    return Outcome(True)
+    return DdpOutcome(True)
 
 
 _WEIGHED = weakref.WeakSet[DistributedDataParallel]()
@@ -172,7 +172,7 @@ class BucketOrder:
         self._ready: list[str] = []
         self._handles: list[RemovableHandle] = []
 
-    def record(self) -> Outcome:
+    def record(self) -> DdpOutcome:
         """Note the order of the first synchronised backward into `names`, once; the hooks then go away by
         themselves.
         """
@@ -180,13 +180,13 @@ class BucketOrder:
         if not reason and self.ddp._has_rebuilt_buckets:
             reason = "the first synchronised backward is over"
         if reason:
-            return Outcome(False, reason)
+            return DdpOutcome(False, reason)
         self.close()
         parameters = _reduced(self.ddp)
         for name, parameter in parameters.items():
             hook = self._noter(name, len(parameters))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        return Outcome(True)
+        return DdpOutcome(True)
 
     def _noter(self, name: str, count: int) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
@@ -199,7 +199,7 @@ class BucketOrder:
 
         return note
 
-    def replay(self, names: Sequence[str]) -> Outcome:
+    def replay(self, names: Sequence[str]) -> DdpOutcome:
         """Show DDP the recorded order. Collective: every rank, before the first forward and after the model was
         restored.
 
@@ -209,7 +209,7 @@ class BucketOrder:
         self.names = tuple(names)
         reason = _never_rebuilds(self.ddp) or self._unfit() or _would_notice(self.ddp)
         if reason:
-            return Outcome(False, reason)
+            return DdpOutcome(False, reason)
         self.close()
         parameters = _reduced(self.ddp)
         kept = {name: p.grad for name, p in parameters.items()}
@@ -218,7 +218,7 @@ class BucketOrder:
         finally:
             for name, grad in kept.items():
                 parameters[name].grad = grad
-        return Outcome(True)
+        return DdpOutcome(True)
 
     def _unfit(self) -> str:
         if dist.get_world_size(self.ddp.process_group) < 3:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dlrover_hooks.data.accumulation import leader as leader
-from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.pytorch.ddp import weighs
@@ -112,12 +112,12 @@ class EvenLoader(Around):
         self.elastic.load_state_dict(state)
 
 
-def step_batches(plan: Plan) -> int:
+def step_batches(plan: BatchPlan) -> int:
     """Batches of a full step on the rank that has most."""
     return -(-plan.total // plan.world_size)
 
 
-def tail_batches(plan: Plan, place: int = 0) -> int:
+def tail_batches(plan: BatchPlan, place: int = 0) -> int:
     """Batches of the short last step of an epoch run from `place`, on the rank that has most; 0 without one."""
     if not plan.has_tail(place):
         return 0
@@ -125,12 +125,12 @@ def tail_batches(plan: Plan, place: int = 0) -> int:
     return max(msgspec.structs.replace(plan, rank=rank).step(q).micro_batches for rank in range(plan.world_size))
 
 
-def epoch_batches(plan: Plan, place: int = 0) -> int:
+def epoch_batches(plan: BatchPlan, place: int = 0) -> int:
     """Batches of an epoch from `place` on, the same on every rank."""
     return plan.full_steps(place) * step_batches(plan) + tail_batches(plan, place)
 
 
-def is_uneven(plan: Plan) -> bool:
+def is_uneven(plan: BatchPlan) -> bool:
     """Do ranks differ in their number of batches, in full steps or in the short one?"""
     if plan.total % plan.world_size:
         return True

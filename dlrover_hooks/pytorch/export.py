@@ -22,7 +22,7 @@ import torch
 
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
-from dlrover_hooks.checkpoint.storage.filesystem import Place, reason
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, reason
 from dlrover_hooks.checkpoint.storage.retention import reading
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.shard_index import Images, chosen
@@ -41,7 +41,7 @@ def load(url: str, options: Mapping[str, Any], manifest: Manifest) -> dict[str, 
         Corrupt: something does not match its hash; names file, chunk and generation.
         StorageFailed: it cannot be read.
     """
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     images = Images(manifest.generation, manifest.world_size, lambda rank: StoredImage(place, manifest, rank))
     with reading(place, manifest.generation), contextlib.closing(images):
         index = images.everything()
@@ -58,13 +58,13 @@ def export(url: str, options: Mapping[str, Any], manifest: Manifest, form: str, 
         Corrupt, StorageFailed: as `load`; `dest` cannot be written.
     """
     dest = os.path.abspath(dest)
-    _refuse_dest(Place(url, options), dest)
+    _refuse_dest(StorageFolder(url, options), dest)
     tree = load(url, options, manifest)
     with _whole(dest) as part:
         _FORMS[form](tree, manifest, part)
 
 
-def _refuse_dest(place: Place, dest: str) -> None:
+def _refuse_dest(place: StorageFolder, dest: str) -> None:
     above = os.path.dirname(dest)
     if os.path.lexists(dest):
         raise UsageError(f"{dest} exists already; nothing is written over", hint="name another place, or remove it")

@@ -16,7 +16,7 @@ import torch
 
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, Piece, Stored, need_all
+from dlrover_hooks.checkpoint.tensors.shard_index import Images, Stored, TensorPart, need_all
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.shapes import require
 
@@ -72,7 +72,7 @@ class _Parts:
         self._reader.read_data(self._plan, self._planner)
 
 
-class _Region(NamedTuple):
+class _TensorRegion(NamedTuple):
     """The part of a tensor of shape `whole` that this rank takes."""
 
     offsets: tuple[int, ...]
@@ -83,7 +83,7 @@ class _Region(NamedTuple):
         """Do the pieces known so far cover it?"""
         return stored.is_whole or sum(map(self._common, stored.pieces)) == math.prod(self.shape)
 
-    def _common(self, piece: Piece) -> int:
+    def _common(self, piece: TensorPart) -> int:
         """Elements that the two have in common."""
         sides = zip(self.offsets, self.shape, piece.offsets, piece.shape, strict=True)
         return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in sides)
@@ -117,12 +117,12 @@ def _index(images: Images, targets: Mapping[str, torch.Tensor]) -> dict[str, Sto
     return index
 
 
-def _region(name: str, target: torch.Tensor) -> _Region:
+def _region(name: str, target: torch.Tensor) -> _TensorRegion:
     whole = tuple(target.shape)
     if not is_sharded(target):
-        return _Region((0,) * len(whole), whole, whole)
+        return _TensorRegion((0,) * len(whole), whole, whole)
     shape = tuple(torch_backend.part(target).shape)
-    return _Region(torch_backend.specs({name: target})[0].offsets[: len(shape)], shape, whole)
+    return _TensorRegion(torch_backend.specs({name: target})[0].offsets[: len(shape)], shape, whole)
 
 
 def is_sharded(tensor: Any) -> bool:

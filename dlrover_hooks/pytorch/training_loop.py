@@ -1,7 +1,7 @@
-"""A hand-written loop's seat in a job, for frameworks that hand their objects over one by one (Accelerate, Fabric).
+"""A hand-written loop in a job, for frameworks that hand their objects over one by one (Accelerate, Fabric).
 
-`Loop` keeps the parts of one consistent cut, restores each as it is handed over, and cuts at quiet points. `Window`
-says, for each micro-batch, whether its step ends with it and what its loss is to be multiplied by.
+`TrainingLoop` keeps the parts of one consistent cut, restores each as it is handed over, and cuts at step boundaries.
+`Window` says, for each micro-batch, whether its step ends with it and what its loss is to be multiplied by.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-class Loop:
+class TrainingLoop:
     """One life of one worker whose loop is the user's own.
 
     Joins and learns what is restored at once; each part handed over later gets its restored state in that call, by the
@@ -425,7 +425,7 @@ class _PartsForm(msgspec.Struct):
 
 
 class _LoopForm(msgspec.Struct):
-    """What `Loop.state` gives; an older version left some of it out."""
+    """What `TrainingLoop.state` gives; an older version left some of it out."""
 
     step: p.Step
     parts: dict[str, list[Any]]

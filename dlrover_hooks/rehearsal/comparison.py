@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.testing.faults.step_trace import Life, Row, Run
+from dlrover_hooks.testing.faults.step_trace import Row, RunTrace, SessionTrace
 
 DATA, SAVED, RECOVERED, SAME, RELAUNCHED, WRITTEN = (
     "1 each sample exactly once",
@@ -45,15 +45,15 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     `relaunched` workers from then on; `keeps`: the script has a `save_to`.
     """
 
-    calm: Run
-    hit: Run
+    calm: RunTrace
+    hit: RunTrace
     bound: int
     code: int
     struck: Sequence[Mapping[str, Any]] = ()
     planned: int = 0
     calm_lines: Mapping[str, int] = {}
     hit_lines: Mapping[str, int] = {}
-    again: Run | None = None
+    again: RunTrace | None = None
     again_code: int = 0
     relaunched: int = 0
     keeps: bool = True
@@ -159,13 +159,13 @@ def saved(evidence: Evidence) -> Verdict:
     return Verdict(SAVED, True, f"restored {times} times, bit-equal; at most {lost} steps were trained again")
 
 
-def _reached(run: Run, attempt: int) -> int:
+def _reached(run: RunTrace, attempt: int) -> int:
     """The last step of the last attempt before `attempt` that came to a step."""
     return max(((one.head.attempt, row.step) for one in run.lives if one.head.attempt < attempt for row in one.rows),
                default=(0, 0))[1]  # fmt: skip
 
 
-def _restored_other(run: Run, life: Life) -> Verdict | None:
+def _restored_other(run: RunTrace, life: SessionTrace) -> Verdict | None:
     row = next((row for row in life.rows if row.step == life.head.begin), None)
     told = run.told(life.head.attempt, life.head.begin, life.head.rank)
     if row is None or told is None or told.hashes == row.hashes:
@@ -179,7 +179,7 @@ def _restored_other(run: Run, life: Life) -> Verdict | None:
     return Verdict(SAVED, False, found, hint, step, life.head.rank, tensor)
 
 
-def _first_other(run: Run, one: Row, other: Row) -> str:
+def _first_other(run: RunTrace, one: Row, other: Row) -> str:
     names = run.names()
     for number, (left, right) in enumerate(zip(one.hashes, other.hashes, strict=False)):
         if left != right:
@@ -212,7 +212,7 @@ def _again_s(evidence: Evidence, row: Mapping[str, Any]) -> float | None:
     return None if again is None else again - row["at"]
 
 
-def _survivors(run: Run) -> bool:
+def _survivors(run: RunTrace) -> bool:
     pids = [(life.head.attempt, life.head.pid) for life in run.lives]
     return len({pid for _, pid in pids}) < len(set(pids))
 

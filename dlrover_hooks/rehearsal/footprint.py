@@ -13,21 +13,21 @@ LARGEST, MOST = 4 << 20, 256 << 20
 _SKIPPED = {"__pycache__", "node_modules", "venv"}
 
 
-class File(msgspec.Struct, frozen=True):
+class TextFile(msgspec.Struct, frozen=True):
     """As it was at one moment."""
 
     nbytes: int
     digest: str
 
 
-def look(folder: str) -> dict[str, File]:
+def look(folder: str) -> dict[str, TextFile]:
     """The files in `folder` now, by their path in it; hidden ones are left out."""
-    found: dict[str, File] = {}
+    found: dict[str, TextFile] = {}
     total = 0
     for path in _paths(folder):
         try:
             state = os.stat(path)
-            found[os.path.relpath(path, folder)] = File(state.st_size, _digest(path, state.st_size))
+            found[os.path.relpath(path, folder)] = TextFile(state.st_size, _digest(path, state.st_size))
         except OSError:  # it has just been removed, or is not ours to read
             continue
         total += state.st_size
@@ -50,7 +50,7 @@ def _digest(path: str, nbytes: int) -> str:
         return xxhash.xxh3_64_hexdigest(file.read(nbytes))
 
 
-def added(folder: str, before: dict[str, File]) -> dict[str, int]:
+def added(folder: str, before: dict[str, TextFile]) -> dict[str, int]:
     """Lines that were added since `look` to each file that changed: all of them where it was written anew.
 
     A file with a zero byte is binary and has no lines: it is left out.

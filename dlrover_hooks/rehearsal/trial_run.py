@@ -22,7 +22,7 @@ from dlrover_hooks.host.parent_death import die_with_parent
 from dlrover_hooks.rehearsal import footprint
 from dlrover_hooks.testing.faults import fault_plan as faults
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
-from dlrover_hooks.testing.faults.step_trace import Run
+from dlrover_hooks.testing.faults.step_trace import RunTrace
 
 _LOOK_S = 0.2
 _END_S = 60.0
@@ -31,7 +31,7 @@ _TAIL = 15
 _SPARE_RESTARTS = 10
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RehearsalPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be rehearsed: `faults` as they are, those of `menu` in steps by `seed`. `timeout_s`: for one run.
 
     `relaunched`: workers of the second launch of the third run; 0: there is no third run.
@@ -56,11 +56,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Trial:
     """One of the runs, in `folder`: its trace, its checkpoints, its log. Main thread."""
 
-    def __init__(self, name: str, folder: Path, plan: Plan, struck: tuple[Fault, ...] = ()) -> None:
+    def __init__(self, name: str, folder: Path, plan: RehearsalPlan, struck: tuple[Fault, ...] = ()) -> None:
         self.name, self._plan, self.faults = name, plan, struck
         self.folder = folder / name.replace(" ", "-")
         self.folder.mkdir(parents=True)
-        self.run = Run(self.folder / "trace")
+        self.run = RunTrace(self.folder / "trace")
         self._file = self.folder / "faults"
         self._file.write_text(faults.written(struck))
         self._told = 0

@@ -30,7 +30,7 @@ class Mark(Protocol):
     def value(self) -> Any: ...
 
 
-class Words:
+class TwisterWords:
     """A twister's words in memory, the 8 bytes at `at` of them being the mark.
 
     A draw moves the index next to the words, and every 624th renews them all. Not seen: the second normal number of a
@@ -57,7 +57,7 @@ class Public:
 class Generator(Protocol):
     """One global generator. Only the thread that draws from it may call these."""
 
-    words: Words | Public
+    words: TwisterWords | Public
 
     def seed(self, seed: int) -> None:
         """Start the sequence of `seed`, 64 bits."""
@@ -143,24 +143,24 @@ def generators() -> list[Generator]:
     return found
 
 
-def _python_words(one: random.Random) -> Words | None:
+def _python_words(one: random.Random) -> TwisterWords | None:
     """CPython keeps `int index; uint32_t state[624]` behind the object's head."""
     head = object.__basicsize__
     if _random.Random.__basicsize__ < head + 4 * (1 + WORDS):
         return None
-    words = Words(id(one) + head, 1 + WORDS, at=0)
+    words = TwisterWords(id(one) + head, 1 + WORDS, at=0)
     *rest, index = one.getstate()[1]
     return words if words.copy() == struct.pack(f"{1 + WORDS}I", index, *rest) else None
 
 
-def _numpy_words(engine: np.random.BitGenerator) -> Words | None:
+def _numpy_words(engine: np.random.BitGenerator) -> TwisterWords | None:
     """NumPy publishes the address of `uint32_t key[624]; int pos`."""
-    words = Words(engine.ctypes.state_address, WORDS + 1, at=4 * (WORDS - 1))
+    words = TwisterWords(engine.ctypes.state_address, WORDS + 1, at=4 * (WORDS - 1))
     state: Any = _numpy.get_state(legacy=True)
     return words if words.copy() == state[1].astype(np.uint32).tobytes() + struct.pack("i", state[2]) else None
 
 
-def torch_words(one: torch.Generator) -> Words | None:
+def torch_words(one: torch.Generator) -> TwisterWords | None:
     """On the CPU: `int left; bool seeded; uint32_t next; uint32_t state[624]` behind the object's head."""
     state = one.get_state().numpy().tobytes()
     if not hasattr(one, "_cdata") or len(state) != _TORCH.size + 8 * WORDS + 40:
@@ -170,7 +170,7 @@ def torch_words(one: torch.Generator) -> Words | None:
     start: int = one._cdata  # pyright: ignore[reportAttributeAccessIssue]
     for address in range(start + 64, start + 192, 4):
         if ctypes.string_at(address, 64) == state[:64] and ctypes.string_at(address, len(state)) == state:
-            words = Words(address - 12, 3 + WORDS, at=8)
+            words = TwisterWords(address - 12, 3 + WORDS, at=8)
             found = struct.unpack_from("<iiI", words.copy())
             return words if (found[0], found[2]) == (left, after) else None
     return None

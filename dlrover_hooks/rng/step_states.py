@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dlrover_hooks.rng import process_state
-from dlrover_hooks.rng.generators import WORDS, NumpyGenerator, PythonGenerator, Words, torch_words
+from dlrover_hooks.rng.generators import WORDS, NumpyGenerator, PythonGenerator, TwisterWords, torch_words
 
 _raw = attrgetter("raw")
 _numpy: Any = np.random
@@ -35,8 +35,8 @@ class States:
         self._engine = _numpy.get_bit_generator()
         python = PythonGenerator().words
         numpy = NumpyGenerator().words if type(self._engine) is np.random.MT19937 else None
-        self._python = python if isinstance(python, Words) else None
-        self._numpy = numpy if isinstance(numpy, Words) else None
+        self._python = python if isinstance(python, TwisterWords) else None
+        self._numpy = numpy if isinstance(numpy, TwisterWords) else None
         self._left_over = _left_over(self._engine) if self._numpy is not None else None
         self._torch = torch_glance(torch.default_generator)
         self._ends = [end for words in (self._python, self._numpy) if words is not None for end in _ends(words)]
@@ -70,7 +70,7 @@ class States:
 _Bytes = ctypes.Array[ctypes.c_char]
 
 
-def _ends(words: Words) -> tuple[_Bytes, _Bytes]:
+def _ends(words: TwisterWords) -> tuple[_Bytes, _Bytes]:
     return _at(words.address, 16), _at(words.address + words.nbytes - 16, 16)
 
 
@@ -113,7 +113,7 @@ def torch_glance(generator: torch.Generator) -> Callable[[], Any]:
 _SEED_BYTES, _LEFT_OVER_BYTES = 8, 24
 
 
-def _behind(words: Words) -> _Bytes:
+def _behind(words: TwisterWords) -> _Bytes:
     """The last words of torch's twister, and what is left over."""
     end = words.address + words.nbytes
     return _at(end - 16, 16 + -end % 8 + _LEFT_OVER_BYTES)

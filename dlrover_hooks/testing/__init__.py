@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover_hooks.testing.fakes import Hold as Hold
     from dlrover_hooks.testing.fakes import ManualClock as ManualClock
     from dlrover_hooks.testing.fakes import MasterFake as MasterFake
     from dlrover_hooks.testing.fakes import StorageFake as StorageFake
+    from dlrover_hooks.testing.fakes import StorageFakeClaim as StorageFakeClaim
     from dlrover_hooks.testing.faults.drill import arm as arm
     from dlrover_hooks.testing.faults.fault_actions import InjectedFault as InjectedFault
     from dlrover_hooks.testing.faults.fault_plan import Fault as Fault
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dlrover_hooks.testing.tcp_proxy import Proxy as Proxy
 
 _PUBLIC = {
-    **dict.fromkeys(("Hold", "ManualClock", "MasterFake", "StorageFake"), "fakes"),
+    **dict.fromkeys(("StorageFakeClaim", "ManualClock", "MasterFake", "StorageFake"), "fakes"),
     **dict.fromkeys(("Bucket", "FaultyStore", "faulty_store"), "object_store"),
     **dict.fromkeys(("Fault", "Kind", "Moment", "Target"), "faults.fault_plan"),
     "InjectedFault": "faults.fault_actions",

@@ -32,7 +32,7 @@ class ManualClock:
             self._now += timeout_s
 
 
-class Hold:
+class StorageFakeClaim:
     """A claim of `StorageFake`."""
 
     def __init__(self, storage: StorageFake, url: str) -> None:
@@ -64,12 +64,12 @@ class StorageFake:
         del options
         self.finished.append((url, job, run, step))
 
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> StorageFakeClaim:
         """One job for each URL."""
         del options, owner
         if self.claims.setdefault(url, job) != job:
             raise SaveToBusy(f"{url} belongs to job {self.claims[url]!r}, which is alive")
-        return Hold(self, url)
+        return StorageFakeClaim(self, url)
 
 
 class MasterFake(Alone):

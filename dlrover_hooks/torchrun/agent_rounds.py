@@ -65,7 +65,7 @@ class Meeting:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
-        self._life: Life | None = None
+        self._life: AgentIncarnation | None = None
         self._port: Port | None = None
         self._first = True
 
@@ -91,15 +91,15 @@ class Meeting:
                 if time.monotonic() > deadline:
                     raise
 
-    def _begin_life(self) -> Life:
+    def _begin_life(self) -> AgentIncarnation:
         if self._life is not None and self._life.outdated:
             self._end_life()
         if self._life is None:
-            self._life = Life(self.terms)
+            self._life = AgentIncarnation(self.terms)
             self._life.ask(p.ListJobs(), self.terms.connect_s)
         return self._life
 
-    def _seated(self, life: Life, deadline: float) -> p.Seated:
+    def _seated(self, life: AgentIncarnation, deadline: float) -> p.Seated:
         request = self._request(life)
         joined = life.ask(request, max(1.0, deadline - time.monotonic()))
         if joined.finished and self._first and self._may_go_on(life):
@@ -121,7 +121,7 @@ class Meeting:
             hint="start the nodes that are missing, lower --nnodes, or give --rdzv-conf join_timeout=SECONDS",
         )
 
-    def _request(self, life: Life) -> p.Join:
+    def _request(self, life: AgentIncarnation) -> p.Join:
         """The first word of a life brings its --nnodes; afterwards what another one has said since then stays."""
         terms, before, self._port = self.terms, self._port, Port()
         if before is not None:
@@ -141,7 +141,7 @@ class Meeting:
             agents=True,
         )
 
-    def _may_go_on(self, life: Life) -> bool:
+    def _may_go_on(self, life: AgentIncarnation) -> bool:
         """A job that is done may be trained for longer if its workers have checkpoints to go on from."""
         try:
             return life.ask(p.ShowJob(self.terms.job), _FAREWELL_S).save_to is not None
@@ -149,7 +149,7 @@ class Meeting:
             return False
 
     @property
-    def life(self) -> Life:
+    def life(self) -> AgentIncarnation:
         """Who joined last. Only after `join`."""
         assert self._life is not None
         return self._life
@@ -190,7 +190,7 @@ class Meeting:
 _AGAIN = "give it another --rdzv-id, or set DLROVER_HOOKS_FRESH=1 to start it anew"
 
 
-class Life:
+class AgentIncarnation:
     """One incarnation of an agent: its client, its watch and its heartbeats (thread `dlrover-hooks-agent`)."""
 
     def __init__(self, terms: Terms) -> None:

@@ -24,7 +24,7 @@ _WAY_OUT_S = 1.0
 """Kept for leaving."""
 
 
-class Parting:
+class EmergencySave:
     """A session's signals, and what it does where all leave. Training thread only.
 
     `before`: that of the round before, in a process that has survived it. Its signals are still in place: one that came
@@ -32,7 +32,7 @@ class Parting:
     """
 
     def __init__(
-        self, config: Config, place: Place, incarnation: str, courier: Courier, before: Parting | None = None
+        self, config: Config, place: Place, incarnation: str, courier: Courier, before: EmergencySave | None = None
     ) -> None:
         self.here = False
         """This quiet point is where all leave."""

@@ -24,7 +24,7 @@ MANIFEST_S = 60.0
 """Deadline for the MANIFEST, once the master knows of the largest file, that of rank 0."""
 
 
-class End(enum.Enum):
+class FinalSaveOutcome(enum.Enum):
     """What became of the last generation."""
 
     DURABLE = enum.auto()
@@ -35,7 +35,9 @@ class End(enum.Enum):
     """It has failed, and the run is to end all the same."""
 
 
-def farewell(config: Config, kept: p.Generation | None, durable: p.Generation | None, end: End, last_cut: int) -> str:
+def farewell(
+    config: Config, kept: p.Generation | None, durable: p.Generation | None, end: FinalSaveOutcome, last_cut: int
+) -> str:
     """What an unfinished run leaves at the keeper that was started for it, and how to go on.
 
     `kept`: the newest that is known to be whole in memory; what the keeper knows of `last_cut` may not be heard yet.
@@ -52,15 +54,15 @@ def farewell(config: Config, kept: p.Generation | None, durable: p.Generation | 
         return f"{what} is saved at {place}; {again}"
     if not config.named:
         return f"{what} is being written to {place}; {again}"
-    if end is not End.DURABLE:
+    if end is not FinalSaveOutcome.DURABLE:
         return f"{memory}, and not in {place}: make room there, then {again}"
     return f"{memory}, and is being written to {place}; {again}"
 
 
-def say_farewell(config: Config, courier: Courier, end: End, last_cut: int, reason: p.Departure) -> None:
+def say_farewell(config: Config, courier: Courier, end: FinalSaveOutcome, last_cut: int, reason: p.Departure) -> None:
     """Log it; what is finished, or has saved nothing, needs none."""
     kept = courier.newest_complete
-    if (reason is p.Departure.DONE and end is End.DURABLE) or (kept is None and last_cut < 0):
+    if (reason is p.Departure.DONE and end is FinalSaveOutcome.DURABLE) or (kept is None and last_cut < 0):
         return
     log.warning("job %s: %s", config.job, farewell(config, kept, courier.newest_committed, end, last_cut))
 

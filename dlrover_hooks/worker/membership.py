@@ -19,7 +19,7 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.client.liveness_connection import Watcher
 from dlrover_hooks.config import Config, Place, change_environment
 from dlrover_hooks.errors import HooksError, JobFinished, MasterAway, MasterError, RoundEnded, Stale, UsageError
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.rng.rank_journal import Draws, Statistics
 from dlrover_hooks.worker.join import POLL_S, join_request, seat_environment, take_seat
 
@@ -83,7 +83,7 @@ class Membership:
         self._broken, self._waiting = 0, 0
         self._watcher: Watcher | None = None
         self._error: MasterError | None = None
-        self._here, self.ended = Here(), False
+        self._here, self.ended = ForkGuard(), False
 
     def watch(self) -> None:
         """Hold the liveness connection open, from now on to the end."""

@@ -1,9 +1,10 @@
-"""Preemption, seen from one worker: a signal only sets a flag, and all ranks leave at the quiet point of one step.
+"""Preemption, seen from one worker: a signal only sets a flag, and all ranks leave at the boundary of one step.
 
-The flag travels by the courier thread to the master, and from there to the other ranks. Each rank's courier promises
-for its training thread (`Gate`) to pass no further quiet point unasked; the master names the step behind the last one
-that any rank has passed (`master/core/preemption.py`). No rank can have passed it, so the agreement is exact, in
-lock-step and out of it, and no collective is used. Only where no agreement comes a preempted rank leaves alone.
+The reporter thread sends the flag to the master, which sends it to the other ranks. Each rank's reporter promises for
+its training thread (`DepartureGate`) not to pass another step boundary without the master's approval; the master names
+the step after the last one that any rank has passed (`master/core/rounds/departure.py`). No rank can have passed that
+one, so the agreement is exact, in lock-step and out of it, and no collective is used. Only where no agreement comes a
+preempted rank leaves alone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Passage(enum.Enum):
     ASK = enum.auto()
 
 
-class Gate:
+class DepartureGate:
     """The quiet points that this rank has passed, and the one where it leaves. Any thread."""
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class Preemption:
     """
 
     def __init__(self, job: str, incarnation: str, node: str, grace_s: float) -> None:
-        self.gate = Gate()
+        self.gate = DepartureGate()
         self.reason = ""
         self.mine = False
         """This worker itself was told to go, or its node."""

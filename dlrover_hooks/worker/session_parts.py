@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dlrover_hooks.client.in_process_master import Alone
 
 
-class Ear(Protocol):
+class SessionCallbacks(Protocol):
     """The session that is on."""
 
     def locate(self, generation: p.Generation, rank: int) -> p.Located: ...
@@ -44,11 +44,11 @@ def caller(config: Config, incarnation: str, kept: Membership | None) -> MasterC
     return Alone(storage=CommittedStorage())
 
 
-def engine(config: Config, place: Place, ear: Ear, kept: Membership | None) -> Checkpointer:
+def engine(config: Config, place: Place, ear: SessionCallbacks, kept: Membership | None) -> Checkpointer:
     """The session's engine: of the round before, if this process was there."""
     if kept is not None and kept.engine is not None:
         return kept.engine
-    now: Callable[[], Ear] = (lambda: kept.session) if kept is not None else (lambda: ear)
+    now: Callable[[], SessionCallbacks] = (lambda: kept.session) if kept is not None else (lambda: ear)
     made = startup.engine(
         config, place, locate=lambda *image: now().locate(*image), notify=lambda notice: now().heard(notice)
     )

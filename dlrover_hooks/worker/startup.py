@@ -17,9 +17,9 @@ from dlrover_hooks import rng
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
 from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, host_towards
-from dlrover_hooks.checkpoint.restore.generation_loader import Restored as Opened
+from dlrover_hooks.checkpoint.restore.generation_loader import LoadedTree as Opened
 from dlrover_hooks.checkpoint.storage import catalog, generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place as Tree
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder as Tree
 from dlrover_hooks.checkpoint.storage.filesystem import absolute
 from dlrover_hooks.checkpoint.storage.stall_guard import Patience
 from dlrover_hooks.config import Config, Place

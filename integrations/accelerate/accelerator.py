@@ -34,10 +34,10 @@ from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.elastic import in_process_recovery as elastic
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.accelerate.async_save import Saves
+from dlrover_hooks.integrations.accelerate.async_save import AsyncSaves
 from dlrover_hooks.pytorch.even_batches import Around
 from dlrover_hooks.pytorch.tensor_loading import left_alone
-from dlrover_hooks.pytorch.training_loop import Loop, is_leased, is_training, keeps_own_state
+from dlrover_hooks.pytorch.training_loop import TrainingLoop, is_leased, is_training, keeps_own_state
 from dlrover_hooks.session import Preempted
 
 log = logging.getLogger("dlrover_hooks")
@@ -66,11 +66,11 @@ class ElasticAccelerator:
                  on_preempt: Callable[[Preempted], object] | None = None, **shared: Any) -> None:  # fmt: skip
         self.accelerator = accelerator
         self.config = settings.load(save_to=save_to, **shared)
-        self.loop: Loop | None = None
+        self.loop: TrainingLoop | None = None
         """The seat in the job, from the first `prepare` to `end_training`; None when standing aside."""
         self._accumulate = accelerator.gradient_accumulation_steps
         self._kept: list[Any] = []
-        self._saves: Saves | None = None
+        self._saves: AsyncSaves | None = None
         self._on_preempt = on_preempt
         if accelerator._models or accelerator._optimizers:
             raise UsageError(
@@ -127,13 +127,13 @@ class ElasticAccelerator:
                 result[index] = self._train(loop, args[index], placement[index])
         return tuple(result) if len(result) != 1 else result[0]
 
-    def _come_up(self) -> Loop | None:
+    def _come_up(self) -> TrainingLoop | None:
         if self.loop is None and (reason := self._stand_aside()) is not None:
             log.warning("dlrover-hooks stands aside: %s", reason)
         elif self.loop is None:
             inner = self.accelerator
             place = settings.place(rank=inner.process_index, world_size=inner.num_processes)
-            self.loop = Loop(self.config, place, self._on_preempt)
+            self.loop = TrainingLoop(self.config, place, self._on_preempt)
             inner.register_save_state_pre_hook(self._save_data)
             inner.register_load_state_pre_hook(self._load_data)
         return self.loop
@@ -150,7 +150,7 @@ class ElasticAccelerator:
             return False
         return keeps_own_state(one) or is_training(one, beside)
 
-    def _train(self, loop: Loop, loader: Any, placement: bool | None) -> Any:
+    def _train(self, loop: TrainingLoop, loader: Any, placement: bool | None) -> Any:
         """The loader as the training loop gets it."""
         if keeps_own_state(loader):
             log.warning("%s keeps its own state: exactly-once data is its promise, it is not wrapped", type(loader))
@@ -173,7 +173,7 @@ class ElasticAccelerator:
         place = self.accelerator.device_placement if placement is None else placement
         return PreparedLoader(made, self.accelerator, loop, self.accelerator.device if place else None)
 
-    def _keep(self, loop: Loop, one: Any) -> None:
+    def _keep(self, loop: TrainingLoop, one: Any) -> None:
         """Restore one prepared object, and have it in every cut."""
         if isinstance(one, nn.Module):
             loop.add_model(self.accelerator.unwrap_model(one, keep_torch_compile=False), one)
@@ -186,7 +186,7 @@ class ElasticAccelerator:
             if each and loop.first_world != self.accelerator.num_processes:
                 _keep_pace(one, loop.first_world)
 
-    def _guard_zero_grad(self, loop: Loop, optimizer: Any) -> None:
+    def _guard_zero_grad(self, loop: TrainingLoop, optimizer: Any) -> None:
         """A loop that zeroes before the backward would throw a window's first micro-batches away."""
         plain, state, window = optimizer.zero_grad, self.accelerator.gradient_state, loop.window
 
@@ -277,7 +277,7 @@ class ElasticAccelerator:
         if self.loop is None or kwargs or self.accelerator.project_configuration.save_on_each_node:
             return self.accelerator.save_state(output_dir, safe_serialization, **kwargs)
         if self._saves is None:
-            self._saves = Saves(self.accelerator, on_error=self.config.on_error)
+            self._saves = AsyncSaves(self.accelerator, on_error=self.config.on_error)
         return self._saves.save(output_dir, safe_serialization)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
@@ -312,7 +312,7 @@ class PreparedLoader(Around):
     remainder = 0
 
     def __init__(
-        self, elastic: ElasticLoader | LeasedLoader, accelerator: Accelerator, loop: Loop, device: Any
+        self, elastic: ElasticLoader | LeasedLoader, accelerator: Accelerator, loop: TrainingLoop, device: Any
     ) -> None:
         self.elastic, self.device = elastic, device
         self.end_of_dataloader = False

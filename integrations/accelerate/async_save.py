@@ -31,7 +31,7 @@ PEERS_S = 60.0
 """How long the main process waits for the files of the others, and they for its rename."""
 
 
-class Saves:
+class AsyncSaves:
     """The saves of one `Accelerator`. Training thread; all processes make the same calls.
 
     Raises:

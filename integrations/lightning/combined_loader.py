@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from lightning.pytorch import Trainer
 
-from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
@@ -22,11 +22,11 @@ from dlrover_hooks.pytorch.even_batches import EvenLoader, epoch_batches
 Loaders = Mapping[str, ElasticLoader | EvenLoader]
 
 
-class Run(msgspec.Struct, frozen=True):
+class EpochRest(msgspec.Struct, frozen=True):
     """What is left of one loader's epoch."""
 
     name: str
-    plan: Plan
+    plan: BatchPlan
     place: int = 0
 
     @property
@@ -81,13 +81,13 @@ def check_short_steps(mode: str, loaders: Loaders) -> None:
     Samples would be trained with weight 0, or ghosts with a weight. One micro-batch per step is always a whole step.
     """
     over = ended(mode, loaders)
-    _refuse_clash(mode, [Run(name, one.sampler.plan) for name, one in loaders.items()])
+    _refuse_clash(mode, [EpochRest(name, one.sampler.plan) for name, one in loaders.items()])
     left = {name: one for name, one in loaders.items() if one not in over}
     places = {name: one.sampler.cursor % one.sampler.plan.n for name, one in left.items()}
-    _refuse_clash(mode, [Run(name, one.sampler.plan, places[name]) for name, one in left.items()])
+    _refuse_clash(mode, [EpochRest(name, one.sampler.plan, places[name]) for name, one in left.items()])
 
 
-def _refuse_clash(mode: str, runs: Sequence[Run]) -> None:
+def _refuse_clash(mode: str, runs: Sequence[EpochRest]) -> None:
     for short, other in permutations(runs, 2):
         samples, size = short.tail[0], short.plan.global_batch_size
         if not samples or short.plan.total == 1 or not _clash(mode, short, other):
@@ -100,7 +100,7 @@ def _refuse_clash(mode: str, runs: Sequence[Run]) -> None:
         )
 
 
-def _clash(mode: str, short: Run, other: Run) -> bool:
+def _clash(mode: str, short: EpochRest, other: EpochRest) -> bool:
     if short.steps == other.steps:
         return short.tail != other.tail
     if mode == "min_size":  # the shorter one ends the epoch: nothing of the longer one's short step is run

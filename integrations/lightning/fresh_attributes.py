@@ -27,7 +27,7 @@ _PLAIN = (
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
-class Fresh:
+class FreshAttributes:
     """All but parameters, which an optimizer alone changes. Taken in `setup`, put back in each later one."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:

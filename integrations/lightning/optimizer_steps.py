@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 
-from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.elastic.step_recovery import Survivor
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
@@ -37,7 +37,7 @@ class Units:
         self._frequencies: list[tuple[Any, int]] = []
         self._whole_epoch: int | None = None
 
-    def share(self, trainer: Trainer, plan: Plan) -> None:
+    def share(self, trainer: Trainer, plan: BatchPlan) -> None:
         """Have Lightning accumulate what a step of this plan needs. Before it reads the length of the loaders.
 
         Raises UsageError where somebody else says when to step, and that would be another global batch.
@@ -61,7 +61,7 @@ class Units:
         if now != self.accumulate:
             rank_zero_info(f"accumulate_grad_batches={now} keeps the global batch {size}")
 
-    def _convert(self, trainer: Trainer, plan: Plan) -> None:
+    def _convert(self, trainer: Trainer, plan: BatchPlan) -> None:
         now = step_batches(plan)
         trainer.accumulate_grad_batches = now
         if now == self.accumulate:
@@ -70,7 +70,7 @@ class Units:
         trainer.limit_train_batches = self._in_batches(self._limit, steps, now, plan)
         trainer.val_check_interval = self._in_batches(self._interval, steps, now, plan)
 
-    def _in_batches(self, given: Any, steps: int, now: int, plan: Plan) -> Any:
+    def _in_batches(self, given: Any, steps: int, now: int, plan: BatchPlan) -> Any:
         """`given` batches, or a share of the epoch, as batches of now; whole epochs and times stay as they are."""
         if isinstance(given, int) and given > 0:
             wanted = max(1, round(given / self.accumulate))

@@ -20,7 +20,7 @@ from dlrover_hooks.elastic.step_recovery import Survivor
 from dlrover_hooks.errors import RoundEnded, UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
 from dlrover_hooks.integrations.lightning import output_names as names
-from dlrover_hooks.integrations.lightning.fresh_attributes import Fresh
+from dlrover_hooks.integrations.lightning.fresh_attributes import FreshAttributes
 from dlrover_hooks.integrations.lightning.step_state import Beside
 from dlrover_hooks.session import Restored, Session
 from dlrover_hooks.worker import membership
@@ -49,7 +49,7 @@ class Fits:
             raise UsageError(f"recover={recover!r}", hint=f"one of {', '.join(map(repr, RECOVER))}")
         self._recover, self._on_recover, self._on_resize = recover, on_recover, on_resize
         self._checkpoint, self._life = checkpoint, 0
-        self._fresh: Fresh | None = None
+        self._fresh: FreshAttributes | None = None
         self._survivor: Survivor | None = None
         self._stepped = False
         if recover == "process" and config.master is not None and not config.disable:
@@ -91,7 +91,7 @@ class Fits:
         if (reason := self._why_not(trainer)) is not None:
             session.membership.refuse(reason)
         if self._fresh is None:
-            self._fresh = Fresh(trainer, module)
+            self._fresh = FreshAttributes(trainer, module)
         elif self.again:
             self._fresh.put_back(trainer)
 

@@ -38,7 +38,7 @@ from dlrover_hooks.protocol import (
 )
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class EventOutcome(msgspec.Struct, frozen=True):
     """What an event led to."""
 
     reply: Message
@@ -50,10 +50,10 @@ class Outcome(msgspec.Struct, frozen=True):
 _REPLY: dict[type[Message], type[Message]] = {route.request: route.reply for route in ROUTES}
 
 
-def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Outcome:
+def apply(job: Job, event: Message, now: float, key: Key | None = None) -> EventOutcome:
     """Change `job` by one event. Raises a MasterError, then nothing was changed."""
     if key is not None and (reply := _repeated(job, event, key)) is not None:
-        return Outcome(reply=reply, repeated=True)
+        return EventOutcome(reply=reply, repeated=True)
     effects: Effects = []
     reply = _TABLE[type(event)](job, event, now, effects)
     job.changed_at = now
@@ -61,7 +61,7 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Outco
         # who leaves is unknown afterwards, and may ask again; a join that gets no seat is simply applied again
         channels = job.replies.setdefault(key.incarnation, {})
         channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
-    return Outcome(reply=reply, effects=tuple(effects))
+    return EventOutcome(reply=reply, effects=tuple(effects))
 
 
 def _repeated(job: Job, event: Message, key: Key) -> Message | None:

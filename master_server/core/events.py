@@ -76,7 +76,7 @@ class Envelope(msgspec.Struct, frozen=True):
     key: Key | None = None
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
     """An envelope on disk: the event's class name beside its bytes."""
 
     kind: str
@@ -88,7 +88,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 def encode(envelope: Envelope) -> bytes:
     """The envelope as MessagePack."""
     body = msgspec.Raw(msgspec.msgpack.encode(envelope.event))
-    record = Record(kind=type(envelope.event).__name__, now=envelope.now, key=envelope.key, event=body)
+    record = JournalRecord(kind=type(envelope.event).__name__, now=envelope.now, key=envelope.key, event=body)
     return msgspec.msgpack.encode(record)
 
 
@@ -99,7 +99,7 @@ def decode(data: bytes) -> Envelope:
         msgspec.DecodeError, KeyError: these are no bytes of ours, or a kind of event that this release does not know.
         BadRequest: this release wants more of such an event than the one that journaled it.
     """
-    record = msgspec.msgpack.decode(data, type=Record)
+    record = msgspec.msgpack.decode(data, type=JournalRecord)
     try:
         event = msgspec.msgpack.decode(record.event, type=KINDS[record.kind])
     except msgspec.ValidationError as error:

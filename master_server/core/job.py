@@ -11,8 +11,8 @@ import msgspec
 
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master.core.checkpoints import votes
-from dlrover_hooks.master.core.checkpoints.restore_sources import Offers, Refusal
-from dlrover_hooks.master.core.checkpoints.votes import Commit, Saves, Settings
+from dlrover_hooks.master.core.checkpoints.restore_sources import LoadRefusal, Offers
+from dlrover_hooks.master.core.checkpoints.votes import CheckpointVotes, Commit, Settings
 from dlrover_hooks.master.core.effects import (
     CommitGeneration,
     Deadline,
@@ -80,10 +80,10 @@ class Job(msgspec.Struct):
     attempt: int = 0
     rounds: Rounds = msgspec.field(default_factory=Rounds)
     settings: Settings = Settings()
-    saves: Saves = msgspec.field(default_factory=Saves)
+    saves: CheckpointVotes = msgspec.field(default_factory=CheckpointVotes)
     offers: Offers = msgspec.field(default_factory=Offers)
     plan: Choice = msgspec.field(default_factory=Choice)
-    refusals: list[Refusal] = []
+    refusals: list[LoadRefusal] = []
     secret: Secret = Secret()
     ledgers: Ledgers = msgspec.field(default_factory=Ledgers)
     leaving: Leaving = msgspec.field(default_factory=Leaving)

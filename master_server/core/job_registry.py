@@ -7,7 +7,7 @@ import msgspec
 from dlrover_hooks.errors import BadRequest, JobAlive, SaveToBusy, UnknownJob
 from dlrover_hooks.master.core import dispatch
 from dlrover_hooks.master.core import job as one
-from dlrover_hooks.master.core.dispatch import Outcome
+from dlrover_hooks.master.core.dispatch import EventOutcome
 from dlrover_hooks.master.core.effects import (
     Effect,
     ReleaseClaims,
@@ -57,7 +57,7 @@ def job_named(state: Master, name: str) -> Job:
     return state.jobs[name]
 
 
-def apply(state: Master, event: Message, now: float, key: Key | None = None) -> Outcome:
+def apply(state: Master, event: Message, now: float, key: Key | None = None) -> EventOutcome:
     """Change `state` by one event. Raises a MasterError, then nothing was changed."""
     outcome = _apply(state, event, now, key)
     if not outcome.repeated:
@@ -65,7 +65,7 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
     return outcome
 
 
-def _apply(state: Master, event: Message, now: float, key: Key | None) -> Outcome:
+def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
     if isinstance(event, OpenLedger) and event.free:
@@ -84,7 +84,7 @@ def _apply(state: Master, event: Message, now: float, key: Key | None) -> Outcom
     return outcome
 
 
-def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
+def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutcome:
     if not event.job or not event.proposed_run:
         raise BadRequest("A join needs a job name and a proposed run.", hint="Set --job or DLROVER_HOOKS_JOB.")
     _check_name(event.job)
@@ -94,7 +94,7 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> Outcome:
     return outcome
 
 
-def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outcome:
+def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> EventOutcome:
     """A holder without a seat may be the first that a job hears of; its run is then named by the first join."""
     if not event.job:
         raise BadRequest("A ledger needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
@@ -105,7 +105,7 @@ def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> Outc
     return outcome
 
 
-def _delete(state: Master, event: DeleteJob) -> Outcome:
+def _delete(state: Master, event: DeleteJob) -> EventOutcome:
     job = job_named(state, event.job)
     if not event.force and (job.live or job.ledgers.free):
         living = job.standing + len(job.ledgers.free)
@@ -121,7 +121,7 @@ def finished_before(state: Master, before: float) -> list[str]:
     return [name for name, job in state.jobs.items() if job.changed_at <= before and job.over]
 
 
-def _forget(state: Master, names: list[str]) -> Outcome:
+def _forget(state: Master, names: list[str]) -> EventOutcome:
     """These jobs are unknown from now on. Requests that wait for one of them hear it."""
     effects: list[Effect] = []
     for name in names:
@@ -131,7 +131,7 @@ def _forget(state: Master, names: list[str]) -> Outcome:
         effects += [*(Wake(topic=topic) for topic in topics), ReleaseClaims(job=name)]
     if names:
         state.owners = {url: owner for url, owner in state.owners.items() if owner in state.jobs}
-    return Outcome(reply=Done(), effects=tuple(effects))
+    return EventOutcome(reply=Done(), effects=tuple(effects))
 
 
 def _check_name(job: str) -> None:

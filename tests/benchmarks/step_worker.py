@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dlrover_hooks.checkpoint.save.schedule import Pace
+from dlrover_hooks.checkpoint.save.schedule import StepPace
 
 WARM_UP = 20
 """Steps at the beginning of a turn that are not timed: caches are those of another process."""
@@ -146,7 +146,7 @@ def _epoch(turns: Turns, loader: Any, model: nn.Module, optimizer: torch.optim.O
 
 
 def _forget_pace(session: Any) -> None:
-    session._pace = Pace()
+    session._pace = StepPace()
 
 
 def lightning(turns: Turns, *, hooked: bool) -> None:

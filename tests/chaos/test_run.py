@@ -21,7 +21,7 @@ from dlrover_hooks.rehearsal.comparison import Evidence, judge, saved
 from dlrover_hooks.testing.faults import fault_plan
 from dlrover_hooks.testing.faults.fault_actions import Struck
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
-from dlrover_hooks.testing.faults.step_trace import Run
+from dlrover_hooks.testing.faults.step_trace import RunTrace
 from tests.chaos.run_worker import SAMPLES, STEPS_PER_EPOCH, WORLD
 from tests.e2e.launched import Launched, all_gone
 
@@ -48,7 +48,7 @@ class Drilled:
     ) -> None:
         folder.mkdir()
         temporary.mkdir()
-        self._file, self.trace = folder / "faults", Run(folder / "trace")
+        self._file, self.trace = folder / "faults", RunTrace(folder / "trace")
         self._file.write_text(fault_plan.written(schedule))
         job, self.said = f"chaos-{uuid.uuid4().hex[:8]}", ""
         self.codes: list[int] = []

@@ -111,7 +111,7 @@ class Traps:
 
 def in_trainer(traps: Traps) -> None:
     from dlrover_hooks.checkpoint.ipc import keeper_messages
-    from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+    from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
     from dlrover_hooks.checkpoint.memory.segment import Arena
     from dlrover_hooks.checkpoint.restore.generation_loader import Restorer
     from dlrover_hooks.checkpoint.save.slot_writer import Writer
@@ -127,7 +127,9 @@ def in_trainer(traps: Traps) -> None:
 
     Writer.fill = fill
     traps.before(Arena, "publish", Phase.COPIED)
-    traps.before(Line, "tell", Phase.PUBLISHED, lambda _, message: isinstance(message, keeper_messages.Published))
+    traps.before(
+        KeeperClient, "tell", Phase.PUBLISHED, lambda _, message: isinstance(message, keeper_messages.Published)
+    )
     traps.before(Restorer, "load", Phase.BEFORE_LOAD)
     traps.behind(Restorer, "load", Phase.LOADED)
     traps.before(startup, "take_seat", Phase.TAKING_SEAT)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.launcher.agent import Agent
-from dlrover_hooks.launcher.failures import End
+from dlrover_hooks.launcher.failures import WorkerExit
 from dlrover_hooks.launcher.master_requests import Station
-from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.options import LaunchOptions
 from tests.e2e.job_script import attach, join
 from tests.e2e.master_process import LiveMaster
 
@@ -26,7 +26,7 @@ def test_the_end_of_a_worker_is_told_until_it_is_heard(tmp_path: Path) -> None:
         selector = owned.enter_context(selectors.DefaultSelector())
         client, nobody = master.client("agent"), cast("Any", None)
         agent = Agent(
-            Options(command=("true",)), Station("job", "node-agent", "127.0.0.1"), client, nobody, selector,
+            LaunchOptions(command=("true",)), Station("job", "node-agent", "127.0.0.1"), client, nobody, selector,
             lambda: None, fresh=False,
         )  # fmt: skip
         owned.callback(agent._ear.close)
@@ -37,7 +37,7 @@ def test_the_end_of_a_worker_is_told_until_it_is_heard(tmp_path: Path) -> None:
             return [member.alive for member in client.call(p.ShowJob("job")).members]
 
         here, client.url = client.url, NOWHERE
-        agent._speaker.tell({"w1": End("worker 1", 1)})
+        agent._speaker.tell({"w1": WorkerExit("worker 1", 1)})
         agent._turn()
         client.url = here
         assert alive() == [True, True]

@@ -426,7 +426,7 @@ def test_a_descriptor_that_comes_too_late_is_closed(kept: Kept) -> None:
     line = KeeperLink.connect("job", "node", notify=lambda _: None, start=False)
     late: queue.SimpleQueue[Any] = queue.SimpleQueue()
     read, write = os.pipe()
-    late.put((keeper_messages.Done(ref=7), write))  # between the end of the wait and its being given up
+    late.put((keeper_messages.Acknowledged(ref=7), write))  # between the end of the wait and its being given up
     line._give_up(7, late)
     assert os.read(read, 1) == b""
     os.close(read)

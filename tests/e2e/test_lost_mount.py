@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.storage import generations, mounts
+from dlrover_hooks.checkpoint.storage import generations, mounts, url_claim
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest
 from tests.e2e.kept import Kept, state
 
 pytestmark = pytest.mark.usefixtures("runtime")
 RELAUNCHED = (
-    "import sys; from dlrover_hooks.checkpoint.storage.url_claim import Claim\n"
-    "Claim.take(sys.argv[1], None, 'job', 'again')"
+    "import sys; from dlrover_hooks.checkpoint.storage.url_claim import UrlClaim\n"
+    "UrlClaim.take(sys.argv[1], None, 'job', 'again')"
 )
 
 
@@ -61,7 +61,7 @@ def test_a_lost_mount_fails_the_persist_and_nothing_is_written(
     """
     kept.keeper()
     trainer = kept.trainer(save_to=str(url))
-    claim = generations.Claim.take(str(url), None, "job", "test")
+    claim = url_claim.UrlClaim.take(str(url), None, "job", "test")
 
     def saved(step: int) -> tuple[Generation, Any]:
         trainer.save(step, state(step))
@@ -100,10 +100,10 @@ def test_a_lost_mount_fails_the_persist_and_nothing_is_written(
 
 
 def test_a_folder_that_is_made_again_on_the_same_disk_is_no_lost_mount(tmp_path: Path) -> None:
-    place = generations.Place(str(tmp_path / "tree"))
-    claim = generations.Claim.take(place.url, None, "job", "test")
+    place = generations.StorageFolder(str(tmp_path / "tree"))
+    claim = url_claim.UrlClaim.take(place.url, None, "job", "test")
     claim.release()
     shutil.rmtree(place.root)
     mounts.demand_same(place)
-    generations.Claim.take(place.url, None, "job", "test").release()
+    url_claim.UrlClaim.take(place.url, None, "job", "test").release()
     mounts.demand_same(place)

@@ -18,7 +18,7 @@ import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.client.liveness_connection import Line
+from dlrover_hooks.client.liveness_connection import LivenessConnection
 from dlrover_hooks.errors import MasterAway, Stale, TooLarge, Unauthorized, UnknownJob
 from dlrover_hooks.master.__main__ import _KEEPALIVE, _keep_alive
 from tests.e2e.job_script import attach, join, vote
@@ -287,20 +287,20 @@ def test_a_dead_holder_without_a_seat_is_noticed(live_master: LiveMaster) -> Non
 
 def test_a_watch_closed_while_it_connects_is_over(live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is nothing yet to hang up; it must not be opened behind the back of who closed it."""
-    connect, hang_up = Line.connect, Line.hang_up
+    connect, hang_up = LivenessConnection.connect, LivenessConnection.hang_up
     connecting, hung_up = threading.Event(), threading.Event()
 
-    def late(line: Line) -> None:
+    def late(line: LivenessConnection) -> None:
         connecting.set()
         assert hung_up.wait(60)
         connect(line)
 
-    def early(line: Line) -> None:
+    def early(line: LivenessConnection) -> None:
         hang_up(line)
         hung_up.set()
 
-    monkeypatch.setattr(Line, "connect", late)
-    monkeypatch.setattr(Line, "hang_up", early)
+    monkeypatch.setattr(LivenessConnection, "connect", late)
+    monkeypatch.setattr(LivenessConnection, "hang_up", early)
     live_master.client("w0").call(p.OpenLedger("job", "w0", "data", "f", (p.Partition(end=8),), 8, free=True))
     watch = live_master.client("w0").watch("job", lambda notice: None)
     assert connecting.wait(60)

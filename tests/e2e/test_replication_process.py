@@ -242,7 +242,7 @@ def test_a_keeper_that_cannot_prove_itself_gets_nothing(ring: Ring) -> None:
         with contextlib.closing(Channel(connection, "the caller")) as channel:
             channel.receive(r.Knock)
             channel.send(r.Challenge("a", "00" * 16))
-            channel.send(channel.receive(r.Proof))
+            channel.send(channel.receive(r.AuthProof))
             with pytest.raises(KeeperAway, match="closed"):
                 channel.receive(r.Offer)
 
@@ -311,9 +311,9 @@ def test_an_image_that_is_overwritten_while_it_is_sent_is_given_up(
         channel.send(r.Want(0))
         if len(steps) == 1:
             with pytest.raises(Declined, match="was overwritten by a newer one"):
-                channel.receive(r.Here)
+                channel.receive(r.ChunkFollows)
         else:
-            channel.send(r.Whole())
+            channel.send(r.TransferComplete())
 
     b.follow(ring.door(slow))
     b.save(1)

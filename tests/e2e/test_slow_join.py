@@ -11,7 +11,7 @@ import msgspec
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.launcher.master_requests import Speaker, Station
-from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.options import LaunchOptions
 
 
 class Slow(http.server.BaseHTTPRequestHandler):
@@ -50,7 +50,7 @@ def test_a_slow_join_is_sent_again_under_its_own_key() -> None:
     client = MasterClient(f"http://127.0.0.1:{server.server_port}", incarnation="agent")
     try:
         speaks = Speaker(
-            Options(command=("true",)), Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None
+            LaunchOptions(command=("true",)), Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None
         )
         assert speaks.join((p.Seat("w0", 0),), 60.0, first=True, fresh=False).run == "run"
         assert len(server.keys) == 2

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
-from dlrover_hooks.integrations.accelerate.async_save import Saves
+from dlrover_hooks.integrations.accelerate.async_save import AsyncSaves
 from tests.contracts.trial import Given, Setup, loss_of
 from tests.disks import small_disk
 from tests.e2e.master_process import LiveMaster
@@ -66,10 +66,10 @@ class Run:
 
     def hold(self) -> threading.Event:
         """What is saved from here on waits behind this event."""
-        from dlrover_hooks.integrations.accelerate.async_save import Saves
+        from dlrover_hooks.integrations.accelerate.async_save import AsyncSaves
 
         gate = threading.Event()
-        self.accelerator._saves = Saves(self.accelerator.accelerator)
+        self.accelerator._saves = AsyncSaves(self.accelerator.accelerator)
         self.accelerator._saves._behind.add("held", lambda: gate.wait(60))
         return gate
 
@@ -222,7 +222,7 @@ def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(torch.nn.Linear(256, 256))
-        saves = Saves(accelerator)
+        saves = AsyncSaves(accelerator)
         saves.save(disk / "state", safe_serialization=False)
         with pytest.raises(StorageFailed, match=r"cannot write .*state: No space left on device") as failed:
             saves.close()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks import AsyncCheckpointer, elastic_loader
 from dlrover_hooks.testing import InjectedFault
-from dlrover_hooks.testing.faults.step_trace import Run
+from dlrover_hooks.testing.faults.step_trace import RunTrace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -24,13 +24,13 @@ DATA = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
 
 
 @pytest.fixture
-def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTrace:
     """Of a drill of four steps, in the second of which the backward raises once, in each loop below."""
     (tmp_path / "faults").write_text("step=2 exception\n")
     orders = {"FAULTS": tmp_path / "faults", "TRACE": tmp_path / "trace", "LAST_STEP": 4}
     for name, value in orders.items():
         monkeypatch.setenv(f"DLROVER_HOOKS_{name}", str(value))
-    return Run(tmp_path / "trace")
+    return RunTrace(tmp_path / "trace")
 
 
 def plain(job: str) -> None:
@@ -68,7 +68,7 @@ def lightning(job: str) -> None:
 
 
 @pytest.mark.parametrize(("loop", "names"), [(plain, ("weight", "bias")), (lightning, ("layer.weight", "layer.bias"))])
-def test_the_loop_is_struck_traced_and_ended(loop: Any, names: tuple[str, ...], trace: Run, job: str) -> None:
+def test_the_loop_is_struck_traced_and_ended(loop: Any, names: tuple[str, ...], trace: RunTrace, job: str) -> None:
     """First it is struck in a backward; the second life goes on behind the checkpoint, is not struck, and ends."""
     with pytest.raises(InjectedFault, match="step=2"):
         loop(job)

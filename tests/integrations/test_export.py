@@ -22,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks.checkpoint.state import pytree
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, Whole
+from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, WholeTensor
 from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec, plan
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.tensors import torch_backend
@@ -218,7 +218,7 @@ def test_stock_lightning_goes_on_from_an_exported_checkpoint(job: str, tmp_path:
 def shard(url: str, rank: int, height: int = 4) -> Any:
     """Rows 2 x rank and following of a tensor of 3 columns, as FSDP2 leaves them to each rank."""
     which, rows = Generation(0, 7, "a" * 32), torch.arange(12.0).view(4, 3)[2 * rank : 2 * rank + 2].contiguous()
-    spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), Whole((height, 3), "F32", sharded=True))
+    spec = TensorSpec("state.model.w", "F32", (2, 3), 24, (2 * rank, 0), WholeTensor((height, 3), "F32", sharded=True))
     layout = plan([spec])
     skeleton = msgspec.Raw(pytree.flatten({"model": {"w": rows}}, where="state").skeleton)
     image = memoryview(image_with(layout, Inside(which, rank, 2, {"state": skeleton}), rows.numpy().tobytes()))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.lightning import _compat as private
-from dlrover_hooks.integrations.lightning.fresh_attributes import Fresh
+from dlrover_hooks.integrations.lightning.fresh_attributes import FreshAttributes
 from tests.integrations.test_lightning_private import At, Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -133,7 +133,7 @@ def test_lightnings_way_into_the_wrapped_model_is_closed() -> None:
     for own in ({}, {"forward": lambda *_: None}):
         model = Validated()
         vars(model).update(own)
-        fresh = Fresh(trainer(), model)
+        fresh = FreshAttributes(trainer(), model)
         vars(model)["forward"] = model.training_step
         fresh.let_go()
         assert {name: value for name, value in vars(model).items() if name == "forward"} == own

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.pytorch.even_batches import EvenLoader, epoch_batches, is_uneven
 from tests.contracts.spawn import by_step, plan, spawn, survived
@@ -100,12 +100,12 @@ def test_a_ghost_is_not_the_object_that_the_loop_had() -> None:
 @pytest.mark.parametrize(
     ("plan", "uneven", "batches"),
     [
-        (Plan(40, 2, 8, 0, 2), False, 10),
-        (Plan(43, 2, 10, 0, 3), True, 9),
-        (Plan(41, 4, 16, 0, 2), True, 6),  # 9 samples are left: 4 in one micro-batch, 5 in two
-        (Plan(41, 4, 16, 0, 2, "drop"), False, 4),
+        (BatchPlan(40, 2, 8, 0, 2), False, 10),
+        (BatchPlan(43, 2, 10, 0, 3), True, 9),
+        (BatchPlan(41, 4, 16, 0, 2), True, 6),  # 9 samples are left: 4 in one micro-batch, 5 in two
+        (BatchPlan(41, 4, 16, 0, 2, "drop"), False, 4),
     ],
 )
-def test_where_ranks_differ(plan: Plan, uneven: bool, batches: int) -> None:
+def test_where_ranks_differ(plan: BatchPlan, uneven: bool, batches: int) -> None:
     assert is_uneven(plan) == uneven
     assert epoch_batches(plan) == batches

@@ -9,7 +9,7 @@ from dlrover_hooks.errors import MasterError
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Tick
-from dlrover_hooks.master.core.leased_data.ledger import Ledger
+from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger
 
 JOB, DATA = "job", "data"
 
@@ -34,7 +34,7 @@ class ShardWorld(RuleBasedStateMachine):
         return outcome.reply
 
     @property
-    def ledger(self) -> Ledger | None:
+    def ledger(self) -> DatasetLedger | None:
         job = self.state.jobs.get(JOB)
         return job.ledgers.named.get(DATA) if job else None
 

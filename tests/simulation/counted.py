@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.core.leased_data.ledger import Ledger
+from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger
 from dlrover_hooks.protocol import Phase, Source, VoteKind
 from tests.simulation.model import bits, names
 
@@ -358,7 +358,7 @@ class Counted:
 
     # ---- the ledger --------------------------------------------------------------------------------------------------
 
-    def _ledger(self, job: Job, ledger: Ledger) -> None:
+    def _ledger(self, job: Job, ledger: DatasetLedger) -> None:
         """Each position is done, lent to one living holder, to be handed out, or given up: exactly one of these."""
         seen, index = 0, self._promises.data.index
         for name, books in ledger.books.items():

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased.applied_ranges import Piece, Tally
-from dlrover_hooks.data.leased.lease_client import Claim, Held
+from dlrover_hooks.data.leased.applied_ranges import LeasePart, Tally
+from dlrover_hooks.data.leased.lease_client import HeldLease, LeaseRequester
 from dlrover_hooks.protocol import LedgerState
 from tests.simulation.group import Group, Share
 from tests.simulation.model import bits
@@ -31,7 +31,7 @@ class Fit:
         self.lender: Lender | None = None
         self._ends: dict[str, int] = {}
         self._epoch = 0
-        self._held: Held | None = None
+        self._held: HeldLease | None = None
         self._next = 0
 
     async def open(self) -> None:
@@ -58,12 +58,12 @@ class Fit:
     def borrow(self, epoch: int) -> Lender:
         """Begin an epoch."""
         worker = self.worker
-        claim = Claim(worker.job, worker.incarnation, "data", self.fence, epoch)
+        claim = LeaseRequester(worker.job, worker.incarnation, "data", self.fence, epoch)
         self._held = None
         self.lender = Lender(self.world.loop, worker.process, worker.call, claim, self.reopen, exact=not self.free)
         return self.lender
 
-    def pull(self) -> Piece | None:
+    def pull(self) -> LeasePart | None:
         """See `Feed._cut`: the next batch of what is leased."""
         lender = self.lender
         assert lender is not None
@@ -85,7 +85,7 @@ class Fit:
         if good == lo:
             return self.pull()
         held.received = good
-        return Piece(held, lo, good)
+        return LeasePart(held, lo, good)
 
     def _left(self, lender: Lender) -> bool:
         held = self._held
@@ -96,7 +96,7 @@ class Fit:
         """A step was made since the last quiet point."""
         return bool(self.tally.marks)
 
-    def mask(self, piece: Piece) -> int:
+    def mask(self, piece: LeasePart) -> int:
         return bits(self.world.data.index(piece.held.partition), piece.lo, piece.hi)
 
     def commit(self) -> None:

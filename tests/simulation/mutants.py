@@ -18,7 +18,7 @@ from dlrover_hooks.master.core.effects import Wake, parting_topic
 from dlrover_hooks.master.core.leased_data import ledger, partitions
 from dlrover_hooks.master.core.rounds import departure, member_changes, rank_assignment, rendezvous
 from dlrover_hooks.master.journal import Journal
-from dlrover_hooks.worker.preemption import Gate
+from dlrover_hooks.worker.preemption import DepartureGate
 
 Patch = pytest.MonkeyPatch
 
@@ -257,7 +257,7 @@ def ask_one_for_all(patch: Patch) -> None:
 
 def promise_in_vain(patch: Patch) -> None:
     """A rank says where it is, and goes on."""
-    patch.setattr(Gate, "promise", lambda gate: gate.passed)
+    patch.setattr(DepartureGate, "promise", lambda gate: gate.passed)
 
 
 def count_pauses(patch: Patch) -> None:

@@ -23,7 +23,7 @@ from tests.simulation.story import Broken, Story
 from tests.simulation.swarm import Swarm
 
 if TYPE_CHECKING:
-    from dlrover_hooks.master.runtime import Entry
+    from dlrover_hooks.master.runtime import PendingEvent
     from tests.simulation.memory import Image
     from tests.simulation.progress import Progress
 
@@ -147,7 +147,7 @@ class Promises:
 
     # ---- the master's events -----------------------------------------------------------------------------------------
 
-    def applied(self, state: Master, event: Any, key: Key | None, entry: Entry | None, *, now: float) -> None:
+    def applied(self, state: Master, event: Any, key: Key | None, entry: PendingEvent | None, *, now: float) -> None:
         """The core has applied `event`, or recognized it (`entry` None)."""
         del now
         self.state = state

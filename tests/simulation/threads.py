@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased.lease_client import Borrower, Claim, Held
+from dlrover_hooks.data.leased.lease_client import Borrower, HeldLease, LeaseRequester
 from dlrover_hooks.errors import HooksError, MasterAway, Stale
 from dlrover_hooks.worker.reporter import Courier, _Saved, _Skipped, _Woken
 from tests.simulation.loop import Loop, Process
@@ -80,7 +80,9 @@ class Answered:
 class Lender(Borrower):
     """`Borrower._run` and `_exchange`, awaited; everything else is inherited."""
 
-    def __init__(self, loop: Loop, process: Process, call: Call, claim: Claim, reopen: Any, *, exact: bool) -> None:
+    def __init__(
+        self, loop: Loop, process: Process, call: Call, claim: LeaseRequester, reopen: Any, *, exact: bool
+    ) -> None:
         self._loop, self._process, self._await = loop, process, call
         self._heard = Bell(loop, process)
         super().__init__(_nobody, claim, exact=exact)  # pyright: ignore[reportArgumentType]
@@ -156,7 +158,7 @@ class Lender(Borrower):
         self._bell.put(None)
         await asyncio.wait([self.over], timeout=5.0)
 
-    def lapsed(self, held: Held) -> bool:
+    def lapsed(self, held: HeldLease) -> bool:
         """See `Feed._left`: it was not worked off in its time."""
         if self._process.clock() < held.until:
             return False

@@ -160,7 +160,7 @@ def test_prune_says_what_it_removes(tree: str) -> None:
     done = called("prune", tree, "--keep", "last=1,every_steps=20")
     assert done.stdout == dry.stdout.replace("would remove", "removed")
     assert set(listed(tree)) == {20, 40, 50, 60}
-    with retention.reading(generations.Place(tree), Generation(0, 20, RUN)):
+    with retention.reading(generations.StorageFolder(tree), Generation(0, 20, RUN)):
         assert "step-0000000020-0000 is being read: it stays" in called("prune", tree, "--keep", "1").stdout
     called("prune", tree, "--keep", "1")
     assert set(listed(tree)) == {40, 50, 60}
@@ -188,8 +188,8 @@ def test_prune_follows_no_link(tree: str, tmp_path: Path) -> None:
 
 def test_prune_keeps_off_a_live_job(tree: str) -> None:
     code = (
-        "from dlrover_hooks.checkpoint.storage.generations import Claim; import sys; "
-        f"c = Claim.take({tree!r}, None, 'mine', 'its master'); print('held', flush=True); sys.stdin.read()"
+        "from dlrover_hooks.checkpoint.storage.url_claim import UrlClaim; import sys; "
+        f"c = UrlClaim.take({tree!r}, None, 'mine', 'its master'); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None

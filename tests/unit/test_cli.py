@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from dlrover_hooks.cli import main
 from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
 from dlrover_hooks.launcher import launcher
-from dlrover_hooks.launcher.options import Bounds, Options
+from dlrover_hooks.launcher.options import Bounds, LaunchOptions
 from dlrover_hooks.master.__main__ import command
 
 
@@ -59,12 +59,12 @@ def test_the_masters_command_line_exits_78() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
     """What a launcher would have been asked for."""
-    seen: list[Options] = []
+    seen: list[LaunchOptions] = []
 
     class Recorder:
-        def __init__(self, options: Options) -> None:
+        def __init__(self, options: LaunchOptions) -> None:
             seen.append(options)
 
         def run(self) -> int:
@@ -74,7 +74,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     return seen
 
 
-def test_torchruns_spelling_is_understood(asked: list[Options]) -> None:
+def test_torchruns_spelling_is_understood(asked: list[LaunchOptions]) -> None:
     """Our options with underscores; whatever follows the script is the script's, as it stands."""
     words = ["run", "--nproc_per_node=3", "--max_restarts", "4", __file__, "--lr_rate", "1", "--job", "x"]
     assert called(*words).exit_code == 0
@@ -83,7 +83,7 @@ def test_torchruns_spelling_is_understood(asked: list[Options]) -> None:
     assert options.command[2:] == (__file__, "--lr_rate", "1", "--job", "x")
 
 
-def test_a_module_may_be_run(asked: list[Options]) -> None:
+def test_a_module_may_be_run(asked: list[LaunchOptions]) -> None:
     assert called("run", "-m", "json.tool").exit_code == 0
     assert asked[0].command[2:] == ("-m", "json.tool")
 

@@ -15,7 +15,7 @@ import requests
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.launcher import interruption_notices
-from dlrover_hooks.launcher.interruption_notices import NoAnswer, Notice, Poller, aws, azure, gcp, source
+from dlrover_hooks.launcher.interruption_notices import InterruptionNotice, NoAnswer, Poller, aws, azure, gcp, source
 
 NOW = 1_700_000_000.0
 
@@ -29,7 +29,7 @@ def event(kind: str = "Preempt", machine: str = "vm0", when: str = "Tue, 14 Nov 
 def test_aws() -> None:
     assert aws(404, b"<html/>") is None
     body = b'{"action": "terminate", "time": "2023-11-14T22:15:20Z"}'
-    assert aws(200, body) == Notice("aws: spot instance terminate", NOW + 120)
+    assert aws(200, body) == InterruptionNotice("aws: spot instance terminate", NOW + 120)
     for status, wrong in ((200, b"{}"), (200, b'{"action": "stop", "time": "soon"}'), (401, b""), (500, b"")):
         with pytest.raises(NoAnswer):
             aws(status, wrong)
@@ -37,7 +37,7 @@ def test_aws() -> None:
 
 def test_gcp() -> None:
     assert gcp(200, b"FALSE", NOW) is None
-    assert gcp(200, b"TRUE\n", NOW) == Notice("gcp: preempted", NOW + 30)
+    assert gcp(200, b"TRUE\n", NOW) == InterruptionNotice("gcp: preempted", NOW + 30)
     for status, wrong in ((200, b"<html>"), (404, b"")):
         with pytest.raises(NoAnswer):
             gcp(status, wrong, NOW)
@@ -45,8 +45,8 @@ def test_gcp() -> None:
 
 def test_azure() -> None:
     assert azure(200, b'{"DocumentIncarnation": 1, "Events": []}', "vm0", NOW) is None
-    assert azure(200, event(), "vm0", NOW) == Notice("azure: Preempt", NOW + 40)
-    assert azure(200, event(when=""), "vm0", NOW) == Notice("azure: Preempt", NOW + 30)
+    assert azure(200, event(), "vm0", NOW) == InterruptionNotice("azure: Preempt", NOW + 40)
+    assert azure(200, event(when=""), "vm0", NOW) == InterruptionNotice("azure: Preempt", NOW + 30)
     assert azure(200, event(), "vm1", NOW) is None, "another machine of the scale set"
     assert azure(200, event("Freeze"), "vm0", NOW) is None, "a pause of some seconds"
     for status, wrong in ((200, b"[]"), (200, event(when="soon")), (410, b"")):
@@ -114,15 +114,15 @@ def metadata() -> Iterator[Metadata]:
 
 
 @pytest.fixture
-def poll() -> Iterator[Callable[[str], tuple[threading.Event, list[Notice]]]]:
+def poll() -> Iterator[Callable[[str], tuple[threading.Event, list[InterruptionNotice]]]]:
     """Polls `--preemption TEXT`; what it heard, and the event that it did."""
     pollers = []
 
-    def start(text: str) -> tuple[threading.Event, list[Notice]]:
-        heard, event, asked = list[Notice](), threading.Event(), source(text)
+    def start(text: str) -> tuple[threading.Event, list[InterruptionNotice]]:
+        heard, event, asked = list[InterruptionNotice](), threading.Event(), source(text)
         assert asked is not None
 
-        def hear(notice: Notice) -> None:
+        def hear(notice: InterruptionNotice) -> None:
             heard.append(notice)
             event.set()
 
@@ -164,13 +164,13 @@ def test_a_file_of_an_earlier_run_is_named_and_not_obeyed(
     path = tmp_path / "preempt"
     path.write_text(text)
     os.utime(path, (1e9, 1e9))
-    source, http = interruption_notices.File(str(path)), requests.Session()
+    source, http = interruption_notices.NoticeFile(str(path)), requests.Session()
     assert source.ask(http) is None
     assert str(path) in caplog.text
     path.write_text(text)
     assert source.ask(http) is not None
     path.write_text("90")
-    assert interruption_notices.File(str(path)).ask(http) is not None
+    assert interruption_notices.NoticeFile(str(path)).ask(http) is not None
     http.close()
 
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.launcher.failure_summary import Failure, Record, Story, again, screen
-from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, End
+from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, Story, again, screen
+from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit
 from dlrover_hooks.launcher.interruption import after
-from dlrover_hooks.launcher.processes.worker_errors import Words
+from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView, Phase
 
 COMMAND = "dlrover-hooks run --job mine -n 2 train.py"
 RULE = "-" * 80
-WORDS = Words("ValueError: the learning rate is not a number, nor is it anything else that could be used", "a.py:12, f")
+WORDS = WorkerError(
+    "ValueError: the learning rate is not a number, nor is it anything else that could be used", "a.py:12, f"
+)
 
 KILLED = f"""\
 {RULE}
@@ -78,8 +80,8 @@ job mine: the first failure
 
 
 def failure(code: int | None, step: int | None, *, name: str = "worker 0", node: str = "a", then: str = "",
-            resumed: int | None = None, words: Words | None = None) -> Failure:  # fmt: skip
-    return Failure(End(name, code, words=words), node, then, 1, step, resumed)
+            resumed: int | None = None, words: WorkerError | None = None) -> Failure:  # fmt: skip
+    return Failure(WorkerExit(name, code, words=words), node, then, 1, step, resumed)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def view(attempt: int, step: int, begun: int | None) -> JobView:
 
 def test_a_later_attempt_says_what_was_lost() -> None:
     """The master is asked when it is known anyway: at the next failure, and at the end."""
-    record = Record("a")
-    record.failed(End("worker 0", -9), view(1, 17, 0), "restarting 1 worker")
+    record = FailureRecord("a")
+    record.failed(WorkerExit("worker 0", -9), view(1, 17, 0), "restarting 1 worker")
     record.heard(view(1, 17, 0))
-    record.failed(End("worker 3 on node b", 1, here=False), view(2, 30, 16), "")
+    record.failed(WorkerExit("worker 3 on node b", 1, here=False), view(2, 30, 16), "")
     record.heard(None)
     first, second = record.failures
     assert (first.step, first.resumed, first.node) == (17, 16, "a")

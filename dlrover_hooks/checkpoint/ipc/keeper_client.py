@@ -11,7 +11,7 @@ from typing import Any
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
 from dlrover_hooks.errors import KeeperAway, UsageError
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 
 _log = logging.getLogger(__name__)
 RECONNECT_S = 1.0
@@ -26,7 +26,7 @@ trainers, and a keeper has two. This is a thirtieth of the slower one: the keepe
 whose cores are all busy, and its memory may be another socket's."""
 
 
-class Line:
+class KeeperClient:
     """Verbs from any thread; those that may have to find the keeper again wait for each other.
 
     `connect(deadline_s)` makes a link. `lost()`: a dead line is given up. `hello(ref)`: who takes the seat.
@@ -46,7 +46,7 @@ class Line:
         self._seated: KeeperLink | None = None
         """The line on which the seat was taken."""
         self._pause_s, self._not_before = RECONNECT_S, 0.0
-        self._closed, self.here = False, Here()
+        self._closed, self.here = False, ForkGuard()
         self._lock = threading.RLock()
 
     @property
@@ -119,7 +119,9 @@ class Line:
             _welcomed(link, self._hello)
             self._seated = link
 
-    def ask(self, request: Callable[[int], keeper_messages.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
+    def ask(
+        self, request: Callable[[int], keeper_messages.KeeperMessage], *, timeout_s: float = 60.0
+    ) -> tuple[Any, int]:
         """Reply and descriptor."""
         return self.open().call(request, timeout_s=timeout_s)
 
@@ -132,7 +134,7 @@ class Line:
         """
         return _welcomed(self.open(), lambda ref: keeper_messages.Inventory(ref=ref, master=master))
 
-    def tell(self, message: keeper_messages.Wire) -> bool:
+    def tell(self, message: keeper_messages.KeeperMessage) -> bool:
         """Send `message` if there is a line; False if there is none."""
         link = self._link
         try:
@@ -171,7 +173,7 @@ class Line:
                 return link
 
 
-def _welcomed(link: KeeperLink, request: Callable[[int], keeper_messages.Wire]) -> keeper_messages.Welcome:
+def _welcomed(link: KeeperLink, request: Callable[[int], keeper_messages.KeeperMessage]) -> keeper_messages.Welcome:
     """The answer to `request`, Hello or Inventory, which a keeper gives once it has hashed what lies there."""
     left = granted(
         link.call(lambda ref: keeper_messages.Inventory(ref=ref, waits=False), timeout_s=ANSWER_S)[0]
@@ -179,7 +181,7 @@ def _welcomed(link: KeeperLink, request: Callable[[int], keeper_messages.Wire]) 
     return granted(link.call(request, timeout_s=ANSWER_S + left / HASH_BYTES_PER_S)[0])
 
 
-def granted(answer: keeper_messages.Wire) -> keeper_messages.Welcome:
+def granted(answer: keeper_messages.KeeperMessage) -> keeper_messages.Welcome:
     """The answer to Hello or Inventory. Raises UsageError with the keeper's reason if it refused."""
     if isinstance(answer, keeper_messages.Refused):
         raise UsageError(answer.reason, hint=answer.hint)

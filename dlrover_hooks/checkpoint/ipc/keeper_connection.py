@@ -45,7 +45,7 @@ class KeeperLink:
         self._socket = connection
         self._notify, self._ended = notify, ended
         self._closed = False
-        self._waiting: dict[int, queue.SimpleQueue[tuple[keeper_messages.Wire, int] | None]] = {}
+        self._waiting: dict[int, queue.SimpleQueue[tuple[keeper_messages.KeeperMessage, int] | None]] = {}
         self._refs = 0
         self._lock = threading.Lock()
         self._answers = threading.Lock()
@@ -103,13 +103,15 @@ class KeeperLink:
         """The keeper has not closed the line."""
         return self._alive
 
-    def call(self, request: Callable[[int], keeper_messages.Wire], *, timeout_s: float = 60.0) -> tuple[Any, int]:
+    def call(
+        self, request: Callable[[int], keeper_messages.KeeperMessage], *, timeout_s: float = 60.0
+    ) -> tuple[Any, int]:
         """Send `request(ref)`, wait for its reply: the reply and its descriptor (-1: none).
 
         Raises:
             KeeperAway: the keeper is gone or does not answer in time.
         """
-        answer: queue.SimpleQueue[tuple[keeper_messages.Wire, int] | None] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[tuple[keeper_messages.KeeperMessage, int] | None] = queue.SimpleQueue()
         with self._lock:
             self._refs += 1
             ref = self._refs
@@ -130,7 +132,7 @@ class KeeperLink:
             fd = reach(reply.at)
         return reply, fd
 
-    def _give_up(self, ref: int, answer: queue.SimpleQueue[tuple[keeper_messages.Wire, int] | None]) -> None:
+    def _give_up(self, ref: int, answer: queue.SimpleQueue[tuple[keeper_messages.KeeperMessage, int] | None]) -> None:
         """Nobody waits for the reply `ref` any more; the descriptor of one that came too late is closed."""
         with self._answers:
             self._waiting.pop(ref, None)
@@ -139,7 +141,7 @@ class KeeperLink:
             if late is not None and late[1] >= 0:
                 os.close(late[1])
 
-    def send(self, message: keeper_messages.Wire) -> None:
+    def send(self, message: keeper_messages.KeeperMessage) -> None:
         """Send without waiting for an answer. The line is over once a send has failed.
 
         Raises:

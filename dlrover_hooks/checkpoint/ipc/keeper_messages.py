@@ -32,14 +32,14 @@ def whereabouts(fd: int) -> Whereabouts:
     return f"/proc/{os.getpid()}/fd/{fd}", found.st_dev, found.st_ino
 
 
-class Wire(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class KeeperMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ref: int = 0
 
 
 # ---- from the trainer
 
 
-class Replicate(Wire, frozen=True):
+class Replicate(KeeperMessage, frozen=True):
     """Listen on `host`:`port` (0: any) for other nodes' keepers, as `node`, and send this node's images `to` that one.
 
     Without a secret nobody is admitted and nothing is sent yet. Answer: Replicating, or Refused.
@@ -54,7 +54,7 @@ class Replicate(Wire, frozen=True):
     """At most so many millions of bytes per second; 0: no limit."""
 
 
-class Fetch(Wire, frozen=True):
+class Fetch(KeeperMessage, frozen=True):
     """Have `rank`'s image of `generation` here, from the first of `at` that gives it. Answer: Done, or Refused."""
 
     node: str
@@ -65,7 +65,7 @@ class Fetch(Wire, frozen=True):
     secret: Secret
 
 
-class Hello(Wire, frozen=True):
+class Hello(KeeperMessage, frozen=True):
     """From here on this process saves for `seat`, in attempt `attempt` of `run`. Answer: Welcome, or Refused.
 
     `master`: who let it in (a URL; empty: itself, see `Peer.master`). A living process's seat goes to nobody that
@@ -84,7 +84,7 @@ class Hello(Wire, frozen=True):
     """What the keeper was told before; a new one has to hear it again."""
 
 
-class Inventory(Wire, frozen=True):
+class Inventory(KeeperMessage, frozen=True):
     """Takes no seat. Answer: Welcome, or Refused.
 
     `master` as in `Hello`: what a living launch of another master holds is not shown. None: a mere question.
@@ -95,7 +95,7 @@ class Inventory(Wire, frozen=True):
     waits: bool = True
 
 
-class Allocate(Wire, frozen=True):
+class Allocate(KeeperMessage, frozen=True):
     """Slots of at least `slot_bytes` for this connection's seat, and notes of `note_bytes`. Answer: Allocated and a
     descriptor, or Refused.
 
@@ -107,7 +107,7 @@ class Allocate(Wire, frozen=True):
     gives: bool = False
 
 
-class Published(Wire, frozen=True):
+class Published(KeeperMessage, frozen=True):
     """Slot `slot` of this seat's segment `segment` was published with sequence word `seq`: hash it. Later: Hashed.
 
     0 for either: the newest segment, the word that stands there now. `unchanged`: byte ranges [start, stop) of the
@@ -121,13 +121,13 @@ class Published(Wire, frozen=True):
     unchanged: tuple[tuple[int, int], ...] = ()
 
 
-class Complete(Wire, frozen=True):
+class Complete(KeeperMessage, frozen=True):
     """`generation` is memory-complete: every rank of the job holds a hashed slot of it."""
 
     generation: Generation
 
 
-class Persist(Wire, frozen=True):
+class Persist(KeeperMessage, frozen=True):
     """Make this seat's slot of `generation` durable, once it is hashed. Later: Persisted or PersistFailed."""
 
     generation: Generation
@@ -137,7 +137,7 @@ class Persist(Wire, frozen=True):
     options: dict[str, Any] = {}
 
 
-class Open(Wire, frozen=True):
+class OpenImage(KeeperMessage, frozen=True):
     """`rank`'s image of `generation`, verified now. Answer: Opened and a descriptor, or Refused."""
 
     generation: Generation
@@ -145,23 +145,23 @@ class Open(Wire, frozen=True):
     world_size: int
 
 
-class Recall(Wire, frozen=True):
+class Recall(KeeperMessage, frozen=True):
     """What the trainers of this node, the dead among them, have noted for who goes on. Answer: Recalled."""
 
 
-class Drop(Wire, frozen=True):
+class Drop(KeeperMessage, frozen=True):
     """Forget other runs than `run` in this seat and in those that nobody has (`--fresh`). Answer: Done."""
 
     run: str = ""
 
 
-class Goodbye(Wire, frozen=True):
+class Goodbye(KeeperMessage, frozen=True):
     """This process leaves on purpose; `finished`: the job needs no successor. Answer: Done."""
 
     finished: bool = False
 
 
-class Adopt(Wire, frozen=True):
+class Adopt(KeeperMessage, frozen=True):
     """A launcher's second keeper gives its life pipe to the first one. Comes with a descriptor. Answer: Done."""
 
     at: Whereabouts | None = None
@@ -170,7 +170,7 @@ class Adopt(Wire, frozen=True):
 # ---- from the keeper
 
 
-class Welcome(Wire, frozen=True):
+class Welcome(KeeperMessage, frozen=True):
     """What this node holds, hashed, and who holds it. `damage`: lines about what is lost, until a seat was taken.
 
     `unhashed_bytes`: what is published, but not hashed yet.
@@ -182,7 +182,7 @@ class Welcome(Wire, frozen=True):
     unhashed_bytes: int = 0
 
 
-class Allocated(Wire, frozen=True):
+class Allocated(KeeperMessage, frozen=True):
     """`persisting`: this seat's generations being made durable right now, begun by an earlier life."""
 
     complete: Generation | None = None
@@ -190,7 +190,7 @@ class Allocated(Wire, frozen=True):
     at: Whereabouts | None = None
 
 
-class Opened(Wire, frozen=True):
+class Opened(KeeperMessage, frozen=True):
     slot: int
     seq: int
     image_bytes: int
@@ -198,26 +198,26 @@ class Opened(Wire, frozen=True):
     at: Whereabouts | None = None
 
 
-class Recalled(Wire, frozen=True):
+class Recalled(KeeperMessage, frozen=True):
     notes: tuple[bytes, ...] = ()
 
 
-class Replicating(Wire, frozen=True):
+class Replicating(KeeperMessage, frozen=True):
     """Other keepers reach this one at `port`."""
 
     port: int
 
 
-class Refused(Wire, frozen=True):
+class Refused(KeeperMessage, frozen=True):
     reason: str
     hint: str = ""
 
 
-class Done(Wire, frozen=True):
+class Acknowledged(KeeperMessage, frozen=True):
     pass
 
 
-class Hashed(Wire, frozen=True):
+class Hashed(KeeperMessage, frozen=True):
     """This seat's slot of `generation` is whole and hashed: it may be voted for."""
 
     generation: Generation
@@ -225,14 +225,14 @@ class Hashed(Wire, frozen=True):
     world_size: int
 
 
-class Damaged(Wire, frozen=True):
+class Damaged(KeeperMessage, frozen=True):
     """This seat's slot of `generation` does not hold what it held before where it was not copied again: copy it all."""
 
     generation: Generation
     reason: str
 
 
-class Storing(Wire, frozen=True):
+class Storing(KeeperMessage, frozen=True):
     """A long write so far."""
 
     generation: Generation
@@ -241,7 +241,7 @@ class Storing(Wire, frozen=True):
     seconds: float
 
 
-class Persisted(Wire, frozen=True):
+class Persisted(KeeperMessage, frozen=True):
     """`seconds`: how long it took, queue and all attempts included; 0 where it was written before."""
 
     generation: Generation
@@ -249,7 +249,7 @@ class Persisted(Wire, frozen=True):
     seconds: float = 0.0
 
 
-class PersistFailed(Wire, frozen=True):
+class PersistFailed(KeeperMessage, frozen=True):
     """`gone`: the slot was used again or its keeper died; nothing is wrong with the storage."""
 
     generation: Generation
@@ -258,13 +258,13 @@ class PersistFailed(Wire, frozen=True):
     gone: bool = False
 
 
-class Unreplicated(Wire, frozen=True):
+class Unreplicated(KeeperMessage, frozen=True):
     """Why an image of this seat is in this node's memory alone. Said once for each kind of reason."""
 
     reason: str
 
 
-class Space(Wire, frozen=True):
+class Space(KeeperMessage, frozen=True):
     """Whether there is room, in a line for a person; `tight`: it is worth a warning, and `hint` says what to do."""
 
     line: str
@@ -272,7 +272,7 @@ class Space(Wire, frozen=True):
     hint: str = ""
 
 
-class Replaced(Wire, frozen=True):
+class Replaced(KeeperMessage, frozen=True):
     """Process `pid` has this connection's seat now: nothing that is saved here counts any more."""
 
     pid: int = 0
@@ -280,14 +280,14 @@ class Replaced(Wire, frozen=True):
 
 SaveNotice = Hashed | Persisted | PersistFailed
 Notice = SaveNotice | Damaged | Space | Storing | Replaced | Unreplicated
-Reply = Welcome | Allocated | Opened | Recalled | Replicating | Refused | Done
-Request = Hello | Inventory | Allocate | Published | Complete | Persist | Open | Drop | Goodbye | Adopt
+Reply = Welcome | Allocated | Opened | Recalled | Replicating | Refused | Acknowledged
+Request = Hello | Inventory | Allocate | Published | Complete | Persist | OpenImage | Drop | Goodbye | Adopt
 Request |= Replicate | Fetch | Recall
 CARRY_FD = (Allocated, Opened, Adopt)
 _any = msgspec.json.Decoder(Request | Reply | Notice)
 
 
-def frame(message: Wire) -> bytes:
+def frame(message: KeeperMessage) -> bytes:
     """`message` as it travels."""
     body = msgspec.json.encode(message)
     return struct.pack("<I", len(body)) + body

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.protocol import Generation, KeeperAddress, Located, Replication
@@ -37,7 +37,7 @@ def host_towards(master: str) -> str:
 class Neighbours:
     """`locate` asks the master who holds an image. `order`: what the keeper was told, and a new one must hear again."""
 
-    def __init__(self, line: Line, node: str, locate: Locate) -> None:
+    def __init__(self, line: KeeperClient, node: str, locate: Locate) -> None:
         self.order: keeper_messages.Replicate | None = None
         self._line, self._node, self._locate = line, node, locate
 

@@ -19,7 +19,7 @@ from dlrover_hooks.errors import KeeperAway
 _log = logging.getLogger(__name__)
 
 
-class Loop:
+class ServerLoop:
     """All but `post` is called on the thread that calls `turn`.
 
     `handle(peer, message, fd)` takes what a trainer says, KeeperAway ends its line; `lost(peer)` hears of its end.
@@ -78,7 +78,7 @@ class Loop:
             self._listener.close()
             self._listener = None
 
-    def send(self, peer: Peer, message: keeper_messages.Wire, *fds: int) -> None:
+    def send(self, peer: Peer, message: keeper_messages.KeeperMessage, *fds: int) -> None:
         """To `peer`, if it is still there."""
         if peer in self.peers:
             peer.send(message, fds)
@@ -87,7 +87,7 @@ class Loop:
             except OSError:
                 self._lose(peer)
 
-    def tell(self, seat: int, notice: keeper_messages.Wire) -> None:
+    def tell(self, seat: int, notice: keeper_messages.KeeperMessage) -> None:
         """To whoever has `seat`."""
         for peer in list(self.peers):
             if peer.hello is not None and peer.hello.seat == seat and not peer.replaced:

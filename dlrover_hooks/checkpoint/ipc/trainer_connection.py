@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from dlrover_hooks.checkpoint.ipc.keeper_messages import Frames, Hello, Wire, frame
+from dlrover_hooks.checkpoint.ipc.keeper_messages import Frames, Hello, KeeperMessage, frame
 from dlrover_hooks.checkpoint.ipc.unix_socket import peer_pid, send
 
 
@@ -34,7 +34,7 @@ class Peer:
         """It has a seat, from another master than `other_than`."""
         return self.hello is not None and not self.replaced and self.master(self.hello.master) != other_than
 
-    def send(self, message: Wire, fds: Sequence[int] = ()) -> None:
+    def send(self, message: KeeperMessage, fds: Sequence[int] = ()) -> None:
         """Queue `message`; `flush` sends it. `fds` stay the caller's and must live until then."""
         self._outbox.append((memoryview(frame(message)), fds))
 

@@ -110,7 +110,7 @@ def _adopted(path: str, life_fd: int) -> bool:
             )
             while frames.receive(connection):
                 for message, _ in frames.messages():
-                    return isinstance(message, keeper_messages.Done)
+                    return isinstance(message, keeper_messages.Acknowledged)
         except OSError:
             return False
     return False

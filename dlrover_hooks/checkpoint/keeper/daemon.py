@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages, unix_socket
-from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
 from dlrover_hooks.checkpoint.keeper.hasher import Hashes
@@ -19,8 +19,8 @@ from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
 from dlrover_hooks.checkpoint.keeper.request_handlers import Answers
 from dlrover_hooks.checkpoint.keeper.segment_allocator import Rooms
-from dlrover_hooks.checkpoint.memory.inventory import Found, Holdings, Proof, Segment
-from dlrover_hooks.checkpoint.replication.controller import Replication
+from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot, Holdings, Segment
+from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.host.worker_pool import Crew
 
@@ -37,12 +37,12 @@ class Keeper:
         launched = life_fd is not None
         self._lifetime = Lifetime(time.monotonic(), launched=launched, linger_s=linger_s, grace_s=grace_s)
         self._plate, self._look_at = plate, time.monotonic() + LOOK_S
-        self._loop = Loop(plate.listener, self._handle, self._lost)
+        self._loop = ServerLoop(plate.listener, self._handle, self._lost)
         rooms, openings = Crew("room", 2, self._loop.post), Crew("open", 2, self._loop.post)
         self._hashes = Hashes(self._loop.post, self._hashed)
         self._shards = Shards(self._loop.post, self._loop.tell)
         self._will = Will(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
-        self._replication = Replication(self.holdings, self._loop.post, self._loop.tell)
+        self._replication = ReplicationController(self.holdings, self._loop.post, self._loop.tell)
         self._answers = Answers(
             self._loop,
             self.holdings,
@@ -134,7 +134,7 @@ class Keeper:
             )
             return
         self._live_by(fd)
-        self._loop.send(peer, keeper_messages.Done(ref=message.ref))
+        self._loop.send(peer, keeper_messages.Acknowledged(ref=message.ref))
 
     def _lost(self, peer: Peer) -> None:
         """The trainer is gone: give torn slots back, and hash what it had published and nobody has hashed yet.
@@ -154,13 +154,13 @@ class Keeper:
         for segment, index in self.holdings.unproved(seat):
             self._hashes.submit(segment, index, segment.arena.seq(index))
 
-    def _hashed(self, segment: Segment, index: int, proof: Proof | Exception | None) -> None:
+    def _hashed(self, segment: Segment, index: int, proof: HashedSlot | Exception | None) -> None:
         if isinstance(proof, Exception):
             _log.error("seat %d, slot %d could not be hashed: %s", segment.seat, index, proof)
         elif proof is not None and segment in self.holdings.seats[segment.seat]:
             self._tell_hashed(segment, proof)
 
-    def _tell_hashed(self, segment: Segment, proof: Proof) -> None:
+    def _tell_hashed(self, segment: Segment, proof: HashedSlot) -> None:
         slot = proof.slot
         assert slot.generation is not None
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover_hooks.checkpoint.memory.inventory import Proof, Segment, prove
+from dlrover_hooks.checkpoint.memory.inventory import HashedSlot, Segment, prove
 from dlrover_hooks.host.worker_pool import Crew
 
 
@@ -14,7 +14,7 @@ class Hashes:
     def __init__(
         self,
         post: Callable[[Callable[[], None]], None],
-        done: Callable[[Segment, int, Proof | Exception | None], None],
+        done: Callable[[Segment, int, HashedSlot | Exception | None], None],
     ) -> None:
         self._crew = Crew("hash", 2, post)
         self._done = done
@@ -39,7 +39,7 @@ class Hashes:
         number = self._number
         self._under_way[number] = segment.arena.slot(index).image_bytes
 
-        def then(proof: Proof | Exception | None) -> None:
+        def then(proof: HashedSlot | Exception | None) -> None:
             self._under_way.pop(number)
             self._done(segment, index, proof)
             self._call_waiting()

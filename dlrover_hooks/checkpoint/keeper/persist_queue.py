@@ -36,7 +36,7 @@ class Shards:
     """
 
     def __init__(
-        self, post: Callable[[Callable[[], None]], None], tell: Callable[[int, keeper_messages.Wire], None]
+        self, post: Callable[[Callable[[], None]], None], tell: Callable[[int, keeper_messages.KeeperMessage], None]
     ) -> None:
         self._crew = Crew("store", 2, post)
         self._post, self._tell = post, tell
@@ -161,7 +161,7 @@ class Shards:
         then(outcome)
 
 
-def _end_of(generation: Generation, rank: int, outcome: Manifest | Exception) -> keeper_messages.Wire:
+def _end_of(generation: Generation, rank: int, outcome: Manifest | Exception) -> keeper_messages.KeeperMessage:
     if isinstance(outcome, Exception):
         return keeper_messages.PersistFailed(generation=generation, reason=str(outcome), gone=True)
     return keeper_messages.Persisted(

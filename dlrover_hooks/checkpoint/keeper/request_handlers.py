@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.keeper import admission
 from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
@@ -17,9 +17,9 @@ from dlrover_hooks.checkpoint.keeper.hasher import Hashes
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
 from dlrover_hooks.checkpoint.keeper.segment_allocator import Rooms
-from dlrover_hooks.checkpoint.memory.inventory import Holdings, Proof, Segment, whose
+from dlrover_hooks.checkpoint.memory.inventory import HashedSlot, Holdings, Segment, whose
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
-from dlrover_hooks.checkpoint.replication.controller import Replication
+from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.checkpoint.storage import mounts, shard_writer
 from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.host.worker_pool import Crew
@@ -27,7 +27,7 @@ from dlrover_hooks.host.worker_pool import Crew
 _WITHOUT_SEAT = (
     keeper_messages.Hello,
     keeper_messages.Inventory,
-    keeper_messages.Open,
+    keeper_messages.OpenImage,
     keeper_messages.Recall,
     keeper_messages.Goodbye,
     keeper_messages.Replicate,
@@ -41,7 +41,7 @@ class Answers:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: ServerLoop,
         holdings: Holdings,
         lifetime: Lifetime,
         hashes: Hashes,
@@ -49,7 +49,7 @@ class Answers:
         rooms: Rooms,
         openings: Crew,
         will: Will,
-        replication: Replication,
+        replication: ReplicationController,
     ) -> None:
         self.saving: keeper_messages.Hello | None = None
         self._loop, self._holdings, self._lifetime = loop, holdings, lifetime
@@ -94,7 +94,7 @@ class Answers:
             self._lifetime.came()
         self._welcome(peer, message, waits=message.waits)
 
-    def _welcome(self, peer: Peer, message: keeper_messages.Wire, *, waits: bool = True) -> None:
+    def _welcome(self, peer: Peer, message: keeper_messages.KeeperMessage, *, waits: bool = True) -> None:
         """Answer once all that is published by now is hashed, or at once."""
 
         def answer() -> None:
@@ -118,7 +118,7 @@ class Answers:
             self._shards.forget(message.run)
             self._will.forget(message.run)
             mounts.forget()
-        self._loop.send(peer, keeper_messages.Done(ref=message.ref))
+        self._loop.send(peer, keeper_messages.Acknowledged(ref=message.ref))
 
     def _goodbye(self, peer: Peer, message: keeper_messages.Goodbye) -> None:
         peer.finished = message.finished
@@ -127,14 +127,14 @@ class Answers:
                 self._lifetime.job_done(admission.taken(peer, self._loop.peers))
         elif message.finished and not peer.replaced:
             self._lifetime.done(peer.hello.seat)
-        self._loop.send(peer, keeper_messages.Done(ref=message.ref))
+        self._loop.send(peer, keeper_messages.Acknowledged(ref=message.ref))
 
     # ---- memory
 
     def _allocate(self, peer: Peer, message: keeper_messages.Allocate) -> None:
         self._rooms.allocate(peer, message)
 
-    def _open(self, peer: Peer, message: keeper_messages.Open) -> None:
+    def _open(self, peer: Peer, message: keeper_messages.OpenImage) -> None:
         found = self._holdings.find(message.generation, message.rank, message.world_size)
         if found is None:
             text = f"{message.generation}, rank {message.rank}, is not held in this node's memory"
@@ -144,7 +144,9 @@ class Answers:
             lambda: shard_writer.verify(found), lambda proof: self._opened(peer, message, found.segment, proof)
         )
 
-    def _opened(self, peer: Peer, message: keeper_messages.Open, segment: Segment, proof: Proof | Exception) -> None:
+    def _opened(
+        self, peer: Peer, message: keeper_messages.OpenImage, segment: Segment, proof: HashedSlot | Exception
+    ) -> None:
         if isinstance(proof, Exception):
             for old in list(segment.proofs.values()):
                 if whose(old.slot) == (message.generation, message.rank, message.world_size):
@@ -181,7 +183,8 @@ class Answers:
         def done(error: Exception | None) -> None:
             ref = message.ref
             self._loop.send(
-                peer, keeper_messages.Refused(ref=ref, reason=str(error)) if error else keeper_messages.Done(ref=ref)
+                peer,
+                keeper_messages.Refused(ref=ref, reason=str(error)) if error else keeper_messages.Acknowledged(ref=ref),
             )
 
         self._replication.fetch(message, done)
@@ -225,7 +228,7 @@ class Answers:
         keeper_messages.Published: _published,
         keeper_messages.Complete: _complete,
         keeper_messages.Persist: _persist,
-        keeper_messages.Open: _open,
+        keeper_messages.OpenImage: _open,
         keeper_messages.Recall: _recall,
         keeper_messages.Replicate: _replicate,
         keeper_messages.Fetch: _fetch,

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Rooms:
     """Segments for seats. `crew` makes them and looks at disks."""
 
-    def __init__(self, loop: Loop, holdings: Holdings, lifetime: Lifetime, shards: Shards, crew: Crew) -> None:
+    def __init__(self, loop: ServerLoop, holdings: Holdings, lifetime: Lifetime, shards: Shards, crew: Crew) -> None:
         self._loop, self._holdings, self._lifetime, self._shards = loop, holdings, lifetime, shards
         self._crew = crew
         self._making: set[int] = set()
@@ -73,11 +73,11 @@ class Rooms:
         if for_images:
             self.look_at_disk(peer.hello, message.slot_bytes)
 
-    def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> capacity.Verdict:
+    def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> capacity.CapacityReport:
         """Whether all that have no slots of that size get them. Raises OSError."""
         return capacity.memory(slot_bytes, self._without(slot_bytes), capacity.free_memory(shared_folder()), slots)
 
-    def _squeeze(self, seat: int, slot_bytes: int) -> tuple[capacity.Verdict, int]:
+    def _squeeze(self, seat: int, slot_bytes: int) -> tuple[capacity.CapacityReport, int]:
         """The state has outgrown the slots: free the old ones one by one; where that is not enough, make fewer.
 
         `grow` makes the others once the old segment is gone; there must be memory for two then, or saves would stop.
@@ -161,5 +161,5 @@ class Rooms:
             self._disk_said = True
             self._say(seat, verdict)
 
-    def _say(self, seat: int, verdict: capacity.Verdict) -> None:
+    def _say(self, seat: int, verdict: capacity.CapacityReport) -> None:
         self._loop.tell(seat, keeper_messages.Space(line=verdict.line, tight=verdict.tight, hint=verdict.hint))

@@ -84,7 +84,7 @@ def inside(ranges: Iterable[tuple[int, int]], nbytes: int) -> frozenset[int]:
     return frozenset(found)
 
 
-class Stream:
+class ChecksumStream:
     """Chunk digests of bytes that pass by in pieces of any size. One thread at a time."""
 
     def __init__(self) -> None:

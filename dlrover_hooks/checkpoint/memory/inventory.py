@@ -16,7 +16,7 @@ _DAMAGED = "damaged"
 """Stands for a hash that no chunk has."""
 
 
-class Proof(NamedTuple):
+class HashedSlot(NamedTuple):
     """A slot as it was when it was hashed."""
 
     slot: Slot
@@ -32,7 +32,7 @@ class Segment:
 
     seat: int
     arena: Arena
-    proofs: dict[int, Proof] = field(default_factory=dict[int, Proof])
+    proofs: dict[int, HashedSlot] = field(default_factory=dict[int, HashedSlot])
     void: dict[int, int] = field(default_factory=dict[int, int])
     """By slot, the sequence word of what was superseded; its hash may still be under way."""
     retired: bool = False
@@ -49,7 +49,7 @@ class Segment:
         """By the trainer that has the seat."""
         return not (self.retired or self.given_up)
 
-    def valid(self) -> list[Proof]:
+    def valid(self) -> list[HashedSlot]:
         """Proofs whose slot was not touched since."""
         return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
 
@@ -61,7 +61,7 @@ class Segment:
         before = self.known.get(index, {})
         self.known[index] = {chunk: digest for chunk, digest in before.items() if chunk in chunks}
 
-    def accept(self, proof: Proof) -> bool:
+    def accept(self, proof: HashedSlot) -> bool:
         """Keep `proof`, unless its slot is superseded or a newer proof came first.
 
         Raises:
@@ -123,7 +123,7 @@ class Segment:
                 if not self.retired:
                     self.arena.free(slot.index)
 
-    def discard(self, proof: Proof) -> None:
+    def discard(self, proof: HashedSlot) -> None:
         """What was proved is damaged by now."""
         if self.proofs.get(proof.slot.index) is proof:
             del self.proofs[proof.slot.index]
@@ -139,16 +139,16 @@ def whose(slot: Slot) -> tuple[Generation | None, int, int]:
 
 class Found(NamedTuple):
     segment: Segment
-    proof: Proof
+    proof: HashedSlot
 
 
-def prove(arena: Arena, index: int, seq: int) -> Proof | None:
+def prove(arena: Arena, index: int, seq: int) -> HashedSlot | None:
     """Hash slot `index` as it stood at `seq`; None if it is free, torn, or was written since. Any thread."""
     slot = arena.slot(index)
     if slot.generation is None or slot.torn or slot.seq != seq:
         return None
     chunks = digests_beside(arena.view(index, slot.image_bytes))
-    return Proof(slot, chunks) if arena.seq(index) == slot.seq else None
+    return HashedSlot(slot, chunks) if arena.seq(index) == slot.seq else None
 
 
 class Berth(NamedTuple):
@@ -157,7 +157,7 @@ class Berth(NamedTuple):
     segment: Segment
     slot: int
     inside: tuple[str, ...] = ()
-    beside: Proof | None = None
+    beside: HashedSlot | None = None
 
 
 class Replicas:
@@ -204,7 +204,7 @@ class Replicas:
         self._filling.add(key)
         return Berth(segment, index, inside, newest)
 
-    def end(self, berth: Berth, proof: Proof | None) -> None:
+    def end(self, berth: Berth, proof: HashedSlot | None) -> None:
         """The berth was filled, or not (None): then its slot is free."""
         segment = berth.segment
         key = segment.home, segment.seat

@@ -1,7 +1,8 @@
-"""A keeper's part in replication: what it sends to another node's keeper, holds for a third one, and fetches (DL-91).
+"""A keeper's part in replication: what it sends to another node's keeper, holds for a third one, and fetches .
 
 Of other nodes' workers two slots each: the newest whole replica stays until the next one is whole. Nothing here counts
-as a vote. `Replication` itself belongs to the loop's thread; the door's callers and the fetchers ask it through `post`.
+as a vote. `ReplicationController` itself belongs to the loop's thread; the listener's threads and the fetchers ask it
+through `post`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ _Answer = TypeVar("_Answer")
 Post = Callable[[Callable[[], None]], None]
 
 
-class Replication:
+class ReplicationController:
     """Does nothing until a trainer says `Replicate`."""
 
-    def __init__(self, holdings: Holdings, post: Post, tell: Callable[[int, keeper_messages.Wire], None]) -> None:
+    def __init__(
+        self, holdings: Holdings, post: Post, tell: Callable[[int, keeper_messages.KeeperMessage], None]
+    ) -> None:
         self._holdings, self._post, self._tell = holdings, post, tell
         self._door: Door | None = None
         self._node, self._secret = "", Secret()
@@ -188,7 +191,7 @@ class Replication:
             channel.send(r.Refuse(error.message))
             raise
         if berth is None:
-            channel.send(r.Whole())
+            channel.send(r.TransferComplete())
             return
         replicas, proof = self._holdings.replicas, None
         try:

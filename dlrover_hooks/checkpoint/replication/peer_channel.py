@@ -134,8 +134,8 @@ def _call(to: KeeperAddress, secret: Secret, node: str) -> Channel:
         knock = r.Knock(node, secrets.token_hex(16))
         channel.send(knock, GREET_S)
         challenge = channel.receive(r.Challenge, within_s=GREET_S)
-        channel.send(r.Proof(r.mac(secret, "caller", knock, challenge)), GREET_S)
-        proof = channel.receive(r.Proof, within_s=GREET_S)
+        channel.send(r.AuthProof(r.mac(secret, "caller", knock, challenge)), GREET_S)
+        proof = channel.receive(r.AuthProof, within_s=GREET_S)
     except KeeperAway as error:
         channel.close()
         raise NotAdmitted(error.message, hint="its node may not have begun this round yet") from error
@@ -160,10 +160,10 @@ def admit(connection: socket.socket, address: str, secret: Secret, node: str) ->
         raise NotAdmitted(f"{channel.who} was not admitted: {why}")
     challenge = r.Challenge(node, secrets.token_hex(16))
     channel.send(challenge, GREET_S)
-    proof = channel.receive(r.Proof, within_s=max(until - time.monotonic(), 0.1))
+    proof = channel.receive(r.AuthProof, within_s=max(until - time.monotonic(), 0.1))
     if not r.proves(secret, "caller", knock, challenge, proof):
         channel.send(r.Refuse("that is not the secret of this run"), GREET_S)
         raise NotAdmitted(f"{channel.who} does not know the secret of this run")
-    channel.send(r.Proof(r.mac(secret, "keeper", knock, challenge)), GREET_S)
+    channel.send(r.AuthProof(r.mac(secret, "keeper", knock, challenge)), GREET_S)
     channel.who, channel.limit = f"the keeper of node {knock.node} at {address}", r.MAX_BYTES
     return channel, knock.node

@@ -42,7 +42,7 @@ class Challenge(Word, frozen=True):
     nonce: str
 
 
-class Proof(Word, frozen=True):
+class AuthProof(Word, frozen=True):
     """HMAC-SHA256 of role, Knock and Challenge under the run's secret, hex."""
 
     mac: str
@@ -75,15 +75,15 @@ class Want(Word, frozen=True):
     chunk: int
 
 
-class Here(Word, frozen=True):
+class ChunkFollows(Word, frozen=True):
     """The bytes of the wanted chunk follow."""
 
 
-class Whole(Word, frozen=True):
+class TransferComplete(Word, frozen=True):
     """All chunks are there, and the whole was hashed again."""
 
 
-class Damaged(Word, frozen=True):
+class ChunkDamaged(Word, frozen=True):
     """This chunk did not match its digest when it arrived."""
 
     chunk: int
@@ -93,7 +93,7 @@ class Refuse(Word, frozen=True):
     reason: str
 
 
-Said = Knock | Challenge | Proof | Get | Offer | Want | Here | Whole | Damaged | Refuse
+Said = Knock | Challenge | AuthProof | Get | Offer | Want | ChunkFollows | TransferComplete | ChunkDamaged | Refuse
 
 
 def mac(secret: Secret, role: str, knock: Knock, challenge: Challenge) -> str:
@@ -102,7 +102,7 @@ def mac(secret: Secret, role: str, knock: Knock, challenge: Challenge) -> str:
     return hmac.new(secret.key.encode(), said, hashlib.sha256).hexdigest()
 
 
-def proves(secret: Secret, role: str, knock: Knock, challenge: Challenge, proof: Proof) -> bool:
+def proves(secret: Secret, role: str, knock: Knock, challenge: Challenge, proof: AuthProof) -> bool:
     """In constant time. Nobody proves anything where there is no secret."""
     return bool(secret.key) and hmac.compare_digest(mac(secret, role, knock, challenge), proof.mac)
 
@@ -118,7 +118,7 @@ def sources(wanted: Sequence[str], inside: Sequence[str], beside: Sequence[str])
     ]
 
 
-class Pace:
+class TokenBucket:
     """A token bucket of `rate` bytes per second (0: no limit) that holds one chunk. `now`: seconds of one clock."""
 
     def __init__(self, rate: float) -> None:

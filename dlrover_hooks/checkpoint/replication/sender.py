@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.memory.inventory import Found
 from dlrover_hooks.checkpoint.replication.peer_channel import Declined, call
-from dlrover_hooks.checkpoint.replication.replica_protocol import Pace
+from dlrover_hooks.checkpoint.replication.replica_protocol import TokenBucket
 from dlrover_hooks.checkpoint.replication.transfer import Overwritten, give, pacer
 from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import KeeperAddress, Secret
@@ -40,7 +40,7 @@ class Sender:
         """Images that were not sent, or not whole."""
         self._failed = failed
         self._aim: Aim | None = None
-        self._pace = Pace(0.0)
+        self._pace = TokenBucket(0.0)
         self._waiting: dict[int, Found] = {}
         self._changed = threading.Condition()
         self._closing = threading.Event()

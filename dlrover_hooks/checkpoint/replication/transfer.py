@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, cut, digests
-from dlrover_hooks.checkpoint.memory.inventory import Berth, Found, Proof
+from dlrover_hooks.checkpoint.memory.inventory import Berth, Found, HashedSlot
 from dlrover_hooks.checkpoint.replication import replica_protocol as r
 from dlrover_hooks.checkpoint.replication.peer_channel import CHUNK_S, VERIFY_S, Channel
 from dlrover_hooks.checkpoint.storage import shard_writer
@@ -40,8 +40,8 @@ def give(channel: Channel, found: Found, home: str, wait: Callable[[int], object
     pieces = list(cut(view))
     channel.send(offer(found, home))
     while True:
-        word = channel.receive(r.Want, r.Whole, r.Damaged, within_s=VERIFY_S)
-        if isinstance(word, r.Whole):
+        word = channel.receive(r.Want, r.TransferComplete, r.ChunkDamaged, within_s=VERIFY_S)
+        if isinstance(word, r.TransferComplete):
             return
         if found.segment.arena.seq(slot.index) != slot.seq:
             channel.send(r.Refuse(f"{slot.generation} was overwritten by a newer one"))
@@ -49,15 +49,15 @@ def give(channel: Channel, found: Found, home: str, wait: Callable[[int], object
                 f"{slot.generation}, rank {slot.rank}, was overwritten before {channel.who} had it",
                 hint="sending takes longer than two saves: save less often, or raise DLROVER_HOOKS_REPLICA_MB_PER_S",
             )
-        if isinstance(word, r.Damaged) or not 0 <= word.chunk < len(pieces):
+        if isinstance(word, r.ChunkDamaged) or not 0 <= word.chunk < len(pieces):
             shard_writer.verify(found)
             raise KeeperAway(f"{channel.who} got chunk {word.chunk} of {slot.generation} damaged")
         wait(len(pieces[word.chunk]))
-        channel.send(r.Here())
+        channel.send(r.ChunkFollows())
         channel.send_bytes(pieces[word.chunk])
 
 
-def take(channel: Channel, offer: r.Offer, berth: Berth) -> Proof:
+def take(channel: Channel, offer: r.Offer, berth: Berth) -> HashedSlot:
     """Fill `berth` with what was offered, and publish it there.
 
     Raises:
@@ -82,16 +82,16 @@ def take(channel: Channel, offer: r.Offer, berth: Berth) -> Proof:
         raise Corrupt(f"the memory of this node does not keep {offer}")
     arena.publish(index, offer.generation, offer.rank, offer.world_size, offer.image_bytes)
     with contextlib.suppress(KeeperAway):  # it is here all the same
-        channel.send(r.Whole())
-    return Proof(arena.slot(index), offer.chunks)
+        channel.send(r.TransferComplete())
+    return HashedSlot(arena.slot(index), offer.chunks)
 
 
 def _fetch(channel: Channel, offer: r.Offer, chunk: int, piece: memoryview) -> None:
     channel.send(r.Want(chunk))
-    channel.receive(r.Here, within_s=CHUNK_S)
+    channel.receive(r.ChunkFollows, within_s=CHUNK_S)
     channel.fill(piece)
     if digests(piece) != offer.chunks[chunk : chunk + 1]:
-        channel.send(r.Damaged(chunk))
+        channel.send(r.ChunkDamaged(chunk))
         raise Corrupt(f"{offer}: chunk {chunk} from {channel.who} did not match its hash")
 
 
@@ -107,6 +107,6 @@ def sound(offer: r.Offer) -> bool:
     )
 
 
-def pacer(pace: r.Pace, sleep: Callable[[float], object]) -> Callable[[int], object]:
+def pacer(pace: r.TokenBucket, sleep: Callable[[float], object]) -> Callable[[int], object]:
     """`wait` for `give`, by the clock."""
     return lambda nbytes: sleep(pace.wait_s(nbytes, time.monotonic()))

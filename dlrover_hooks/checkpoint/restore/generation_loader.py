@@ -1,7 +1,7 @@
 """What a round restores, out of this node's memory or out of storage, for one rank. Training thread.
 
 Two phases, so that a load that fails leaves the model as it was: `Restorer.load` opens and verifies all that this rank
-needs, `Restored.fill` copies it into the adapter's own tensors, once every rank has said that it can.
+needs, `LoadedTree.fill` copies it into the adapter's own tensors, once every rank has said that it can.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.checkpoint.restore.shard_reader import READS, StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.storage.retention import reading
 from dlrover_hooks.checkpoint.tensors.numpy_backend import library
-from dlrover_hooks.checkpoint.tensors.shard_index import Image, Images, Slot, chosen
+from dlrover_hooks.checkpoint.tensors.shard_index import Image, Images, KeeperSlotImage, chosen
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Generation, Restore, Source
 
@@ -51,7 +51,7 @@ Fitting = Callable[[Opening], Fit]
 """Raises UsageError if what was saved does not fit."""
 
 
-class Restored(NamedTuple):
+class LoadedTree(NamedTuple):
     """`tree` in fresh memory, but for tensors of the adapter's own, which are as they were until `fill`.
 
     `same_world`: its `rank` part is this very rank's of an equally large world. `leases`: the parts of that name of all
@@ -87,7 +87,7 @@ class Restorer:
 
     def __init__(
         self,
-        line: Line,
+        line: KeeperClient,
         copier: Copier,
         seat: int,
         rank: int,
@@ -100,7 +100,7 @@ class Restorer:
         self._line, self._copier, self._seat = line, copier, seat
         self._save_to, self._options, self._fetch = save_to, options, fetch
 
-    def load(self, restore: Restore, fitting: Fitting | None = None) -> Restored:
+    def load(self, restore: Restore, fitting: Fitting | None = None) -> LoadedTree:
         """See `Checkpointer.load`."""
         with self._noted(restore):
             return self._load(restore, fitting)
@@ -109,9 +109,9 @@ class Restorer:
         """Another job may save at another URL meanwhile: its retention spares what is read here."""
         if restore.source is not Source.STORAGE or restore.url in (None, self._save_to):
             return contextlib.nullcontext()
-        return reading(Place(restore.url, self._options), restore.generation)
+        return reading(StorageFolder(restore.url, self._options), restore.generation)
 
-    def _load(self, restore: Restore, fitting: Fitting | None) -> Restored:
+    def _load(self, restore: Restore, fitting: Fitting | None) -> LoadedTree:
         memory = restore.source is not Source.STORAGE
         opener = self._opener(restore) if memory else self._files(restore)
         images = Images(restore.generation, restore.world_size, opener)
@@ -126,7 +126,7 @@ class Restorer:
             images.close()
             raise
 
-    def _restored(self, restore: Restore, images: Images, first: int, fitting: Fitting | None) -> Restored:
+    def _restored(self, restore: Restore, images: Images, first: int, fitting: Fitting | None) -> LoadedTree:
         same = restore.world_size == self.world_size and not restore.weights
         skeletons = images.image(first).header.inside().skeletons
         own = images.image(self.rank).header.inside().skeletons if same else {}
@@ -152,7 +152,7 @@ class Restorer:
         }
         if "rank" in own:
             tree["rank"] = unflatten(bytes(own["rank"]), fresh)
-        return Restored(tree, same, (), images, fit)
+        return LoadedTree(tree, same, (), images, fit)
 
     # ---- memory
 
@@ -171,7 +171,7 @@ class Restorer:
     def _opener(self, restore: Restore) -> Callable[[int], Image]:
         def ask(rank: int) -> tuple[Any, int]:
             which = {"generation": restore.generation, "rank": rank, "world_size": restore.world_size}
-            return self._line.ask(lambda ref: keeper_messages.Open(ref=ref, **which))
+            return self._line.ask(lambda ref: keeper_messages.OpenImage(ref=ref, **which))
 
         def open_slot(rank: int) -> Image:
             reply, fd = ask(rank)
@@ -182,7 +182,7 @@ class Restorer:
                 raise Corrupt(reply.reason, hint=reply.hint)
             arena = Arena.attach(fd, writable=False)
             try:
-                return Slot(arena, reply.slot, reply.seq, reply.image_bytes, reply.seat)
+                return KeeperSlotImage(arena, reply.slot, reply.seq, reply.image_bytes, reply.seat)
             except BaseException:
                 arena.close()
                 raise
@@ -203,5 +203,5 @@ class Restorer:
             raise StorageFailed(f"{restore.generation} is to be read from storage, but no URL is known")
         what = f"read the MANIFEST of {restore.generation} at {url}"
         manifest = READS.run(lambda _: generations.manifest_of(url, self._options, restore.generation), what)
-        place = Place(url, self._options)
+        place = StorageFolder(url, self._options)
         return lambda rank: StoredImage(place, manifest, rank)

@@ -22,7 +22,7 @@ from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.state.safetensors_reader import header_end, parse
 from dlrover_hooks.checkpoint.storage.catalog import folder, shard_name
-from dlrover_hooks.checkpoint.storage.filesystem import Place, failures
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
 from dlrover_hooks.checkpoint.tensors.shard_index import Delivery, deliver_from_view
 from dlrover_hooks.errors import Corrupt, StorageFailed
@@ -46,7 +46,7 @@ class StoredImage:
         StorageFailed: it cannot be read, or a read stands still.
     """
 
-    def __init__(self, place: Place, manifest: Manifest, rank: int) -> None:
+    def __init__(self, place: StorageFolder, manifest: Manifest, rank: int) -> None:
         self._place, self._generation = place, manifest.generation
         self._home = folder(manifest.generation)
         self._file = self._checked(next((one for one in manifest.files if one.rank == rank), None), rank)

@@ -12,9 +12,9 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     FRESH,
     GIVEN_UP,
     LATEST,
+    AbandonedRuns,
     Finished,
-    Fresh,
-    GivenUp,
+    FreshStart,
     Latest,
     Listed,
     Note,
@@ -22,14 +22,14 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     decode,
     load,
 )
-from dlrover_hooks.checkpoint.storage.filesystem import Place, failures
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import ShardFile
 
-_NOTES: dict[str, type[Note]] = {LATEST: Latest, FINISHED: Finished, FRESH: Fresh, GIVEN_UP: GivenUp}
+_NOTES: dict[str, type[Note]] = {LATEST: Latest, FINISHED: Finished, FRESH: FreshStart, GIVEN_UP: AbandonedRuns}
 
 
-def tree_faults(place: Place, rows: Collection[Listed]) -> Iterator[str]:
+def tree_faults(place: StorageFolder, rows: Collection[Listed]) -> Iterator[str]:
     """One line for each damage of the files beside the generations `rows`, beginning with its name."""
     for name, kind in _NOTES.items():
         if (data := content(place, name)) is not None and decode(data, kind) is None:
@@ -40,7 +40,7 @@ def tree_faults(place: Place, rows: Collection[Listed]) -> Iterator[str]:
         yield f"{LATEST}: names {latest.generation}, which is not there or not whole"
 
 
-def faults(place: Place, one: Listed, advance: Callable[[int], None]) -> Iterator[str]:
+def faults(place: StorageFolder, one: Listed, advance: Callable[[int], None]) -> Iterator[str]:
     """One line for each damage of a generation, beginning with its folder. `advance` is told the bytes read."""
     if one.fault is not None or one.manifest is None:
         yield f"{one.folder}: {one.fault}"
@@ -54,7 +54,7 @@ def faults(place: Place, one: Listed, advance: Callable[[int], None]) -> Iterato
             yield f"{name}: {error.message}"
 
 
-def damaged_chunks(place: Place, name: str, file: ShardFile, advance: Callable[[int], None]) -> Iterator[int]:
+def damaged_chunks(place: StorageFolder, name: str, file: ShardFile, advance: Callable[[int], None]) -> Iterator[int]:
     """Indexes of the chunks of file `name` that do not match.
 
     Raises:

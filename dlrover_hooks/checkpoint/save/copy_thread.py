@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from dlrover_hooks.errors import CheckpointError
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 
 WAIT_S, COPY_BYTES_PER_S = 10.0, 500e6
 """An optimizer waits so long for a copy, and a second more for each 500 MB. Measured: one thread copies 10 GB/s, and
@@ -27,7 +27,7 @@ class Aside:
     """
 
     def __init__(self) -> None:
-        self.here = Here()
+        self.here = ForkGuard()
         self.waited_s = 0.0
         """How long `wait` held up its callers, since this was set to 0."""
         self.given_up = False

@@ -28,7 +28,7 @@ SAMPLE_BYTES, CELL_BYTES = 64, 1 << 20
 _version = attrgetter("_version")
 
 
-class Gate:
+class OptimizerGate:
     """Calls `wait` before weights change: ahead of any optimizer's step, or behind its closure where one is passed.
 
     Behind, because with a closure (Lightning, LBFGS) forward and backward run inside of `step`. On whatever thread
@@ -85,13 +85,13 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             yield torch_backend.part(value)
 
 
-class Hold:
+class MemoryHold:
     """From here to `end`, what would give `memory` back waits first: it is being copied, and would be unmapped.
 
     `untyped_storage().resize_(0)` is how FSDP frees parameters. What frees memory in C++ alone is not seen.
     """
 
-    _holds: ClassVar[list[Hold]] = []
+    _holds: ClassVar[list[MemoryHold]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _plain: ClassVar[list[tuple[type, str, Any]]] = []
 
@@ -139,13 +139,13 @@ _GIVE_BACK: tuple[tuple[type, str], ...] = (
 def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def held(value: Any, *args: Any, **kwargs: Any) -> Any:
-        Hold.wait_for(value)
+        MemoryHold.wait_for(value)
         return plain(value, *args, **kwargs)
 
     return held
 
 
-class Samples:
+class ByteSamples:
     """Takes a few bytes of each MiB of tensors, and of their copies, at random places. `sizes` in bytes; made once.
 
     One check at a time: `take`, then `differing`, then `move` ahead of the next. On whatever thread.
@@ -207,7 +207,7 @@ class Unchanged:
     leave no other trace. A few rows changed in such a way are missed.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], samples: Samples) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], samples: ByteSamples) -> None:
         self._tensors, self._versions, self._samples = tensors, _versions(tensors), samples
         samples.take()
 

@@ -17,9 +17,9 @@ from dlrover_hooks.checkpoint.memory.memcpy import place_of
 from dlrover_hooks.checkpoint.save import cuda_copy
 from dlrover_hooks.checkpoint.save.copy_thread import Aside
 from dlrover_hooks.checkpoint.save.frozen_parameters import Frozen, Left
-from dlrover_hooks.checkpoint.save.optimizer_gate import Gate, Hold, Samples, Traces, Unchanged
+from dlrover_hooks.checkpoint.save.optimizer_gate import ByteSamples, MemoryHold, OptimizerGate, Traces, Unchanged
 from dlrover_hooks.checkpoint.save.overlap_policy import LAZY, Mode
-from dlrover_hooks.checkpoint.save.slot_writer import Shot, Target, Writer
+from dlrover_hooks.checkpoint.save.slot_writer import Shot, SlotTarget, Writer
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.layout_cache import pick
 from dlrover_hooks.errors import CheckpointError, HooksError
@@ -42,7 +42,7 @@ class Split(NamedTuple):
     """`later`, and the addresses there: words, as bytes, since NumPy takes 50 us to compare two arrays."""
     addresses: bytes
     starts: np.ndarray[Any, Any]
-    samples: Samples
+    samples: ByteSamples
     memory: Sequence[torch.UntypedStorage]
 
 
@@ -83,7 +83,7 @@ class LazyWriter(Writer):
         """How often frozen parameters were asked for, and those that were without a gradient at the last walk."""
         self._thaws = False
         """Frozen parameters change without a trace: none is left out."""
-        self._gate = Gate(self._before_step)
+        self._gate = OptimizerGate(self._before_step)
         self._form: Any = None
         """What `_split` was found for: it seldom changes from save to save."""
         self._split: Split | None = None
@@ -95,7 +95,7 @@ class LazyWriter(Writer):
         """See `Writer`."""
         return self.mode.next() == LAZY
 
-    def write(self, shot: Shot, target: Target, *, lazy: bool) -> None:
+    def write(self, shot: Shot, target: SlotTarget, *, lazy: bool) -> None:
         """See `Writer`."""
         left = self._leave(shot, target)
         split = self._divide(shot, self._others(shot, left)) if lazy else None
@@ -104,7 +104,7 @@ class LazyWriter(Writer):
             events = self._copy(early, target, split.now) if split.now else []
             cuda_copy.gate(events)  # what forward changes is read before it does
             rest = self._begin(shot, target, split, events, left)
-            hold = Hold(self.aside.drain, (*split.memory, *rest.memory))
+            hold = MemoryHold(self.aside.drain, (*split.memory, *rest.memory))
             try:
                 self.aside.begin(lambda: self._finish(shot, target, rest, hold), len(target.view))
             except BaseException:
@@ -158,11 +158,11 @@ class LazyWriter(Writer):
         else:
             self.aside.wait()
 
-    def _publish(self, target: Target, left: Left) -> None:
+    def _publish(self, target: SlotTarget, left: Left) -> None:
         target.publish(left.whole)
         self._kept.filled(left)
 
-    def _copy(self, shot: Shot, target: Target, places: Sequence[int]) -> list[torch.cuda.Event]:
+    def _copy(self, shot: Shot, target: SlotTarget, places: Sequence[int]) -> list[torch.cuda.Event]:
         """Copy `places`; those on devices are only begun."""
         on_device = shot.found.on_device
         self.fill(shot, target, [place for place in places if place not in on_device] if on_device else places)
@@ -188,13 +188,13 @@ class LazyWriter(Writer):
             starts, sizes = np.asarray(pick(shot.recipe.places, later), np.uint64).reshape(-1, 2).T.copy()
             which = np.asarray(later, np.intp)
             addresses = shot.found.addresses[which]
-            samples = Samples(addresses.tolist(), sizes, self.copier)
+            samples = ByteSamples(addresses.tolist(), sizes, self.copier)
             memory = [] if on_device else torch_backend.memory(pick(shot.found.held, later))
             split = self._split = Split(later, now, which, addresses.tobytes(), starts, samples, memory)
             self._form = form
         return split
 
-    def _begin(self, shot: Shot, target: Target, split: Split, events: list[torch.cuda.Event], left: Left) -> Rest:
+    def _begin(self, shot: Shot, target: SlotTarget, split: Split, events: list[torch.cuda.Event], left: Left) -> Rest:
         tensors, kept = pick(shot.found.held, split.later), pick(shot.found.held, sorted(left.places))
         if shot.found.on_device:
             self._traces = Traces(tensors)
@@ -207,7 +207,7 @@ class LazyWriter(Writer):
 
         return Rest((), split.later, changed, split, left, torch_backend.memory(kept))
 
-    def _finish(self, shot: Shot, target: Target, rest: Rest, hold: Hold) -> None:
+    def _finish(self, shot: Shot, target: SlotTarget, rest: Rest, hold: MemoryHold) -> None:
         """On the copying thread: the rest of the copy, the proof that nothing changed meanwhile, the publication."""
         try:
             if (reason := self._thawed(rest.left, target)) is not None:
@@ -240,7 +240,7 @@ class LazyWriter(Writer):
 
     # ---- frozen
 
-    def _leave(self, shot: Shot, target: Target) -> Left:
+    def _leave(self, shot: Shot, target: SlotTarget) -> Left:
         """What the slot seems to hold already. Never what lies on a device: it costs too much to have a look at it."""
         frozen = self._frozen()
         places = range(len(shot.recipe.places)) if frozen else ()
@@ -254,7 +254,7 @@ class LazyWriter(Writer):
         places = range(len(shot.recipe.places))
         return [place for place in places if place not in left.places] if left.places else places
 
-    def _thawed(self, left: Left, target: Target) -> str | None:
+    def _thawed(self, left: Left, target: SlotTarget) -> str | None:
         """Why nothing may be left out, from here on: something frozen was changed, and only its bytes tell."""
         place = self._kept.changed(left, target.view)
         if place is None:

@@ -73,7 +73,7 @@ class Passing:
         self._voted.add(step)
 
 
-class Pace:
+class StepPace:
     """How long optimizer steps take, from the moments at which they were over."""
 
     def __init__(self) -> None:

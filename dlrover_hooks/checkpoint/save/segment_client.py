@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, Arena
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
 
@@ -31,7 +31,7 @@ class Room:
 
     def __init__(
         self,
-        line: Line,
+        line: KeeperClient,
         allocated: Callable[[keeper_messages.Allocated], None],
         closing: Callable[[], None] = lambda: None,
     ) -> None:

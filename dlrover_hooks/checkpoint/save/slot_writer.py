@@ -36,7 +36,7 @@ class Shot(NamedTuple):
         return address, self.recipe.places[place][1]
 
 
-class Target(NamedTuple):
+class SlotTarget(NamedTuple):
     """A slot that was begun. `publish(unchanged)` says that it is whole; any thread.
 
     `view`: the bytes of the image; `room`: all that the slot has.
@@ -66,7 +66,7 @@ class Writer:
         """A step follows the next save: is it to be made behind it?"""
         return False
 
-    def write(self, shot: Shot, target: Target, *, lazy: bool) -> None:
+    def write(self, shot: Shot, target: SlotTarget, *, lazy: bool) -> None:
         """Fill `target` with `shot` and publish it, behind the step if `lazy`.
 
         Raises:
@@ -76,7 +76,7 @@ class Writer:
         self.fill(shot, target, range(len(shot.recipe.places)))
         target.publish(())
 
-    def fill(self, shot: Shot, target: Target, places: Sequence[int], *, alone: bool = False) -> None:
+    def fill(self, shot: Shot, target: SlotTarget, places: Sequence[int], *, alone: bool = False) -> None:
         """Copy what goes to `places` (sorted). `alone`: by this thread only, after `prove`; else `prove` meanwhile."""
         sources = shot.found.addresses
         some = sources if len(places) == len(sources) else sources[np.asarray(places, np.intp)]
@@ -87,7 +87,7 @@ class Writer:
         else:
             self.copier.fill(*where, lambda: self.prove(shot, target))
 
-    def prove(self, shot: Shot, target: Target) -> None:
+    def prove(self, shot: Shot, target: SlotTarget) -> None:
         """Write the header and ask whether the tensors are what it says. Raises Changed."""
         try:
             target.head(shot)

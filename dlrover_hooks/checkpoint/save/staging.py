@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Move
 from dlrover_hooks.errors import CheckpointError, UnsupportedState
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 
 ALIGN = 64
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap
@@ -38,9 +38,9 @@ class Copies:
     def __init__(self, count: int = 2, *, copier: Copier | None = None) -> None:
         self._count = count
         self._copier = copier or Copier()
-        self._regions: list[_Region] = []
+        self._regions: list[_StagingMemory] = []
         self._dropped = threading.Condition()
-        self._here = Here()
+        self._here = ForkGuard()
 
     def take(self, tree: Any, *, timeout_s: float = _WAIT_S) -> Any:
         """An independent copy of `tree`, its tensors on the CPU.
@@ -76,7 +76,7 @@ class Copies:
         with self._dropped:
             self._dropped.notify_all()
 
-    def _free(self, nbytes: int, timeout_s: float) -> _Region:
+    def _free(self, nbytes: int, timeout_s: float) -> _StagingMemory:
         """A region that nobody uses, the one that fits best; a new one if there may be one more."""
         with self._dropped:
             free = self._dropped.wait_for(self._choice, timeout_s)
@@ -88,18 +88,18 @@ class Copies:
         if free.nbytes < nbytes:
             with contextlib.suppress(ValueError):
                 self._regions.remove(free)
-            free = _Region(nbytes)
+            free = _StagingMemory(nbytes)
             self._regions.append(free)
         return free
 
-    def _choice(self) -> _Region | None:
+    def _choice(self) -> _StagingMemory | None:
         free = [region for region in self._regions if not region.lent]
         if free:
             return max(free, key=lambda region: region.nbytes)
-        return _Region(0) if len(self._regions) < self._count else None
+        return _StagingMemory(0) if len(self._regions) < self._count else None
 
 
-class _Region:
+class _StagingMemory:
     """Private memory, touched before use; lent out to one copy at a time."""
 
     def __init__(self, nbytes: int) -> None:

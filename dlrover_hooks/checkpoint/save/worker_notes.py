@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.keeper_client import Line
+from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES
 from dlrover_hooks.checkpoint.save.segment_client import Room
 from dlrover_hooks.errors import KeeperAway
@@ -12,7 +12,7 @@ from dlrover_hooks.errors import KeeperAway
 class Notes:
     """One trainer's way to leave them, and to read those of its node."""
 
-    def __init__(self, line: Line, room: Room) -> None:
+    def __init__(self, line: KeeperClient, room: Room) -> None:
         self._line, self._room = line, room
 
     def leave(self, place: int, data: bytes, body: bytes = b"") -> None:

@@ -27,7 +27,7 @@ SHARDING = "DCP_SHARDING_INFO"
 _BROKEN = (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-class Whole(Message, frozen=True):
+class WholeTensor(Message, frozen=True):
     """What a tensor is as a whole, where the table tells only what lies here.
 
     A shard (`sharded`) is written to files once: not by ranks whose shard is a `copy` of another's. complex128, which
@@ -50,7 +50,7 @@ class Inside(Message, frozen=True):
     format: int = 1
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a parsed header; `start`, `stop`: bytes in the image."""
 
     dtype: str
@@ -63,7 +63,7 @@ class Header(NamedTuple):
     """A parsed header. `payload`: where the tensors begin."""
 
     metadata: dict[str, str]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     payload: int
     total_bytes: int
 
@@ -71,9 +71,9 @@ class Header(NamedTuple):
         """What dlrover_hooks wrote into the metadata. Raises Corrupt if it is not there or not readable."""
         return _decoded(self.metadata, OURS, Inside)
 
-    def wholes(self) -> dict[str, Whole]:
+    def wholes(self) -> dict[str, WholeTensor]:
         """By name, the tensors of which the table tells only a part, those without a shard here too. Raises Corrupt."""
-        return _decoded(self.metadata, WHOLES, dict[str, Whole]) if WHOLES in self.metadata else {}
+        return _decoded(self.metadata, WHOLES, dict[str, WholeTensor]) if WHOLES in self.metadata else {}
 
     def offsets(self) -> dict[str, tuple[int, ...]]:
         """By name, where the tensors here begin in their wholes. Raises Corrupt."""
@@ -152,14 +152,14 @@ class _Row(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def _entry(name: str, row: Any, payload: int, nbytes: int) -> Entry:
+def _entry(name: str, row: Any, payload: int, nbytes: int) -> TensorEntry:
     found = msgspec.convert(row, _Row)
     start, stop = (payload + offset for offset in found.data_offsets)
     if not payload <= start <= stop <= nbytes or size(found.dtype, found.shape, limit=nbytes) != stop - start:
         raise ValueError(
             f"tensor {name} does not fit its image: {found.dtype} {list(found.shape)[:8]} in {stop - start} bytes"
         )
-    return Entry(found.dtype, found.shape, start, stop)
+    return TensorEntry(found.dtype, found.shape, start, stop)
 
 
 def size(dtype: str, shape: Iterable[int], *, limit: int) -> int | None:
@@ -176,7 +176,7 @@ def size(dtype: str, shape: Iterable[int], *, limit: int) -> int | None:
     return total
 
 
-def _refuse_gaps(tensors: Mapping[str, Entry], payload: int, nbytes: int) -> None:
+def _refuse_gaps(tensors: Mapping[str, TensorEntry], payload: int, nbytes: int) -> None:
     at = payload
     for start, stop, name in sorted((entry.start, entry.stop, name) for name, entry in tensors.items()):
         if start != at:

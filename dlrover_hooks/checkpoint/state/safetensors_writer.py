@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from dlrover_hooks.checkpoint.state.safetensors_reader import ITEM_BYTES, OURS, SHARDING, WHOLES, Header, Inside, Whole
+from dlrover_hooks.checkpoint.state.safetensors_reader import (
+    ITEM_BYTES,
+    OURS,
+    SHARDING,
+    WHOLES,
+    Header,
+    Inside,
+    WholeTensor,
+)
 from dlrover_hooks.checkpoint.state.safetensors_reader import parse as parse
 
 PAGE = 4096
@@ -42,7 +50,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     offsets: tuple[int, ...] = ()
-    whole: Whole | None = None
+    whole: WholeTensor | None = None
     """What it is as a whole, where the rest of this does not tell."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.host.memory_limit import Free
 from dlrover_hooks.host.memory_limit import free as memory_of_machine
 
@@ -18,7 +18,7 @@ TIGHT = 0.9
 """It is tight where more than this share of what is free is needed."""
 
 
-class Verdict(NamedTuple):
+class CapacityReport(NamedTuple):
     """`line` says what is needed and what there is; `hint` what to do where it is tight, or does not fit."""
 
     fits: bool
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     hint: str = ""
 
 
-def memory(slot_bytes: int, workers: int, free: Free, slots: int = SLOTS) -> Verdict:
+def memory(slot_bytes: int, workers: int, free: Free, slots: int = SLOTS) -> CapacityReport:
     """Whether the slots of `workers` more workers fit into `free`."""
     need = slots * slot_bytes * workers
     each = f" for each of {workers} workers" if workers > 1 else ""
@@ -39,7 +39,7 @@ def memory(slot_bytes: int, workers: int, free: Free, slots: int = SLOTS) -> Ver
     return _judge(f"{what} {size(need)}", need, free, hint)
 
 
-def disk(image_bytes: int, missing: int, free: Free) -> Verdict:
+def disk(image_bytes: int, missing: int, free: Free) -> CapacityReport:
     """Whether `missing` more generations of `image_bytes` fit at `save_to`: `keep`, and the one being written."""
     need = image_bytes * missing
     each = f"{missing} more generations of {size(image_bytes)}"
@@ -47,10 +47,10 @@ def disk(image_bytes: int, missing: int, free: Free) -> Verdict:
     return _judge(f"{each} at {free.where} need {size(need)}", need, free, hint)
 
 
-def _judge(what: str, need: int, free: Free, hint: str) -> Verdict:
+def _judge(what: str, need: int, free: Free, hint: str) -> CapacityReport:
     fits, tight = need <= free.nbytes, need > TIGHT * free.nbytes
     end = "does not fit" if not fits else "tight" if tight else "fits"
-    return Verdict(fits, tight, f"{what}; {size(free.nbytes)} are free: {end}", hint if tight else "")
+    return CapacityReport(fits, tight, f"{what}; {size(free.nbytes)} are free: {end}", hint if tight else "")
 
 
 def size(nbytes: int) -> str:
@@ -69,9 +69,9 @@ def free_memory(shared: str | None = None, *, proc: str = "/proc") -> Free:
     return found if shared is None else min(found, free_disk(shared))
 
 
-def at(url: str, options: Mapping[str, Any], image_bytes: int, keep: int) -> Verdict | None:
+def at(url: str, options: Mapping[str, Any], image_bytes: int, keep: int) -> CapacityReport | None:
     """Whether `keep` + 1 generations fit at `url`, those that lie there counted in. None: it is not a local folder."""
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     if not place.local:
         return None
     there = sum(1 for name in place.sizes() if name.startswith("step-"))

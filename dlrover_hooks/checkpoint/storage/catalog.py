@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from dlrover_hooks.checkpoint.storage.filesystem import SMALL_BYTES, Place, failures, reason
+from dlrover_hooks.checkpoint.storage.filesystem import SMALL_BYTES, StorageFolder, failures, reason
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import LARGEST_STEP, Generation, Manifest, Message
 
@@ -45,7 +45,7 @@ class Finished(Note, frozen=True):
     format: int = 1
 
 
-class Fresh(Note, frozen=True):
+class FreshStart(Note, frozen=True):
     """What `fresh.json` holds."""
 
     job: str
@@ -53,7 +53,7 @@ class Fresh(Note, frozen=True):
     format: int = 1
 
 
-class GivenUp(Note, frozen=True):
+class AbandonedRuns(Note, frozen=True):
     """What `given-up.json` holds: runs whose late commits are refused, the last ones last."""
 
     runs: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ def decode(data: bytes | None, row: type[_Row]) -> _Row | None:
     return plain if _digest(plain) == found.digest else None
 
 
-def content(place: Place, name: str, limit: int = SMALL_BYTES) -> bytes | None:
+def content(place: StorageFolder, name: str, limit: int = SMALL_BYTES) -> bytes | None:
     """What is in file `name`: None if absent, nothing if it is no file of ours. Raises StorageFailed."""
     try:
         return place.read(name, limit)
@@ -121,17 +121,17 @@ def content(place: Place, name: str, limit: int = SMALL_BYTES) -> bytes | None:
         return b""
 
 
-def load(place: Place, name: str, row: type[_Row]) -> _Row | None:
+def load(place: StorageFolder, name: str, row: type[_Row]) -> _Row | None:
     """File `name` as `row`; None if absent or damaged. Raises StorageFailed."""
     return decode(content(place, name, MANIFEST_BYTES if row is Manifest else SMALL_BYTES), row)
 
 
-def listing(place: Place) -> list[Listed]:
+def listing(place: StorageFolder) -> list[Listed]:
     """Every generation's folder, whatever is in it, by name. One that cannot be read does not hide the others."""
     return [look(place, name) for name in _homes(place)]
 
 
-def changes(place: Place) -> list[Listed]:
+def changes(place: StorageFolder) -> list[Listed]:
     """As `listing`, but without the MANIFESTs' files, and of the MANIFESTs only those are read that are new here.
 
     For whoever commits again and again. A folder counts as known if its names, sizes and the version of its MANIFEST
@@ -154,7 +154,7 @@ _known: dict[str, dict[str, _Seen]] = {}
 """By URL and folder. Replaced as a whole, so that it holds what is there and threads need no lock."""
 
 
-def _seen(place: Place, name: str, before: _Seen | None) -> _Seen:
+def _seen(place: StorageFolder, name: str, before: _Seen | None) -> _Seen:
     try:
         entries = place.entries(name)
     except StorageFailed:
@@ -168,13 +168,13 @@ def _seen(place: Place, name: str, before: _Seen | None) -> _Seen:
     return _Seen(None if row.unread else what, msgspec.structs.replace(row, manifest=manifest, names=()))
 
 
-def _homes(place: Place) -> list[str]:
+def _homes(place: StorageFolder) -> list[str]:
     """Folders named like a generation. Numbers that no step or attempt can have are somebody else's name."""
     found = {name: FOLDER.match(name) for name in place.sizes()}
     return sorted(name for name, match in found.items() if match and max(int(match[1]), int(match[2])) <= LARGEST_STEP)
 
 
-def look(place: Place, name: str) -> Listed:
+def look(place: StorageFolder, name: str) -> Listed:
     """The generation's folder `name` as it is now."""
     match = FOLDER.match(name)
     assert match is not None
@@ -196,7 +196,7 @@ def look(place: Place, name: str) -> Listed:
     return msgspec.structs.replace(found, fault=why, committed=True, manifest=manifest, names=tuple(sizes))
 
 
-def instead(place: Place) -> tuple[str, str]:
+def instead(place: StorageFolder) -> tuple[str, str]:
     """What `place` is, where no generations are listed there; and a hint, if it is known what was meant."""
     with failures(f"look at {place.url}"):
         is_there, is_file = place.fs.exists(place.root), place.fs.isfile(place.root)

@@ -20,7 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dlrover_hooks.checkpoint.storage import direct_io
-from dlrover_hooks.checkpoint.storage.stall_guard import GivenUp
+from dlrover_hooks.checkpoint.storage.stall_guard import AttemptAbandoned
 from dlrover_hooks.errors import Corrupt, HooksError, StorageFailed
 
 BLOCK_BYTES = 8 << 20
@@ -46,7 +46,7 @@ _HINTS = {
 }
 
 
-class Entry(NamedTuple):
+class FolderEntry(NamedTuple):
     """What a folder says of one thing in it."""
 
     size: int
@@ -55,9 +55,9 @@ class Entry(NamedTuple):
     """Another one whenever the file is written anew; empty where the back end does not tell."""
 
 
-def _entry(found: Mapping[str, Any]) -> Entry:
+def _entry(found: Mapping[str, Any]) -> FolderEntry:
     size = -1 if found["type"] == "directory" else int(found["size"])
-    return Entry(size, tuple(found[key] for key in _VERSIONS if found.get(key) is not None))
+    return FolderEntry(size, tuple(found[key] for key in _VERSIONS if found.get(key) is not None))
 
 
 def reason(error: BaseException) -> str:
@@ -72,7 +72,7 @@ def failures(doing: str) -> Iterator[None]:
     """Turn whatever the file system raises into StorageFailed("cannot DOING: REASON")."""
     try:
         yield
-    except (HooksError, GivenUp):
+    except (HooksError, AttemptAbandoned):
         raise
     except Exception as error:  # fsspec back ends raise types of their own; all of them mean the same here
         code = error.errno if isinstance(error, OSError) else None
@@ -87,7 +87,7 @@ def absolute(url: str) -> str:
     return os.path.abspath(os.path.expanduser(url))
 
 
-class Place:
+class StorageFolder:
     """The folder at an fsspec URL. Names are relative, with `/`. Thread-safe as far as the file system is."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -183,7 +183,7 @@ class Place:
             file.close()
         except BaseException as error:
             _discard(file)
-            if not isinstance(error, GivenUp):
+            if not isinstance(error, AttemptAbandoned):
                 with contextlib.suppress(Exception):  # what failed is what counts
                     self.fs.rm_file(path)
             raise
@@ -192,7 +192,7 @@ class Place:
         """Files and folders (size -1) directly under `name`; empty if there is no such folder."""
         return {one: entry.size for one, entry in self.entries(name).items()}
 
-    def entries(self, name: str = "") -> dict[str, Entry]:
+    def entries(self, name: str = "") -> dict[str, FolderEntry]:
         """As `sizes`, with what tells one version of a file from the next."""
         with self._doing(f"list {self.path(name)}"):
             self.fs.invalidate_cache(self.path(name))
@@ -240,7 +240,7 @@ class Place:
 
 
 def is_part(name: str) -> bool:
-    """Has a file of this name been written by `Place.put` or `Place.write`, and not been finished?"""
+    """Has a file of this name been written by `StorageFolder.put` or `StorageFolder.write`, and not been finished?"""
     return _PART.match(name) is not None
 
 

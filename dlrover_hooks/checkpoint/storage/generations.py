@@ -10,7 +10,7 @@
 A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files,
 MANIFEST, latest, retention; of a removal: MANIFEST, files. A tree is one job's: nothing here removes or writes over a
 generation of another job. No torch. Functions may be called from any thread; the
-writers of one tree are one job (`Claim`), its shard files one process per rank, and `commit` one process at a time.
+writers of one tree are one job (`UrlClaim`), its shard files one process per rank, and `commit` one process at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, Stream
+from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, ChecksumStream
 from dlrover_hooks.checkpoint.storage import mounts
 from dlrover_hooks.checkpoint.storage.catalog import (
     FINISHED,
@@ -32,9 +32,9 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     MANIFEST,
     MANIFEST_BYTES,
     SHARD,
+    AbandonedRuns,
     Finished,
-    Fresh,
-    GivenUp,
+    FreshStart,
     Latest,
     Listed,
     age,
@@ -48,17 +48,16 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     load,
     shard_name,
 )
-from dlrover_hooks.checkpoint.storage.filesystem import Place, absolute, is_part
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, absolute, is_part
 from dlrover_hooks.checkpoint.storage.retention import retain
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt
-from dlrover_hooks.checkpoint.storage.url_claim import Claim, Owner, holder
+from dlrover_hooks.checkpoint.storage.url_claim import Owner, holder
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, ShardFile
 
 _log = logging.getLogger("dlrover_hooks")
 
 __all__ = [
-    "Claim",
     "Owner",
     "Scan",
     "absolute",
@@ -96,7 +95,7 @@ def probe(url: str, options: Mapping[str, Any] | None = None) -> None:
     Raises:
         StorageFailed: it cannot be written; says why and what to do.
     """
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     place.make()
     name = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     place.put(name, b"dlrover-hooks " * 586)  # two pages: a full disk takes an empty file gladly
@@ -123,13 +122,13 @@ def write_shard(
         SaveToBusy: another job's generation lies there.
         StorageFailed: it could not be written whole. Nothing of it is visible then.
     """
-    place, home = Place(url, options), folder(generation)
+    place, home = StorageFolder(url, options), folder(generation)
     mounts.demand_same(place)
     place.make(home)
     _outdate(place, home, generation, job)
     if (known := _committed_file(place, home, rank)) is not None:
         return known
-    stream, name = Stream(), shard_name(rank)
+    stream, name = ChecksumStream(), shard_name(rank)
     place.write(f"{home}/{name}", (attempt or Attempt()).through(_hashed(stream, pieces)), nbytes)
     found = place.sizes(home).get(name)
     if not stream.nbytes == nbytes == found:
@@ -140,7 +139,7 @@ def write_shard(
     return ShardFile(name=name, rank=rank, nbytes=nbytes, chunk_bytes=CHUNK_BYTES, chunks=stream.digests())
 
 
-def _committed_file(place: Place, home: str, rank: int) -> ShardFile | None:
+def _committed_file(place: StorageFolder, home: str, rank: int) -> ShardFile | None:
     """`rank`'s file of the whole generation in `home`. A MANIFEST of a damaged one is removed."""
     if (manifest := load(place, f"{home}/{MANIFEST}", Manifest)) is None:
         return None
@@ -150,12 +149,12 @@ def _committed_file(place: Place, home: str, rank: int) -> ShardFile | None:
     return next((file for file in manifest.files if file.rank == rank), None)
 
 
-def _hashed(stream: Stream, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+def _hashed(stream: ChecksumStream, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     for piece in pieces:
         yield from stream.split(piece.cast("B") if piece.format != "B" or piece.ndim != 1 else piece)
 
 
-def _outdate(place: Place, home: str, generation: Generation, job: str) -> None:
+def _outdate(place: StorageFolder, home: str, generation: Generation, job: str) -> None:
     """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
     old = load(place, f"{home}/{MANIFEST}", Manifest)
     if old is not None and old.job != job:
@@ -173,7 +172,7 @@ def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None
     Raises:
         SaveToBusy: they are another job's; names it, its newest step and the ways out.
     """
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     rows = listing(place)
     _refuse_others(place, rows, job)
     if not any(one.manifest for one in rows):
@@ -184,7 +183,7 @@ def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None
                 )
 
 
-def _refuse_others(place: Place, rows: Iterable[Listed], job: str) -> None:
+def _refuse_others(place: StorageFolder, rows: Iterable[Listed], job: str) -> None:
     others = [one.manifest for one in rows if one.manifest is not None and one.manifest.job != job]
     if others:
         raise _occupied(place, max(others, key=age))
@@ -196,18 +195,18 @@ def refuse_given_up(url: str, options: Mapping[str, Any] | None, generation: Gen
     Raises:
         Stale: `generation` is of such a run.
     """
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     if generation.run in _given_up(place):
         raise Stale(
             f"{generation} comes too late for {place.url}: the job has started anew there, and its older runs are gone"
         )
 
 
-def _given_up(place: Place) -> tuple[str, ...]:
-    return (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
+def _given_up(place: StorageFolder) -> tuple[str, ...]:
+    return (load(place, GIVEN_UP, AbandonedRuns) or AbandonedRuns()).runs
 
 
-def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
+def _occupied(place: StorageFolder, manifest: Manifest) -> SaveToBusy:
     job = manifest.job
     return SaveToBusy(
         f"{place.url} holds step {manifest.generation.step} of job {job!r}; nothing of it is written over",
@@ -218,10 +217,10 @@ def _occupied(place: Place, manifest: Manifest) -> SaveToBusy:
 
 def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) -> None:
     """`run` of `job` starts although there is something to go on with: its first commit removes the runs before it."""
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     found = [one.manifest for one in listing(place) if one.manifest is not None]
     if any(old.job == job and old.generation.run != run for old in found):
-        place.put(FRESH, encode(Fresh(job=job, run=run)))
+        place.put(FRESH, encode(FreshStart(job=job, run=run)))
 
 
 def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
@@ -255,18 +254,18 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     )
 
 
-def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[Place, list[Listed]]:
+def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[StorageFolder, list[Listed]]:
     """Again, with the file system opened anew, if something was not given: a glitch, or credentials that expired."""
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     rows = listing(place)
     if any(one.unread for one in rows):
-        place = Place(url, options)
+        place = StorageFolder(url, options)
         rows = listing(place)
     return place, rows
 
 
 def _current_run(
-    place: Place,
+    place: StorageFolder,
     found: list[Manifest],
     job: str | None,
     known: Collection[str],
@@ -303,7 +302,7 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
         SaveToBusy: generations of another job lie there.
         Stale: the job has started anew since, with another run.
     """
-    place, home = Place(url, options), folder(manifest.generation)
+    place, home = StorageFolder(url, options), folder(manifest.generation)
     mounts.demand_same(place)
     rows = changes(place)
     _refuse_others(place, rows, manifest.job)
@@ -320,7 +319,7 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
     retain(place, [*(one for one in rows if one.folder != home), this], manifest, keep)
 
 
-def _remove_strays(place: Place, home: str, sizes: Mapping[str, int], named: Collection[str]) -> None:
+def _remove_strays(place: StorageFolder, home: str, sizes: Mapping[str, int], named: Collection[str]) -> None:
     """Remove our own files that no MANIFEST will name: of ranks that are no more, or unfinished.
 
     Other files and folders there are somebody else's (a file server puts some into every folder): they stay.
@@ -331,7 +330,7 @@ def _remove_strays(place: Place, home: str, sizes: Mapping[str, int], named: Col
             place.remove(f"{home}/{name}")
 
 
-def _make_exist(place: Place, name: str, manifest: Manifest) -> None:
+def _make_exist(place: StorageFolder, name: str, manifest: Manifest) -> None:
     """Write the MANIFEST. One that is there stays, and so does whoever is quicker."""
     data = content(place, name, MANIFEST_BYTES)
     if decode(data, Manifest) is None:
@@ -343,7 +342,7 @@ def _make_exist(place: Place, name: str, manifest: Manifest) -> None:
         raise StorageFailed(f"{place.path(name)} is not that of {manifest.generation} of job {manifest.job!r}")
 
 
-def _point_latest(place: Place, manifest: Manifest) -> None:
+def _point_latest(place: StorageFolder, manifest: Manifest) -> None:
     now = load(place, LATEST, Latest)
     new = Latest(job=manifest.job, generation=manifest.generation, folder=folder(manifest.generation))
     same_run = now is not None and now.job == new.job and now.generation.run == new.generation.run
@@ -353,7 +352,7 @@ def _point_latest(place: Place, manifest: Manifest) -> None:
 
 def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
     """Remember that `run` of `job` ended at `step`, so that a later start does not train again."""
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     mounts.demand_same(place)
     place.make()
     place.put(FINISHED, encode(Finished(job=job, run=run, step=step)))
@@ -365,7 +364,7 @@ def manifest_of(url: str, options: Mapping[str, Any] | None, generation: Generat
     Raises:
         Corrupt: there is none, it cannot be read, or it is another run's.
     """
-    place = Place(url, options)
+    place = StorageFolder(url, options)
     home = folder(generation)
     manifest = load(place, f"{home}/{MANIFEST}", Manifest)
     if manifest is None or manifest.generation != generation:

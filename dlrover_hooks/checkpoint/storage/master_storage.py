@@ -39,9 +39,9 @@ class CommittedStorage:
         """See `dlrover_hooks.master.checkpoint_store.Storage`."""
         self._twice(f"write the end of job {job!r} to {url}", lambda: generations.finish(url, options, job, run, step))
 
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> url_claim.Claim:
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> url_claim.UrlClaim:
         """See `dlrover_hooks.master.checkpoint_store.Storage`."""
-        return self._twice(f"claim {url} for job {job!r}", lambda: url_claim.Claim.take(url, options, job, owner))
+        return self._twice(f"claim {url} for job {job!r}", lambda: url_claim.UrlClaim.take(url, options, job, owner))
 
     def _twice(self, what: str, work: Callable[[], Any]) -> Any:
         if self._patience is None:

@@ -12,7 +12,7 @@ import os
 import uuid
 from typing import NamedTuple
 
-from dlrover_hooks.checkpoint.storage.filesystem import Place, failures
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.errors import StorageFailed
 
 LOCK = ".owner.lock"
@@ -35,7 +35,7 @@ _seen: dict[str, Device] = {}
 """By root; of this process."""
 
 
-def demand_same(place: Place) -> None:
+def demand_same(place: StorageFolder) -> None:
     """To be called before `place` is written. Nothing for remote ones.
 
     Raises:

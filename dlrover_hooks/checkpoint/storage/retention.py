@@ -21,8 +21,8 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     FRESH,
     GIVEN_UP,
     MANIFEST,
-    Fresh,
-    GivenUp,
+    AbandonedRuns,
+    FreshStart,
     Listed,
     age,
     encode,
@@ -30,7 +30,7 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     load,
     look,
 )
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.storage.stall_guard import Patience
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
@@ -93,7 +93,7 @@ def condemned(rows: Iterable[Listed], job: str, run: str, keep: int | Retention)
     ]
 
 
-def retain(place: Place, rows: Iterable[Listed], manifest: Manifest, keep: int | Retention) -> None:
+def retain(place: StorageFolder, rows: Iterable[Listed], manifest: Manifest, keep: int | Retention) -> None:
     """After the commit of `manifest`: remove what is condemned, and all runs before it if it was to start anew.
 
     `rows` (see `catalog.changes`) with the new one among them. Each is looked at again before it is removed. What
@@ -101,7 +101,7 @@ def retain(place: Place, rows: Iterable[Listed], manifest: Manifest, keep: int |
     """
     rows, run = list(rows), manifest.generation.run
     with _told(place, "what an earlier run left"):
-        if load(place, FRESH, Fresh) == Fresh(job=manifest.job, run=run) and _give_up(
+        if load(place, FRESH, FreshStart) == FreshStart(job=manifest.job, run=run) and _give_up(
             place, [one for one in rows if _is_older(one, manifest)]
         ):
             place.remove(FRESH)
@@ -113,7 +113,7 @@ def retain(place: Place, rows: Iterable[Listed], manifest: Manifest, keep: int |
 
 
 @contextlib.contextmanager
-def _told(place: Place, what: str) -> Iterator[None]:
+def _told(place: StorageFolder, what: str) -> Iterator[None]:
     """A failure to remove `what` is logged, once."""
     try:
         yield
@@ -123,7 +123,7 @@ def _told(place: Place, what: str) -> Iterator[None]:
             _log.warning("%s: %s is not removed and takes up space: %s", place.url, what, error)
 
 
-def _remove_if(place: Place, one: Listed, may: Callable[[Listed], bool]) -> bool:
+def _remove_if(place: StorageFolder, one: Listed, may: Callable[[Listed], bool]) -> bool:
     """Remove a generation that is as it was and that `may` go. False: that failed, and was logged."""
     with _told(place, one.folder):
         if (now := _same(place, one)) is not None and may(now):
@@ -137,18 +137,18 @@ def _is_older(one: Listed, manifest: Manifest) -> bool:
     return old is not None and old.job == manifest.job and old.generation.run != manifest.generation.run
 
 
-def _give_up(place: Place, older: list[Listed]) -> bool:
+def _give_up(place: StorageFolder, older: list[Listed]) -> bool:
     """Remove them, and remember their runs: a keeper far away may hold something of them that it still wants to commit.
 
     False: some could not be removed.
     """
     runs = {one.manifest.generation.run: None for one in older if one.manifest is not None}
-    before = (load(place, GIVEN_UP, GivenUp) or GivenUp()).runs
-    place.put(GIVEN_UP, encode(GivenUp(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
+    before = (load(place, GIVEN_UP, AbandonedRuns) or AbandonedRuns()).runs
+    place.put(GIVEN_UP, encode(AbandonedRuns(tuple(dict.fromkeys(before) | runs)[-RUNS:])))
     return all([_remove_if(place, one, lambda _: True) for one in older])
 
 
-def _same(place: Place, one: Listed) -> Listed | None:
+def _same(place: StorageFolder, one: Listed) -> Listed | None:
     """What may be removed, as it is now; None if it is no longer what it was, or somebody's link."""
     if _linked(place, one):
         return None
@@ -161,7 +161,7 @@ def _generation(one: Listed) -> Generation | None:
     return one.manifest.generation if one.manifest is not None else None
 
 
-def _linked(place: Place, one: Listed) -> bool:
+def _linked(place: StorageFolder, one: Listed) -> bool:
     """Its folder is a link: somebody keeps it elsewhere, and by his own rules. Said once."""
     if not place.is_link(one.folder):
         return False
@@ -171,20 +171,20 @@ def _linked(place: Place, one: Listed) -> bool:
     return True
 
 
-def remove(place: Place, home: str) -> None:
+def remove(place: StorageFolder, home: str) -> None:
     """The generation in folder `home` ceases to exist, then its files do."""
     place.remove(f"{home}/{MANIFEST}")
     place.remove_folder(home)
 
 
-def being_read(place: Place, one: Listed, now: float) -> bool:
+def being_read(place: StorageFolder, one: Listed, now: float) -> bool:
     """Somebody reads it now (`reading`)."""
     notes = (load(place, f"{one.folder}/{name}", Reader) for name in one.names if name.startswith(READER))
     return any(note is not None and note.until > now for note in notes)
 
 
 @contextlib.contextmanager
-def reading(place: Place, generation: Generation) -> Iterator[None]:
+def reading(place: StorageFolder, generation: Generation) -> Iterator[None]:
     """Retention leaves `generation` alone meanwhile, for at most `READ_S`. Without the right to write: no promise."""
     note = f"{folder(generation)}/{READER}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
     patience, data = Patience(), msgspec.json.encode(Reader(until=time.time() + READ_S))

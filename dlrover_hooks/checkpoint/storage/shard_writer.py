@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint.memory.checksums import damaged
-from dlrover_hooks.checkpoint.memory.inventory import Found, Proof
+from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot
 from dlrover_hooks.checkpoint.state.safetensors_reader import Header, parse
 from dlrover_hooks.checkpoint.state.safetensors_writer import subset
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
-from dlrover_hooks.checkpoint.storage.url_claim import KEEPER
+from dlrover_hooks.checkpoint.storage.url_claim import KEEPER, UrlClaim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention, ShardFile
 
@@ -96,7 +96,7 @@ def _own(header: Header) -> Callable[[str], bool]:
     return lambda name: name.startswith(PRIVATE) or name in shards
 
 
-def verify(found: Found) -> Proof:
+def verify(found: Found) -> HashedSlot:
     """Hash the slot again; its proof if it still holds.
 
     Raises:
@@ -172,7 +172,7 @@ def _claimed(url: str, options: Mapping[str, Any], job: str) -> Iterator[None]:
     """With the claim, or without where a process of the same job (its master) has it: commits are idempotent."""
     claim = None
     try:
-        claim = generations.Claim.take(url, options, job, f"{KEEPER}, pid {os.getpid()} on {socket.gethostname()}")
+        claim = UrlClaim.take(url, options, job, f"{KEEPER}, pid {os.getpid()} on {socket.gethostname()}")
     except SaveToBusy:
         holder = generations.holder(url, options)
         if holder is None or holder.job != job:

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 _HINT = "the store does not answer: look at the network, or at the mount"
 
 
-class GivenUp(Exception):
+class AttemptAbandoned(Exception):
     """Nobody waits for this attempt any more: it must leave nothing behind, and remove nothing."""
 
 
@@ -50,7 +50,7 @@ class Attempt:
 
     def _check(self) -> None:
         if self.given_up:
-            raise GivenUp
+            raise AttemptAbandoned
 
 
 class Patience:

@@ -24,10 +24,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from dlrover_hooks.checkpoint.storage import mounts
-from dlrover_hooks.checkpoint.storage.filesystem import Place, failures
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.checkpoint.storage.mounts import LOCK as LOCK
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.protocol import Message
 
 LEASE = "owner.json"
@@ -48,31 +48,31 @@ class Owner(Message, frozen=True):
     """Of the claim: the same owner's next one has another."""
 
 
-class Claim:
+class UrlClaim:
     """`job`'s hold on a checkpoint URL, until `release` or the end of the process. Any thread."""
 
-    _mine: ClassVar[dict[str, Claim]] = {}
+    _mine: ClassVar[dict[str, UrlClaim]] = {}
     """Claims of this process by URL."""
     _locks: ClassVar[dict[str, threading.Lock]] = {}
     """By URL: where one store hangs, the claims on others go on."""
 
-    def __init__(self, place: Place, who: Owner) -> None:
+    def __init__(self, place: StorageFolder, who: Owner) -> None:
         self.place, self.who = place, msgspec.structs.replace(who, life=uuid.uuid4().hex)
-        self._here = Here()
+        self._here = ForkGuard()
         self._count = 1
         self._fd = -1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Claim:
+    def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> UrlClaim:
         """Claim `url` for `job`; `owner` is shown to whoever is refused. Again for the same job: the same claim.
 
         Raises:
             SaveToBusy: another live process, or another job of this one, holds it.
             StorageFailed: the folder cannot be written.
         """
-        place = Place(url, options)
+        place = StorageFolder(url, options)
         with cls._locks.setdefault(place.url, threading.Lock()):
             mine = cls._mine.get(place.url)
             if mine is not None:
@@ -194,22 +194,22 @@ class Claim:
             self.place.remove(LEASE)
 
 
-os.register_at_fork(after_in_child=Claim._forked)  # pyright: ignore[reportPrivateUsage]
+os.register_at_fork(after_in_child=UrlClaim._forked)  # pyright: ignore[reportPrivateUsage]
 
 
 def still_held(url: str, options: Mapping[str, Any] | None = None) -> None:
     """Raise SaveToBusy if this process claimed `url` and somebody else has it by now. Without a claim: nothing."""
-    mine = Claim._mine.get(Place(url, options).url)  # pyright: ignore[reportPrivateUsage]
+    mine = UrlClaim._mine.get(StorageFolder(url, options).url)  # pyright: ignore[reportPrivateUsage]
     if mine is not None:
         mine.check()
 
 
 def holder(url: str, options: Mapping[str, Any] | None = None) -> Owner | None:
     """Who says to hold `url`; of value only after `take` was refused."""
-    return read_owner(Place(url, options))
+    return read_owner(StorageFolder(url, options))
 
 
-def read_owner(place: Place) -> Owner | None:
+def read_owner(place: StorageFolder) -> Owner | None:
     """The owner file at `place`; None if there is none or it is damaged."""
     data = place.read(LEASE)
     try:
@@ -218,7 +218,7 @@ def read_owner(place: Place) -> Owner | None:
         return None
 
 
-def _busy(place: Place, holder: Owner | None) -> SaveToBusy:
+def _busy(place: StorageFolder, holder: Owner | None) -> SaveToBusy:
     who = f"job {holder.job!r} ({holder.owner})" if holder else "another process"
     return SaveToBusy(
         f"{place.url} belongs to {who}, which is alive",

@@ -1,7 +1,7 @@
 """The images of one generation, opened one by one, and which tensors they hold together. No torch.
 
-An image comes from a keeper's slot (`Slot`) or from storage (`stored.StoredImage`). Only bytes that `need` was told of
-are there, verified; nothing of an image may be used once it is closed.
+An image comes from a keeper's slot (`KeeperSlotImage`) or from storage (`shard_reader.StoredImage`). Only bytes that
+`need` was told of are there, verified; nothing of an image may be used once it is closed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
 from dlrover_hooks.checkpoint.memory.segment import Arena
-from dlrover_hooks.checkpoint.state.safetensors_reader import Header, Whole, parse
+from dlrover_hooks.checkpoint.state.safetensors_reader import Header, WholeTensor, parse
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 
@@ -48,7 +48,7 @@ class Image(Protocol):
     def close(self) -> None: ...
 
 
-class Slot:
+class KeeperSlotImage:
     """A slot of this node's keeper, which has verified it."""
 
     def __init__(self, arena: Arena, slot: int, seq: int, nbytes: int, seat: int) -> None:
@@ -73,7 +73,7 @@ class Slot:
         self._arena.close()
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that begins at `offsets` of the whole: bytes `start` to `stop` of `image`."""
 
     image: Image
@@ -90,7 +90,7 @@ class Stored(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     sharded: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPart, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -161,16 +161,16 @@ def _add(found: dict[str, Stored], image: Image) -> None:
         if name not in image.header.tensors:
             _put(found, name, whole, None)
     for name, entry in image.header.tensors.items():
-        whole = wholes.get(name) or Whole(entry.shape, entry.dtype)
+        whole = wholes.get(name) or WholeTensor(entry.shape, entry.dtype)
         shape, at = entry.shape, offsets[name]
         if whole.dtype == COMPLEX and entry.dtype == "F64" and entry.shape[-1:] == (2,):
             shape, at = shape[:-1], at[: len(shape) - 1]
         elif whole.dtype != entry.dtype:
             raise Corrupt(f"tensor {name} is of {entry.dtype}, as a whole of {whole.dtype}")
-        _put(found, name, whole, Piece(image, at, shape, entry.start, entry.stop))
+        _put(found, name, whole, TensorPart(image, at, shape, entry.start, entry.stop))
 
 
-def _put(found: dict[str, Stored], name: str, whole: Whole, piece: Piece | None) -> None:
+def _put(found: dict[str, Stored], name: str, whole: WholeTensor, piece: TensorPart | None) -> None:
     if piece is not None and not _fits(piece, whole):
         raise Corrupt(f"tensor {name}: {piece.shape} at {piece.offsets} is no part of {whole.shape}")
     known = found.setdefault(name, Stored(name, whole.dtype, whole.shape, whole.sharded, ()))
@@ -180,7 +180,7 @@ def _put(found: dict[str, Stored], name: str, whole: Whole, piece: Piece | None)
         found[name] = known._replace(pieces=(*known.pieces, piece))
 
 
-def _fits(piece: Piece, whole: Whole) -> bool:
+def _fits(piece: TensorPart, whole: WholeTensor) -> bool:
     if len(piece.offsets) != len(piece.shape) or len(piece.shape) != len(whole.shape):
         return False
     return all(
@@ -193,7 +193,7 @@ def need_all(stored: Iterable[Stored]) -> None:
     need((piece, piece.start, piece.stop) for one in stored for piece in one.pieces)
 
 
-def need(spans: Iterable[tuple[Piece, int, int]]) -> None:
+def need(spans: Iterable[tuple[TensorPart, int, int]]) -> None:
     """Have these bytes of the pieces' images, each read once. Raises as `Image.need`."""
     by_image: dict[int, tuple[Image, list[tuple[int, int]]]] = {}
     for piece, start, stop in spans:
@@ -202,7 +202,7 @@ def need(spans: Iterable[tuple[Piece, int, int]]) -> None:
         image.need(wanted)
 
 
-def deliver(parts: Iterable[tuple[Piece, int]], copier: Copier, memory: Any) -> None:
+def deliver(parts: Iterable[tuple[TensorPart, int]], copier: Copier, memory: Any) -> None:
     """Have the bytes of each piece at the address beside it, in `memory`, verified. Raises as `Image.deliver`."""
     by_image: dict[int, tuple[Image, list[Delivery]]] = {}
     for piece, address in parts:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Move, place_of
-from dlrover_hooks.checkpoint.state.safetensors_reader import Whole
+from dlrover_hooks.checkpoint.state.safetensors_reader import WholeTensor
 from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec
 from dlrover_hooks.checkpoint.tensors import numpy_backend
 from dlrover_hooks.checkpoint.tensors.numpy_backend import Glance
-from dlrover_hooks.checkpoint.tensors.shard_index import COMPLEX, Piece, Stored, deliver, need_all
+from dlrover_hooks.checkpoint.tensors.shard_index import COMPLEX, Stored, TensorPart, deliver, need_all
 from dlrover_hooks.errors import UnsupportedState
 
 try:
@@ -74,7 +74,7 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         if tensor.dtype is torch.complex128 and tensor.layout is torch.strided and not tensor.is_meta:
-            whole = Whole(tuple(tensor.shape), COMPLEX)
+            whole = WholeTensor(tuple(tensor.shape), COMPLEX)
             return TensorSpec(name, "F64", (*tensor.shape, 2), tensor.nbytes, whole=whole)
         kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
         raise UnsupportedState(f"{name} is a {kind}, which a safetensors image cannot hold", hint="convert it first")
@@ -109,7 +109,7 @@ def _shard(name: str, tensor: Any) -> TensorSpec:
     offsets, sharded, copy = _place(tensor.shape, tensor.device_mesh, tensor.placements, where and tuple(where))
     dtype = plain.whole.dtype if plain.whole is not None else plain.dtype
     offsets += (0,) * (len(plain.shape) - len(offsets))
-    return plain._replace(offsets=offsets, whole=Whole(tuple(tensor.shape), dtype, sharded, copy))
+    return plain._replace(offsets=offsets, whole=WholeTensor(tuple(tensor.shape), dtype, sharded, copy))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -160,7 +160,7 @@ def dtype_of(name: str) -> torch.dtype:
     return torch.complex128 if name == COMPLEX else DTYPES[name]
 
 
-def source(piece: Piece, dtype: str) -> torch.Tensor:
+def source(piece: TensorPart, dtype: str) -> torch.Tensor:
     """The piece where it lies: not to be written, nor used once its image is closed."""
     if piece.stop == piece.start:
         return torch.empty(piece.shape, dtype=dtype_of(dtype))
@@ -169,7 +169,7 @@ def source(piece: Piece, dtype: str) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype_of(dtype)).view(piece.shape)
 
 
-def _region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _region(whole: torch.Tensor, piece: TensorPart) -> torch.Tensor:
     return whole[tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.shape, strict=True))]
 
 

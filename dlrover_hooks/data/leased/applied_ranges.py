@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover_hooks.data.leased.lease_client import Held
+from dlrover_hooks.data.leased.lease_client import HeldLease
 from dlrover_hooks.protocol.ranges import Ranges
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class LeasePart(msgspec.Struct, frozen=True, gc=False):
     """Positions [lo, hi) of a lease."""
 
-    held: Held
+    held: HeldLease
     lo: int
     hi: int
 
@@ -25,10 +25,10 @@ class Tally:
     def __init__(self) -> None:
         self.marks = 0
         """How often the optimizer stepped."""
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[LeasePart] = deque()
         self._marked = 0
         self._done: dict[str, Ranges] = {}
-        self._run: tuple[Held, int] | None = None
+        self._run: tuple[HeldLease, int] | None = None
         """A lease, and from where on it is committed without being in `_done`: its batches move `_run_hi` only."""
         self._run_hi = 0
 
@@ -43,7 +43,7 @@ class Tally:
             (held, lo), self._run = self._run, None
             self._done.setdefault(held.partition, Ranges()).add(lo, self._run_hi)
 
-    def received(self, piece: Piece) -> None:
+    def received(self, piece: LeasePart) -> None:
         """The loop got it."""
         self._pieces.append(piece)
 
@@ -57,11 +57,11 @@ class Tally:
         """Pieces received since the last mark."""
         return len(self._pieces) - self._marked
 
-    def commit(self) -> Sequence[tuple[Held, int]]:
+    def commit(self) -> Sequence[tuple[HeldLease, int]]:
         """A quiet point: what is marked is in the model for good. Each lease touched, and how far it came."""
         if not self._marked:
             return ()
-        came: list[tuple[Held, int]] = []
+        came: list[tuple[HeldLease, int]] = []
         pieces = self._pieces
         for _ in range(self._marked):
             piece = pieces.popleft()

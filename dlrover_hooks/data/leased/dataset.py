@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import msgspec
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
-from dlrover_hooks.data.leased.sources import Source, Stream, as_source
+from dlrover_hooks.data.leased.sources import RecordSource, Stream, as_source
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.protocol import Partition
@@ -202,7 +202,7 @@ class Read(NamedTuple):
 _WHOLE = Read()
 
 
-class Samples(NamedTuple):
+class FetchedSamples(NamedTuple):
     """What `Reading` gives to `Collated` when something is to be said: the first samples, and what came then."""
 
     samples: Sequence[Any]
@@ -212,13 +212,13 @@ class Samples(NamedTuple):
 class Reading:
     """What the inner DataLoader has for a dataset. A sample that raises ends its batch; it never takes it down."""
 
-    def __init__(self, source: Source | Stream) -> None:
+    def __init__(self, source: RecordSource | Stream) -> None:
         self.source = source
 
     def __len__(self) -> int:
         raise TypeError("how many batches there are depends on the other workers")
 
-    def __getitems__(self, pick: Pick) -> Sequence[Any] | Samples:
+    def __getitems__(self, pick: Pick) -> Sequence[Any] | FetchedSamples:
         """The samples of a batch; or, with what went wrong, those before it."""
         if isinstance(self.source, Stream):
             return self._offsets(self.source, pick)
@@ -231,7 +231,7 @@ class Reading:
             raise UsageError(f"the dataset gave {len(found)} samples for {len(numbers)} numbers")
         return found
 
-    def _offsets(self, stream: Stream, pick: Pick) -> Sequence[Any] | Samples:
+    def _offsets(self, stream: Stream, pick: Pick) -> Sequence[Any] | FetchedSamples:
         partition, lo, hi = pick.partition, pick.lo, pick.hi
         try:
             found = stream.read(partition, lo, hi) if lo < hi else []
@@ -246,7 +246,7 @@ class Reading:
         if len(found) == hi - lo:
             return found
         end = lo + len(found) if found else _end_before(stream, partition, lo)
-        return Samples(found, Read(end=end))
+        return FetchedSamples(found, Read(end=end))
 
 
 class Collated:
@@ -255,8 +255,8 @@ class Collated:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, found: Sequence[Any] | Samples) -> Read:
-        samples, read = found if isinstance(found, Samples) else (found, _WHOLE)
+    def __call__(self, found: Sequence[Any] | FetchedSamples) -> Read:
+        samples, read = found if isinstance(found, FetchedSamples) else (found, _WHOLE)
         if not samples:
             return read
         try:
@@ -280,7 +280,7 @@ def _end_before(stream: Stream, partition: str, hi: int) -> int:
     return lo
 
 
-def _one_by_one(numbers: list[int], get: Callable[[int], Any], place: Callable[[int], str]) -> Samples:
+def _one_by_one(numbers: list[int], get: Callable[[int], Any], place: Callable[[int], str]) -> FetchedSamples:
     """All samples before the first one that raises."""
     samples: list[Any] = []
     for number in numbers:
@@ -289,8 +289,8 @@ def _one_by_one(numbers: list[int], get: Callable[[int], Any], place: Callable[[
         except HooksError:
             raise
         except Exception as error:
-            return Samples(samples, _failure(place(number), error, 1))
-    return Samples(samples, _WHOLE)
+            return FetchedSamples(samples, _failure(place(number), error, 1))
+    return FetchedSamples(samples, _WHOLE)
 
 
 def _failure(where: str, error: Exception, count: int) -> Read:

@@ -37,13 +37,13 @@ It does not say so; half of the eight is counted on here."""
 MOST_ACKS = 64
 
 
-class Caller(Protocol):
+class LeaseCaller(Protocol):
     """A `MasterClient`, or the core in this process (`Alone`)."""
 
     def call(self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None) -> Any: ...
 
 
-class Claim(NamedTuple):
+class LeaseRequester(NamedTuple):
     """Who takes leases of what."""
 
     job: str
@@ -56,7 +56,7 @@ class Claim(NamedTuple):
         return f"dataset {self.name!r} of job {self.job!r}"
 
 
-class Held:
+class HeldLease:
     """A lease while it is here: `lo <= acked <= committed <= received <= end <= hi`.
 
     `end`: where this worker stops, before `hi` after a failure or when the rest is given back. `until`: past this
@@ -108,8 +108,8 @@ class Borrower:
 
     def __init__(
         self,
-        caller: Caller,
-        claim: Claim,
+        caller: LeaseCaller,
+        claim: LeaseRequester,
         *,
         lookahead: int = 1,
         patience_s: float = 600.0,
@@ -125,7 +125,7 @@ class Borrower:
         self.twice: Stale | None = None
         """Set, too, when `exact` is over."""
         self._caller, self._lookahead, self._reopen, self._exact = caller, lookahead, reopen, exact
-        self._ready: deque[Held] = deque()
+        self._ready: deque[HeldLease] = deque()
         self._ends: dict[str, int] = {}
         self._depth, self._low = lookahead, max(0, lookahead - 1)
         """So many leases are kept ready. Where no more than `_low` are left, others are asked for."""
@@ -135,8 +135,8 @@ class Borrower:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes the thread; `put` never blocks."""
         self._answered = threading.Event()
-        self._pace = Pace()
-        self._held: dict[int, Held] = {}
+        self._pace = WorkRate()
+        self._held: dict[int, HeldLease] = {}
         self._told_at = time.monotonic()
         self._thread = self._start()
 
@@ -147,7 +147,7 @@ class Borrower:
 
     # ---- the training thread -----------------------------------------------------------------------------------------
 
-    def take(self) -> Held | None:
+    def take(self) -> HeldLease | None:
         """The next lease, if one is here. Never waits."""
         ready = self._ready
         held = ready.popleft() if ready and not self._ends else None
@@ -189,14 +189,14 @@ class Borrower:
         if self.error is not None and not self.ready:
             raise self.error
 
-    def committed(self, held: Held, upto: int) -> None:
+    def committed(self, held: HeldLease, upto: int) -> None:
         """Positions of `held` before `upto` are in the model."""
         self._pace.count += upto - held.committed
         held.committed = upto
         if self._overdue or (upto >= held.end and (self._ends or self.state is not LedgerState.OPEN)):
             self._bell.put(None)  # somebody waits for it; else it travels with the next request
 
-    def stop(self, held: Held, at: int, *, failed: str = "", failed_upto: int = 0) -> None:
+    def stop(self, held: HeldLease, at: int, *, failed: str = "", failed_upto: int = 0) -> None:
         """Go no further than `at`: the rest of `held` goes back once everything before is committed.
 
         failed: why positions [at, failed_upto) could not be read.
@@ -358,7 +358,7 @@ class Borrower:
 
     def _hear(self, reply: p.Leases, asked_at: float) -> None:
         for lease in reply.leases:
-            held = self._held[lease.id] = Held(lease, asked_at + lease.within_s)
+            held = self._held[lease.id] = HeldLease(lease, asked_at + lease.within_s)
             self._ready.append(held)
         if reply.leases:
             self._look_ahead(reply.leases[-1].hi - reply.leases[-1].lo)
@@ -378,7 +378,7 @@ class Borrower:
         self._answered.set()
 
 
-class Pace:
+class WorkRate:
     """Positions per second of work, waiting left out: a moving average over about ten seconds.
 
     The training thread counts, the borrower's thread measures: a batch costs an addition.

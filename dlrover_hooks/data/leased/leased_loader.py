@@ -21,9 +21,9 @@ from dlrover_hooks import config as settings
 from dlrover_hooks.data.leased import step_agreement
 from dlrover_hooks.data.leased.applied_ranges import Tally
 from dlrover_hooks.data.leased.dataset import Read, ShardDataset, checked, stand_ins
-from dlrover_hooks.data.leased.lease_client import Borrower, Caller
-from dlrover_hooks.data.leased.ledger_client import Holder, Line, hold, let_go, own_line
-from dlrover_hooks.data.leased.pipeline import Delivery, Feed, Picks, shut_down, with_picks
+from dlrover_hooks.data.leased.lease_client import Borrower, LeaseCaller
+from dlrover_hooks.data.leased.ledger_client import LedgerClient, LedgerConnection, hold, let_go, own_line
+from dlrover_hooks.data.leased.pipeline import Delivery, Feed, FeedSampler, shut_down, with_picks
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.data.leased.step_agreement import Agreement
 from dlrover_hooks.data.step_marks import mark_on_step
@@ -50,11 +50,11 @@ class LeasedLoader:
         self.weight = 1.0
         """Of this rank's gradient in the step at hand, for a SUM over ranks (see `integrations.ddp`)."""
         self.loss_scale = 1.0
-        self._picks = Picks()
+        self._picks = FeedSampler()
         self.inner = with_picks(loader, self.dataset, self._picks)
         self._marks: list[RemovableHandle] = []
-        self._holder: Holder | None = None
-        self._own: Line | None = None
+        self._holder: LedgerClient | None = None
+        self._own: LedgerConnection | None = None
         self._borrower: Borrower | None = None
         self._live: object | None = None
         self._agreement: Agreement | None = None
@@ -68,20 +68,22 @@ class LeasedLoader:
 
     # ---- the master -------------------------------------------------------------------------------------------------
 
-    def connect(self, caller: Caller, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> None:
+    def connect(self, caller: LeaseCaller, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> None:
         """Take leases through `caller` from now on: once for each attempt, before its first batch.
 
         What was done since the attempt before is forgotten here; the master's books were rolled back to the checkpoint.
         """
         self.close()
-        self._holder = self._at(Line(caller, job, incarnation, free, step_agreement.rank() if rank is None else rank))
+        self._holder = self._at(
+            LedgerConnection(caller, job, incarnation, free, step_agreement.rank() if rank is None else rank)
+        )
         self.tally.forget()
 
-    def _at(self, line: Line) -> Holder:
-        return Holder(line, self.dataset, self.batch_size, self._epochs or 1)
+    def _at(self, line: LedgerConnection) -> LedgerClient:
+        return LedgerClient(line, self.dataset, self.batch_size, self._epochs or 1)
 
     @property
-    def holder(self) -> Holder:
+    def holder(self) -> LedgerClient:
         """The place at the ledger; an own one if nobody connected."""
         if self._holder is None:
             self._own = own_line(self.dataset, self)

@@ -12,32 +12,32 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.data.leased import step_agreement
 from dlrover_hooks.data.leased.dataset import ShardDataset
-from dlrover_hooks.data.leased.lease_client import Borrower, Caller, Claim
+from dlrover_hooks.data.leased.lease_client import Borrower, LeaseCaller, LeaseRequester
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import MasterAway, MasterError, UsageError
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.protocol import LedgerState
 
 log = logging.getLogger(__name__)
 
 
-class Line(NamedTuple):
+class LedgerConnection(NamedTuple):
     """Who speaks for this worker. `free`: it is in no round, its work is not rolled back."""
 
-    caller: Caller
+    caller: LeaseCaller
     job: str
     incarnation: str
     free: bool
     rank: int
 
 
-class Holder:
+class LedgerClient:
     """A place at the ledger of `dataset`; made anew for each attempt. Opens the ledger when it is first needed."""
 
-    def __init__(self, line: Line, dataset: ShardDataset, batch_size: int, epochs: int) -> None:
+    def __init__(self, line: LedgerConnection, dataset: ShardDataset, batch_size: int, epochs: int) -> None:
         self.line, self.dataset, self.epochs = line, dataset, epochs
         self._batch_size = batch_size
-        self.here = Here()
+        self.here = ForkGuard()
         self._ledger: p.Ledger | None = None
         self._ends: dict[str, int] = {}
 
@@ -60,7 +60,7 @@ class Holder:
         """Start taking leases of `epoch`. Raises UsageError in a forked child."""
         self.refuse_forked()
         line, dataset = self.line, self.dataset
-        claim = Claim(line.job, line.incarnation, dataset.name, self.ledger.fence, epoch)
+        claim = LeaseRequester(line.job, line.incarnation, dataset.name, self.ledger.fence, epoch)
         return Borrower(
             line.caller,
             claim,
@@ -110,7 +110,7 @@ class Holder:
         )
 
 
-def own_line(dataset: ShardDataset, owner: object) -> Line:
+def own_line(dataset: ShardDataset, owner: object) -> LedgerConnection:
     """A line for a worker without a session: to the master of the environment, else to a ledger in this process.
 
     It ends with `owner` or the process. Raises UsageError where several workers would each train on everything.
@@ -125,10 +125,10 @@ def own_line(dataset: ShardDataset, owner: object) -> Line:
         )
     client = MasterClient(config.master, config.token, incarnation=incarnation)
     weakref.finalize(owner, client.close)
-    return Line(client, config.job, incarnation, free=True, rank=step_agreement.rank())
+    return LedgerConnection(client, config.job, incarnation, free=True, rank=step_agreement.rank())
 
 
-def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str) -> Line:
+def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str) -> LedgerConnection:
     workers = max(step_agreement.world_size(), settings.place().world_size)
     if workers > 1:
         raise UsageError(
@@ -137,16 +137,16 @@ def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str) -> 
         )
     from dlrover_hooks.client.in_process_master import Alone
 
-    return Line(Alone(), config.job, incarnation, free=True, rank=0)
+    return LedgerConnection(Alone(), config.job, incarnation, free=True, rank=0)
 
 
-def hold(line: Line) -> None:
+def hold(line: LedgerConnection) -> None:
     """Keep the liveness connection of an own line open: the master then hears of this process's end at once."""
     if isinstance(line.caller, MasterClient):
         line.caller.watch(line.job, lambda _: None, lambda error: log.warning("job %s: %s", line.job, error))
 
 
-def let_go(line: Line) -> None:
+def let_go(line: LedgerConnection) -> None:
     """End an own line."""
     caller: Any = line.caller
     if isinstance(caller, MasterClient):

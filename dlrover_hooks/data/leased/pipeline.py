@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.data.leased.applied_ranges import Piece
+from dlrover_hooks.data.leased.applied_ranges import LeasePart
 from dlrover_hooks.data.leased.dataset import Collated, Pick, Read, Reading, ShardDataset
-from dlrover_hooks.data.leased.lease_client import Borrower, Held
+from dlrover_hooks.data.leased.lease_client import Borrower, HeldLease
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.errors import ShardsFailed
 from dlrover_hooks.protocol import LedgerState
@@ -36,11 +36,11 @@ _WAIT_S = 60.0
 class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One batch for the training loop, and what it is made of."""
 
-    piece: Piece
+    piece: LeasePart
     batch: Any
 
 
-class Picks:
+class FeedSampler:
     """The inner DataLoader's batch sampler: passes on what the feed of the epoch issues."""
 
     feed: Feed | None = None
@@ -72,11 +72,11 @@ class Feed:
         self.rows: Iterator[Read] = iter(())
         """The DataLoader's iterator, once there is one."""
         self._numbers = None if order is None else Numbers(order)
-        self._current: Held | None = None
+        self._current: HeldLease | None = None
         self._next = 0
         self._issuing = False
         """The lease in work has more to issue, unless something stopped it."""
-        self._issued: deque[Piece | None] = deque()
+        self._issued: deque[LeasePart | None] = deque()
         self._outstanding = 0
         self._failures, self._successes = 0, 0
 
@@ -100,7 +100,7 @@ class Feed:
             if hi >= held.hi:  # never over the border: a lease's last batch may be short
                 hi, self._issuing = held.hi, False
             self._next = hi
-            issued.append(Piece(held, lo, hi))
+            issued.append(LeasePart(held, lo, hi))
             self._outstanding += 1
             yield Pick(numbers.of(lo, hi, held.hi)) if numbers is not None else Pick(None, held.partition, lo, hi)
 
@@ -158,7 +158,7 @@ class Feed:
         if not self.finished:
             self.borrower.wait(LedgerState.WAITING, timeout_s)
 
-    def _judge(self, piece: Piece, read: Read) -> Delivery | None:
+    def _judge(self, piece: LeasePart, read: Read) -> Delivery | None:
         held, lo, hi = piece.held, piece.lo, piece.hi
         if held.end != held.hi or held.lost:
             return None
@@ -170,19 +170,19 @@ class Feed:
             self._fall_short(held, at, read)
             if not read.good:
                 return None
-            piece = Piece(held, lo, at)
+            piece = LeasePart(held, lo, at)
         self._successes += 1
         held.received = at
         return Delivery(piece, read.batch)
 
-    def _fall_short(self, held: Held, at: int, read: Read) -> None:
+    def _fall_short(self, held: HeldLease, at: int, read: Read) -> None:
         if read.end is None:
             self._failed(held, at, read)
             return
         self.borrower.stop(held, at)
         self.borrower.ended(held.partition, read.end)
 
-    def _failed(self, held: Held, at: int, read: Read) -> None:
+    def _failed(self, held: HeldLease, at: int, read: Read) -> None:
         self._failures += 1
         say = log.warning if self._failures == 1 else log.info
         say("%s: %s cannot be read, another worker may try: %s\n%s", self.borrower.claim, held, read.reason, read.trace)
@@ -193,7 +193,7 @@ class Feed:
             )
         self.borrower.stop(held, at, failed=read.reason, failed_upto=at + read.bad)
 
-    def _lapse(self, held: Held) -> None:
+    def _lapse(self, held: HeldLease) -> None:
         log.warning("%s: %s was not worked off in its time: its rest goes to whoever asks", self.borrower.claim, held)
         self.borrower.stop(held, held.received)
 
@@ -205,7 +205,7 @@ def shut_down(rows: object) -> None:
         end()
 
 
-def with_picks(loader: DataLoader[Any], dataset: ShardDataset, picks: Picks) -> DataLoader[Any]:
+def with_picks(loader: DataLoader[Any], dataset: ShardDataset, picks: FeedSampler) -> DataLoader[Any]:
     """A copy that reads what `picks` issues. Copied, not constructed anew: options of newer torch survive."""
     made = copy.copy(loader)
     vars(made).update(

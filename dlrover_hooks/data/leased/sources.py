@@ -16,11 +16,11 @@ from dlrover_hooks.data.leased.text_records import TextRecords
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Partition
 
-__all__ = ["Files", "OffsetReader", "Source", "Stream", "Table", "TextRecords", "as_source"]
+__all__ = ["Files", "OffsetReader", "RecordSource", "Stream", "Table", "TextRecords", "as_source"]
 
 
 @runtime_checkable
-class Source(Protocol):
+class RecordSource(Protocol):
     """A bounded source. A record that cannot be read raises; it is then retried, and quarantined in the end."""
 
     def __len__(self) -> int: ...
@@ -131,9 +131,9 @@ class Stream:
         return f"partition {partition!r} offset {offset}"
 
 
-def as_source(dataset: Any) -> Source | Stream:
+def as_source(dataset: Any) -> RecordSource | Stream:
     """`dataset` itself if it is a source, else a `Table` of it. Raises UsageError for what cannot be lent out."""
-    if isinstance(dataset, Stream) or (isinstance(dataset, Source) and not isinstance(dataset, type)):
+    if isinstance(dataset, Stream) or (isinstance(dataset, RecordSource) and not isinstance(dataset, type)):
         return dataset
     if isinstance(dataset, bool) or not (isinstance(dataset, int) or _map_style(dataset)):
         raise UsageError(
@@ -141,7 +141,7 @@ def as_source(dataset: Any) -> Source | Stream:
             hint="give a map-style dataset (__len__ and __getitem__), a number, or one of "
             "dlrover_hooks.data.leased.sources: Table, TextRecords, Files, Stream",
         )
-    return cast(Source, Table(dataset))
+    return cast(RecordSource, Table(dataset))
 
 
 def _map_style(dataset: Any) -> bool:

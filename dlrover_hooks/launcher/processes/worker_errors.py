@@ -10,7 +10,7 @@ import msgspec
 from dlrover_hooks.config import last_words_to
 
 
-class Words(msgspec.Struct, frozen=True):
+class WorkerError(msgspec.Struct, frozen=True):
     """`error`: the last line of the traceback; `where`: file, line and function that raised it.
 
     `trace`: the whole of it, where the worker has not printed it: a peer was gone, so it is most likely an echo.
@@ -38,10 +38,10 @@ class LastWords:
         os.close(self._write)
         self._write = -1
 
-    def hear(self) -> Words | None:
+    def hear(self) -> WorkerError | None:
         """Of a worker that has ended; None: it said nothing. Once."""
         with contextlib.suppress(BlockingIOError, msgspec.DecodeError):
-            return msgspec.json.decode(os.read(self._read, 65536), type=Words)
+            return msgspec.json.decode(os.read(self._read, 65536), type=WorkerError)
         return None
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ _ADOPTED_S = 10.0
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
-class Order(msgspec.Struct, frozen=True):
+class StandbyOrder(msgspec.Struct, frozen=True):
     """What a standby is to become. With it come descriptors for its standard input, output, errors and last words."""
 
     arguments: list[str]
@@ -184,7 +184,7 @@ def _settle(own: socket.socket, launcher: int) -> None:
     os.close(pidfd)
 
 
-def _ordered(own: socket.socket) -> tuple[Order, list[int]]:
+def _ordered(own: socket.socket) -> tuple[StandbyOrder, list[int]]:
     """Wait for the seat. Ends this process if the launcher has no use for it."""
     try:
         head, files, _, _ = socket.recv_fds(own, 4, 4)
@@ -193,10 +193,10 @@ def _ordered(own: socket.socket) -> tuple[Order, list[int]]:
     if not head:
         os._exit(0)
     with own, own.makefile("rb") as rest:
-        return msgspec.json.decode(rest.read(int.from_bytes(head, "big")), type=Order), files
+        return msgspec.json.decode(rest.read(int.from_bytes(head, "big")), type=StandbyOrder), files
 
 
-def _become(order: Order, files: list[int], own: Mapping[str, str], threads: int | None) -> None:
+def _become(order: StandbyOrder, files: list[int], own: Mapping[str, str], threads: int | None) -> None:
     """Args: `own`: what packages have set in the environment when they were imported. `threads`: for torch."""
     for descriptor, file in enumerate(files[:3]):
         os.dup2(file, descriptor)

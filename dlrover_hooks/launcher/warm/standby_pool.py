@@ -21,7 +21,7 @@ from dlrover_hooks.host import child_process as children
 from dlrover_hooks.host import memory_limit
 from dlrover_hooks.host.child_process import Child, described
 from dlrover_hooks.host.parent_death import adopt_orphans, bury_orphans
-from dlrover_hooks.launcher.warm.fork_server import NO_FORK, ONE_THREAD, Order
+from dlrover_hooks.launcher.warm.fork_server import NO_FORK, ONE_THREAD, StandbyOrder
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -102,7 +102,7 @@ class Standbys:
         self._hear()
         if self._untold_until == math.inf:
             self._untold_until = time.monotonic() + _UNTOLD_S
-        order = Order(list(command[command.index("--") + 1 :]), dict(env), os.getcwd())
+        order = StandbyOrder(list(command[command.index("--") + 1 :]), dict(env), os.getcwd())
         body = msgspec.json.encode(order)
         with open(os.devnull, "rb") as nothing:
             while self._ready:

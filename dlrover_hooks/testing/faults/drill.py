@@ -23,7 +23,7 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError, UsageError
-from dlrover_hooks.host.fork_guard import Here
+from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.testing.faults import fault_plan as faults
 from dlrover_hooks.testing.faults.fault_actions import Struck, Surroundings, strike
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment
@@ -67,7 +67,7 @@ class Drill:
     """One session's. Training thread only, but for what a fault does."""
 
     def __init__(self, session: Session, begin: int, orders: Orders) -> None:
-        self._session, self._orders, self._here = session, orders, Here()
+        self._session, self._orders, self._here = session, orders, ForkGuard()
         self._rank = session.place.rank
         self._faults: tuple[Fault, ...] = faults.read(orders.faults) if orders.faults else ()
         self._struck = Struck(f"{orders.faults}.{session.run[:8]}.struck")

@@ -94,7 +94,7 @@ def _digest(tensor: Any) -> str:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class Life(msgspec.Struct):
+class SessionTrace(msgspec.Struct):
     """One session's file, as far as it is written."""
 
     head: Head
@@ -106,21 +106,21 @@ class Life(msgspec.Struct):
         return next((row.names for row in self.rows if row.names), ())
 
 
-class Run:
+class RunTrace:
     """The lives found in a folder, in the order of their attempts. `read` may be called while they grow."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.lives: list[Life] = []
+        self.lives: list[SessionTrace] = []
 
-    def read(self) -> Run:
+    def read(self) -> RunTrace:
         """Read everything anew; a line that is being written is left out."""
         found = []
         for path in sorted(self.folder.glob("*.jsonl")):
             head, *rows = path.read_bytes().rpartition(b"\n")[0].split(b"\n")
             if head:
                 lines = [msgspec.json.decode(row, type=Row) for row in rows]
-                found.append(Life(msgspec.json.decode(head, type=Head), lines))
+                found.append(SessionTrace(msgspec.json.decode(head, type=Head), lines))
         self.lives = sorted(found, key=lambda life: (life.head.attempt, life.head.at))
         return self
 

@@ -17,7 +17,7 @@ from dlrover_hooks.master.core.checkpoints.votes import Kept
 from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Manifest, Restore, Source
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class LoadRefusal(msgspec.Struct, frozen=True):
     """What a rank could not load."""
 
     generation: Generation
@@ -25,9 +25,9 @@ class Refusal(msgspec.Struct, frozen=True):
     world_size: int
 
 
-def refusal(bad: Restore) -> Refusal:
+def refusal(bad: Restore) -> LoadRefusal:
     """`bad` is not to be chosen again."""
-    return Refusal(generation=bad.generation, source=bad.source, world_size=bad.world_size)
+    return LoadRefusal(generation=bad.generation, source=bad.source, world_size=bad.world_size)
 
 
 class Neighbour(msgspec.Struct, frozen=True):
@@ -130,7 +130,7 @@ def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str
     return max(stored, key=lambda run: (made.get(run, 0.0), run)) if stored else proposed
 
 
-def newest(candidates: list[Restore], run: str, refused: list[Refusal]) -> Restore | None:
+def newest(candidates: list[Restore], run: str, refused: list[LoadRefusal]) -> Restore | None:
     """The newest candidate of `run` that nobody refused; the nearest source first, then the greater URL."""
     able = [found for found in candidates if found.generation.run == run and refusal(found) not in refused]
     return max(able, key=_age, default=None)

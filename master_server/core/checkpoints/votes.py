@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True):
     resume: str = "auto"
 
 
-class Open(msgspec.Struct):
+class OpenVote(msgspec.Struct):
     """A generation that is being voted on. `closed`: its files are committing, or it was given up."""
 
     generation: Generation
@@ -85,10 +85,10 @@ class Kept(msgspec.Struct, frozen=True):
     url: str
 
 
-class Saves(msgspec.Struct):
+class CheckpointVotes(msgspec.Struct):
     """All checkpoint state of one job. `_step`s are optimizer steps of the current attempt."""
 
-    open: list[Open] = []
+    open: list[OpenVote] = []
     """By step."""
     newest_complete: Generation | None = None
     committing: list[Commit] = []
@@ -114,7 +114,7 @@ class Saves(msgspec.Struct):
 
 
 def begin(
-    saves: Saves, settings: Settings, step: int, complete: Generation | None, now: float, *, durable: bool
+    saves: CheckpointVotes, settings: Settings, step: int, complete: Generation | None, now: float, *, durable: bool
 ) -> None:
     """A new attempt starts after `step`; `complete` is what still lies whole in memory.
 
@@ -135,7 +135,7 @@ def begin(
     _schedule(saves, settings, now)
 
 
-def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
+def vote(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
     """Count one checked vote. Returns the commit that it completes. Raises BadRequest, changing nothing."""
     if event.kind is VoteKind.STORED and event.file is None:
         raise BadRequest(
@@ -156,7 +156,7 @@ def vote(saves: Saves, settings: Settings, job: str, event: Vote, now: float) ->
     return commit
 
 
-def voted(saves: Saves) -> Voted:
+def voted(saves: CheckpointVotes) -> Voted:
     """The answer to a vote."""
     return Voted(
         newest_complete=saves.newest_complete,
@@ -166,7 +166,7 @@ def voted(saves: Saves) -> Voted:
     )
 
 
-def may_complete(saves: Saves) -> tuple[int, ...]:
+def may_complete(saves: CheckpointVotes) -> tuple[int, ...]:
     """Steps of generations that a rank which holds them must keep: each may become the newest complete one."""
     newest = saves.newest_complete
     return tuple(
@@ -176,7 +176,7 @@ def may_complete(saves: Saves) -> tuple[int, ...]:
     )
 
 
-def committed(saves: Saves, settings: Settings, generation: Generation, now: float) -> bool:
+def committed(saves: CheckpointVotes, settings: Settings, generation: Generation, now: float) -> bool:
     """The manifest of `generation` is written. False if nobody asked for it."""
     commit = _take(saves, generation)
     if commit is None:
@@ -192,7 +192,7 @@ def committed(saves: Saves, settings: Settings, generation: Generation, now: flo
     return True
 
 
-def commit_failed(saves: Saves, settings: Settings, generation: Generation, now: float) -> bool:
+def commit_failed(saves: CheckpointVotes, settings: Settings, generation: Generation, now: float) -> bool:
     """Storage refused the manifest: the generation is given up. False if nobody asked for it."""
     if _take(saves, generation) is None:
         return False
@@ -200,7 +200,7 @@ def commit_failed(saves: Saves, settings: Settings, generation: Generation, now:
     return True
 
 
-def persist_due_at(saves: Saves, settings: Settings) -> float:
+def persist_due_at(saves: CheckpointVotes, settings: Settings) -> float:
     """When `remind` is to be called; `inf`: a persist is under way, or steps decide."""
     every = settings.persist_every
     if settings.save_to is None or saves.cadence.persist_from is not None or isinstance(every, int):
@@ -208,19 +208,19 @@ def persist_due_at(saves: Saves, settings: Settings) -> float:
     return saves.persisted_at + seconds(every)
 
 
-def remind(saves: Saves, settings: Settings, now: float) -> None:
+def remind(saves: CheckpointVotes, settings: Settings, now: float) -> None:
     """Time has passed: a persist may be due before the next vote, and the next save is to be the one."""
     _schedule(saves, settings, now)
 
 
-def _take(saves: Saves, generation: Generation) -> Commit | None:
+def _take(saves: CheckpointVotes, generation: Generation) -> Commit | None:
     for index, commit in enumerate(saves.committing):
         if commit.manifest.generation == generation:
             return saves.committing.pop(index)
     return None
 
 
-def _entry(saves: Saves, generation: Generation, world_size: int) -> Open | None:
+def _entry(saves: CheckpointVotes, generation: Generation, world_size: int) -> OpenVote | None:
     """The open generation of that step, None if it is older than all that may be open."""
     step = generation.step
     for entry in saves.open:
@@ -229,7 +229,7 @@ def _entry(saves: Saves, generation: Generation, world_size: int) -> Open | None
     if len(saves.open) >= OPEN and step < saves.open[-OPEN + 1].generation.step:
         return None
     nothing: list[ShardFile | None] = [None] * world_size
-    entry = Open(generation=generation, world_size=world_size, memory=[False] * world_size, stored=nothing)
+    entry = OpenVote(generation=generation, world_size=world_size, memory=[False] * world_size, stored=nothing)
     entry.hopeless = step < saves.passed
     saves.open.append(entry)
     saves.open.sort(key=lambda one: one.generation.step)
@@ -238,7 +238,7 @@ def _entry(saves: Saves, generation: Generation, world_size: int) -> Open | None
     return entry
 
 
-def _least_needed(saves: Saves) -> int:
+def _least_needed(saves: CheckpointVotes) -> int:
     """Index of the oldest hopeless one of no use to storage, or of the oldest that is not being made durable.
 
     The newest stays: it may be the last one of the training, which some rank could only make at a second try.
@@ -250,7 +250,7 @@ def _least_needed(saves: Saves) -> int:
     return next(hopeless, 1 if kept == 0 else 0)
 
 
-def _kept_for_storage(saves: Saves) -> int | None:
+def _kept_for_storage(saves: CheckpointVotes) -> int | None:
     """Index of the generation that is being made durable: writing it may outlast any number of saves."""
     start = saves.cadence.persist_from
     if start is None:
@@ -259,12 +259,14 @@ def _kept_for_storage(saves: Saves) -> int | None:
     return next(due, None)
 
 
-def _close(entry: Open) -> None:
+def _close(entry: OpenVote) -> None:
     """No more files are counted, and those counted are forgotten."""
     entry.closed, entry.stored, entry.in_storage = True, [], 0
 
 
-def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
+def _count_memory(
+    saves: CheckpointVotes, settings: Settings, job: str, entry: OpenVote, event: Vote, now: float
+) -> Commit | None:
     del settings, job, now
     entry.in_memory += not entry.memory[event.rank]
     entry.memory[event.rank] = True
@@ -276,7 +278,9 @@ def _count_memory(saves: Saves, settings: Settings, job: str, entry: Open, event
     return None
 
 
-def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> Commit | None:
+def _count_stored(
+    saves: CheckpointVotes, settings: Settings, job: str, entry: OpenVote, event: Vote, now: float
+) -> Commit | None:
     assert event.file is not None
     entry.in_storage += entry.stored[event.rank] is None
     entry.stored[event.rank] = event.file
@@ -290,7 +294,9 @@ def _count_stored(saves: Saves, settings: Settings, job: str, entry: Open, event
     return commit
 
 
-def _count_failed(saves: Saves, settings: Settings, job: str, entry: Open, event: Vote, now: float) -> None:
+def _count_failed(
+    saves: CheckpointVotes, settings: Settings, job: str, entry: OpenVote, event: Vote, now: float
+) -> None:
     """Files of other ranks still count: at the end of the training this rank tries again."""
     del saves, settings, job, now
     entry.in_storage -= entry.stored[event.rank] is not None
@@ -305,14 +311,14 @@ _COUNT = {
 }
 
 
-def _count(saves: Saves, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
+def _count(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
     entry = _entry(saves, event.generation, event.world_size)
     if entry is not None and not entry.closed:
         return _COUNT[event.kind](saves, settings, job, entry, event, now)
     return None
 
 
-def _answer(saves: Saves, settings: Settings, event: Vote) -> None:
+def _answer(saves: CheckpointVotes, settings: Settings, event: Vote) -> None:
     """Its rank is done with the persist that is due, well or not. Once all are, and it is not committed, it failed.
 
     Not sooner: a rank that still writes refuses the next one. Where persists are due more often than one takes, ranks
@@ -335,13 +341,13 @@ def _answer(saves: Saves, settings: Settings, event: Vote) -> None:
         _give_up(saves, settings)
 
 
-def _stored_since(saves: Saves, start: int) -> set[int]:
+def _stored_since(saves: CheckpointVotes, start: int) -> set[int]:
     """Ranks whose file of an open generation at or past `start` is counted."""
     since = (entry.stored for entry in saves.open if entry.generation.step >= start)
     return {rank for files in since for rank, file in enumerate(files) if file is not None}
 
 
-def _pass_by(saves: Saves, event: Vote) -> None:
+def _pass_by(saves: CheckpointVotes, event: Vote) -> None:
     """What this rank has left behind without a vote can never become complete: others need not keep it."""
     saves.passed = max(saves.passed, event.passed)
     for entry in saves.open:
@@ -349,7 +355,7 @@ def _pass_by(saves: Saves, event: Vote) -> None:
             entry.hopeless = True
 
 
-def _give_up(saves: Saves, settings: Settings) -> None:
+def _give_up(saves: CheckpointVotes, settings: Settings) -> None:
     """A persist failed: count it; another one is due. If that fails, too, the next one is announced earlier."""
     saves.failures += 1
     if settings.save_to is not None:
@@ -357,25 +363,25 @@ def _give_up(saves: Saves, settings: Settings) -> None:
     saves.margin = min(2 * saves.margin, MARGIN)
 
 
-def _announce(saves: Saves, start: int | None) -> None:
+def _announce(saves: CheckpointVotes, start: int | None) -> None:
     """The next persist is that of the first generation saved at or past `start`; None: none is due."""
     saves.answered = set()
     saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=start)
 
 
-def _ahead(saves: Saves) -> int:
+def _ahead(saves: CheckpointVotes) -> int:
     """A step that no rank has come to, as far as is known, and that all may hear of in time."""
     most = math.ceil(MARGIN_S / statistics.median(saves.step_times)) if saves.step_times else MARGIN
     return saves.newest_step + max(1, min(saves.margin, most))
 
 
-def _persisted(saves: Saves, step: int, now: float) -> None:
+def _persisted(saves: CheckpointVotes, step: int, now: float) -> None:
     saves.persisted_step, saves.persisted_at = max(saves.persisted_step, step), now
     saves.margin = max(1, saves.margin - 1)
     _announce(saves, None)
 
 
-def _schedule(saves: Saves, settings: Settings, now: float) -> None:
+def _schedule(saves: CheckpointVotes, settings: Settings, now: float) -> None:
     """Set `persist_from` when a persist is due. It then stays until a generation past it is committed or given up."""
     if settings.save_to is None or saves.cadence.persist_from is not None:
         return
@@ -390,14 +396,14 @@ def _schedule(saves: Saves, settings: Settings, now: float) -> None:
     _announce(saves, start)
 
 
-def _measure(saves: Saves, event: Vote) -> None:
+def _measure(saves: CheckpointVotes, event: Vote) -> None:
     for times, value in ((saves.step_times, event.step_s), (saves.copy_times, event.copy_s)):
         if value > 0:
             times.append(max(value, FINEST_S))
             del times[:-SAMPLES]
 
 
-def _every(saves: Saves, settings: Settings) -> int:
+def _every(saves: CheckpointVotes, settings: Settings) -> int:
     """Steps between saves; changed only when it is off by more than a factor of two."""
     if isinstance(settings.save_every, int):
         return settings.save_every

@@ -11,7 +11,7 @@ from dlrover_hooks.master.core.effects import Wake, shards_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm, seat
 from dlrover_hooks.master.core.leased_data import leases, partitions
 from dlrover_hooks.master.core.leased_data import ledger as one
-from dlrover_hooks.master.core.leased_data.ledger import Ledger
+from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger
 from dlrover_hooks.protocol import AwaitShards, Leases, LedgerState, LedgerView, Loaded, OpenLedger, TakeLeases
 from dlrover_hooks.protocol import Ledger as Opened
 from dlrover_hooks.protocol.ranges import END, Ranges
@@ -209,7 +209,7 @@ def _settled_rank(job: Job, event: OpenLedger) -> int:
     return member.rank
 
 
-def _agreed(job: Job, event: OpenLedger, found: Ledger | None) -> Ledger:
+def _agreed(job: Job, event: OpenLedger, found: DatasetLedger | None) -> DatasetLedger:
     """The ledger that this holder means, made anew if nothing of the old one is in use. Raises BadRequest."""
     if found is None:
         return _made(job, event, found)
@@ -232,7 +232,7 @@ def _agreed(job: Job, event: OpenLedger, found: Ledger | None) -> Ledger:
     )
 
 
-def _alike(found: Ledger, event: OpenLedger, spans: dict[str, tuple[int, int | None]]) -> bool:
+def _alike(found: DatasetLedger, event: OpenLedger, spans: dict[str, tuple[int, int | None]]) -> bool:
     """The same partitions. A stream's end may be told later; anybody's end may move while nobody holds the ledger."""
     if found.books.keys() != spans.keys() or found.free != event.free or found.epoch_length != event.epoch_length:
         return False
@@ -243,17 +243,17 @@ def _alike(found: Ledger, event: OpenLedger, spans: dict[str, tuple[int, int | N
     )
 
 
-def _spans(ledger: Ledger) -> dict[str, tuple[int, int | None]]:
+def _spans(ledger: DatasetLedger) -> dict[str, tuple[int, int | None]]:
     """Begin and end by partition."""
     return {name: (part.begin, part.end) for name, part in ledger.books.items()}
 
 
-def _shape(spans: dict[str, tuple[int, int | None]], of: Ledger | OpenLedger) -> str:
+def _shape(spans: dict[str, tuple[int, int | None]], of: DatasetLedger | OpenLedger) -> str:
     some = ", ".join(f"{name!r} [{lo}, {hi})" for name, (lo, hi) in sorted(spans.items())[:4])
     return f"{len(spans)} partition(s) {some}, epochs of {of.epoch_length}, free={of.free}"
 
 
-def _made(job: Job, event: OpenLedger, found: Ledger | None) -> Ledger:
+def _made(job: Job, event: OpenLedger, found: DatasetLedger | None) -> DatasetLedger:
     """A ledger that starts from the restored cut. Raises BadRequest if that is of another dataset."""
     fence = job.attempt if not event.free else found.fence if found else 1
     made = one.made(event, fence)
@@ -278,7 +278,7 @@ def _end(end: int | None) -> int:
     return END if end is None else end
 
 
-def _named(job: Job, name: str) -> Ledger:
+def _named(job: Job, name: str) -> DatasetLedger:
     if name not in job.ledgers.named:
         raise UnknownDataset(
             f"Job {job.name!r} has no dataset {name!r}: nobody has opened it here.",
@@ -287,7 +287,7 @@ def _named(job: Job, name: str) -> Ledger:
     return job.ledgers.named[name]
 
 
-def _ledger_of(job: Job, event: TakeLeases | AwaitShards) -> Ledger:
+def _ledger_of(job: Job, event: TakeLeases | AwaitShards) -> DatasetLedger:
     """The ledger, if the sender may use it with this fence. Raises UnknownDataset, Stale."""
     ledger = _named(job, event.name)
     if ledger.free:
@@ -304,5 +304,5 @@ def _ledger_of(job: Job, event: TakeLeases | AwaitShards) -> Ledger:
     return ledger
 
 
-def _wake(job: Job, ledger: Ledger) -> Wake:
+def _wake(job: Job, ledger: DatasetLedger) -> Wake:
     return Wake(topic=shards_topic(job.name, ledger.name))

@@ -11,8 +11,8 @@ import math
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.leased_data import ledger as books_of
 from dlrover_hooks.master.core.leased_data import partitions
-from dlrover_hooks.master.core.leased_data.ledger import Holder, Ledger, Lent
-from dlrover_hooks.master.core.leased_data.partitions import Books, Piece, Span
+from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger, Holder, Lent
+from dlrover_hooks.master.core.leased_data.partitions import Books, ReturnedRange, Span
 from dlrover_hooks.protocol import Ack, Lease, Leases, TakeLeases
 
 FIRST_S = 600.0
@@ -32,7 +32,7 @@ NEWEST = 0.3
 """Weight of the newest speed."""
 
 
-def take(ledger: Ledger, job: str, event: TakeLeases, now: float) -> tuple[Leases, bool]:
+def take(ledger: DatasetLedger, job: str, event: TakeLeases, now: float) -> tuple[Leases, bool]:
     """Acknowledge, then lend. True with it if whoever waits should look again. Raises Stale, BadRequest: no change."""
     span = books_of.span_of(ledger, job, event.epoch)
     holder = _holder(ledger, job, event)
@@ -54,7 +54,7 @@ def take(ledger: Ledger, job: str, event: TakeLeases, now: float) -> tuple[Lease
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _holder(ledger: Ledger, job: str, event: TakeLeases) -> Holder:
+def _holder(ledger: DatasetLedger, job: str, event: TakeLeases) -> Holder:
     """The sender. Raises Stale if it did not open the ledger, BadRequest if it asks for too much."""
     if not 0 <= event.count <= MOST_LEASES or len(event.acks) > MOST_LEASES:
         raise BadRequest(
@@ -72,7 +72,7 @@ def _holder(ledger: Ledger, job: str, event: TakeLeases) -> Holder:
     return books_of.holder_named(ledger, job, event.incarnation)
 
 
-def _check(ledger: Ledger, job: str, incarnation: str, number: str, ack: Ack) -> None:
+def _check(ledger: DatasetLedger, job: str, incarnation: str, number: str, ack: Ack) -> None:
     """Raises Stale if the sender does not hold this lease, BadRequest if the positions are not its own."""
     lent = ledger.leases.get(number)
     if lent is None or lent.holder != incarnation:
@@ -97,7 +97,7 @@ def _failed_upto(ack: Ack) -> int:
 # ---- acknowledging ---------------------------------------------------------------------------------------------------
 
 
-def _acknowledge(ledger: Ledger, holder: Holder, acks: list[tuple[str, Ack]]) -> tuple[int, list[str], bool]:
+def _acknowledge(ledger: DatasetLedger, holder: Holder, acks: list[tuple[str, Ack]]) -> tuple[int, list[str], bool]:
     """Positions newly done; leases that are over; True if something came back or an epoch has no lease left."""
     count, over, news = 0, [], False
     for number, ack in acks:
@@ -117,7 +117,7 @@ def _acknowledge(ledger: Ledger, holder: Holder, acks: list[tuple[str, Ack]]) ->
     return count, over, news
 
 
-def _sort_rest(ledger: Ledger, lent: Lent, ack: Ack) -> None:
+def _sort_rest(ledger: DatasetLedger, lent: Lent, ack: Ack) -> None:
     """What failed is counted, the rest only goes back."""
     rest = books_of.rest_of(lent)
     if ack.failed:
@@ -143,11 +143,11 @@ def _within_s(holder: Holder, size: int) -> float:
     return min(max(SHORTEST_S, PATIENCE * size / holder.rate), LONGEST_S) if holder.rate else FIRST_S
 
 
-def _held(ledger: Ledger, holder: Holder) -> int:
+def _held(ledger: DatasetLedger, holder: Holder) -> int:
     return sum(ledger.leases[number].hi - ledger.leases[number].at for number in holder.leases)
 
 
-def _renew(ledger: Ledger, incarnation: str, holder: Holder, now: float) -> int:
+def _renew(ledger: DatasetLedger, incarnation: str, holder: Holder, now: float) -> int:
     """It makes headway: each lease it holds is lent anew, for the time to come to its end. Returns the positions."""
     backlog = 0
     for number in holder.leases:
@@ -161,7 +161,9 @@ def _renew(ledger: Ledger, incarnation: str, holder: Holder, now: float) -> int:
 # ---- lending ---------------------------------------------------------------------------------------------------------
 
 
-def _lend(ledger: Ledger, event: TakeLeases, holder: Holder, span: Span, backlog: int, now: float) -> tuple[Lease, ...]:
+def _lend(
+    ledger: DatasetLedger, event: TakeLeases, holder: Holder, span: Span, backlog: int, now: float
+) -> tuple[Lease, ...]:
     leases: list[Lease] = []
     count = min(event.count, MOST_HELD - len(holder.leases))
     while len(leases) < count and ledger.open:
@@ -181,7 +183,7 @@ def _lend(ledger: Ledger, event: TakeLeases, holder: Holder, span: Span, backlog
     return tuple(leases)
 
 
-def _size(ledger: Ledger, holder: Holder, books: Books, span: Span) -> int:
+def _size(ledger: DatasetLedger, holder: Holder, books: Books, span: Span) -> int:
     """Positions of the next lease: whole batches; a slow holder gets few, and near the end everybody does."""
     batch = ledger.batch
     if ledger.shard:
@@ -194,7 +196,13 @@ def _size(ledger: Ledger, holder: Holder, books: Books, span: Span) -> int:
 
 
 def _lease(
-    ledger: Ledger, incarnation: str, holder: Holder, partition: str, piece: Piece, within_s: float, now: float
+    ledger: DatasetLedger,
+    incarnation: str,
+    holder: Holder,
+    partition: str,
+    piece: ReturnedRange,
+    within_s: float,
+    now: float,
 ) -> Lease:
     ledger.issued += 1
     number, until = str(ledger.issued), now + within_s

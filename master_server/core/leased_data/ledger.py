@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.leased_data import partitions
-from dlrover_hooks.master.core.leased_data.partitions import Books, Piece, Span
+from dlrover_hooks.master.core.leased_data.partitions import Books, ReturnedRange, Span
 from dlrover_hooks.protocol import Lease, Leases, LedgerState, OpenLedger, Quarantined
 from dlrover_hooks.protocol.ranges import Ranges
 
@@ -48,7 +48,7 @@ class Holder(msgspec.Struct):
     queued: float = math.inf
 
 
-class Ledger(msgspec.Struct):
+class DatasetLedger(msgspec.Struct):
     """A dataset's state. `fence` outdates every older lease; lease numbers only count up."""
 
     name: str
@@ -75,7 +75,7 @@ class Ledger(msgspec.Struct):
 class Ledgers(msgspec.Struct):
     """All ledgers of a job. Those whose holders sit in rounds go back to the checkpoint's cut with every attempt."""
 
-    named: dict[str, Ledger] = {}
+    named: dict[str, DatasetLedger] = {}
     free: set[str] = set()
     """Incarnations that hold leases without a seat."""
     settled: int = 0
@@ -87,10 +87,10 @@ class Ledgers(msgspec.Struct):
     expired_at: float = 0.0
 
 
-def made(event: OpenLedger, fence: int) -> Ledger:
+def made(event: OpenLedger, fence: int) -> DatasetLedger:
     """An empty ledger."""
     books = {part.name: Books(begin=part.begin, end=part.end, next=part.begin) for part in event.partitions}
-    return Ledger(
+    return DatasetLedger(
         name=event.name,
         fingerprint=event.fingerprint,
         epoch_length=event.epoch_length,
@@ -106,14 +106,14 @@ def made(event: OpenLedger, fence: int) -> Ledger:
 # ---- holders ---------------------------------------------------------------------------------------------------------
 
 
-def admit(ledger: Ledger, incarnation: str, now: float) -> bool:
+def admit(ledger: DatasetLedger, incarnation: str, now: float) -> bool:
     """A holder comes, or comes again: then it holds nothing any more. Returns True if something came back."""
     came_back = dismiss(ledger, incarnation, lost=False)
     ledger.holders[incarnation] = Holder(heard_at=now)
     return came_back
 
 
-def dismiss(ledger: Ledger, incarnation: str, *, lost: bool) -> bool:
+def dismiss(ledger: DatasetLedger, incarnation: str, *, lost: bool) -> bool:
     """A holder goes: what it has not acknowledged comes back to the front of TODO. Returns True if anything did.
 
     `lost`: it may have died of what it held, so that is counted.
@@ -126,7 +126,7 @@ def dismiss(ledger: Ledger, incarnation: str, *, lost: bool) -> bool:
     return True
 
 
-def expire(ledger: Ledger, now: float) -> bool:
+def expire(ledger: DatasetLedger, now: float) -> bool:
     """Leases whose time is over are lost like their holder's. Returns True if anything came back."""
     came_back = False
     while ledger.heap and ledger.heap[0][0] <= now:
@@ -144,19 +144,19 @@ def expire(ledger: Ledger, now: float) -> bool:
     return came_back
 
 
-def due(ledger: Ledger) -> float:
+def due(ledger: DatasetLedger) -> float:
     """When to call `expire` next; infinity if nothing is lent."""
     return ledger.heap[0][0] if ledger.heap else math.inf
 
 
-def queue(ledger: Ledger, incarnation: str, holder: Holder, at: float) -> None:
+def queue(ledger: DatasetLedger, incarnation: str, holder: Holder, at: float) -> None:
     """A lease of `holder` ends at `at`. An entry that comes up too early is renewed then."""
     if at < holder.queued:
         holder.queued = at
         heapq.heappush(ledger.heap, (at, incarnation))
 
 
-def end_lease(ledger: Ledger, number: str) -> Lent:
+def end_lease(ledger: DatasetLedger, number: str) -> Lent:
     """The lease is over. Taking it off its holder's list is the caller's."""
     lent = ledger.leases.pop(number)
     ledger.doing[lent.epoch] -= 1
@@ -165,7 +165,7 @@ def end_lease(ledger: Ledger, number: str) -> Lent:
     return lent
 
 
-def _give_back(ledger: Ledger, lent: Lent, *, losses: int = 0, reason: str = "") -> None:
+def _give_back(ledger: DatasetLedger, lent: Lent, *, losses: int = 0, reason: str = "") -> None:
     """The rest of an ended lease goes to the front of TODO."""
     piece = rest_of(lent)
     if losses:
@@ -173,12 +173,12 @@ def _give_back(ledger: Ledger, lent: Lent, *, losses: int = 0, reason: str = "")
     put_back(ledger, lent.partition, piece)
 
 
-def rest_of(lent: Lent) -> Piece:
+def rest_of(lent: Lent) -> ReturnedRange:
     """What of the lease is doing."""
-    return Piece(lo=lent.at, hi=lent.hi, losses=lent.losses, failures=lent.failures, reason=lent.reason)
+    return ReturnedRange(lo=lent.at, hi=lent.hi, losses=lent.losses, failures=lent.failures, reason=lent.reason)
 
 
-def put_back(ledger: Ledger, partition: str, piece: Piece) -> None:
+def put_back(ledger: DatasetLedger, partition: str, piece: ReturnedRange) -> None:
     """To the front of TODO, or given up."""
     if piece.lo < piece.hi:
         partitions.put_back(ledger.books[partition], piece)
@@ -189,7 +189,7 @@ def put_back(ledger: Ledger, partition: str, piece: Piece) -> None:
 # ---- how it stands ---------------------------------------------------------------------------------------------------
 
 
-def status(ledger: Ledger, epoch: int, span: Span, leases: tuple[Lease, ...] = ()) -> Leases:
+def status(ledger: DatasetLedger, epoch: int, span: Span, leases: tuple[Lease, ...] = ()) -> Leases:
     """What is left of the epoch, beside `leases`; with the end of it, what was given up."""
     for name in ledger.open:
         books = ledger.books[name]
@@ -200,7 +200,7 @@ def status(ledger: Ledger, epoch: int, span: Span, leases: tuple[Lease, ...] = (
     return Leases(state=LedgerState.FINISHED, leases=leases, quarantined=quarantined(ledger, span))
 
 
-def quarantined(ledger: Ledger, span: Span) -> tuple[Quarantined, ...]:
+def quarantined(ledger: DatasetLedger, span: Span) -> tuple[Quarantined, ...]:
     """Ranges that were given up, neighbours with one reason as one; of very many the last are told as one."""
     told: list[Quarantined] = []
     for name in sorted(ledger.books):
@@ -219,9 +219,9 @@ def quarantined(ledger: Ledger, span: Span) -> tuple[Quarantined, ...]:
     return (*told[: MOST_TOLD - 1], rest)
 
 
-def roll_back(ledger: Ledger, cut: dict[str, Ranges], fence: int) -> None:
+def roll_back(ledger: DatasetLedger, cut: dict[str, Ranges], fence: int) -> None:
     """`cut` is done and nothing else, every lease is void. Whoever goes on must open the ledger again."""
-    lent: dict[str, list[Piece]] = {}
+    lent: dict[str, list[ReturnedRange]] = {}
     for one in ledger.leases.values():
         lent.setdefault(one.partition, []).append(rest_of(one))
     for name, books in ledger.books.items():
@@ -231,7 +231,7 @@ def roll_back(ledger: Ledger, cut: dict[str, Ranges], fence: int) -> None:
     ledger.open, ledger.turn = sorted(ledger.books), 0
 
 
-def span_of(ledger: Ledger, job: str, epoch: int) -> Span:
+def span_of(ledger: DatasetLedger, job: str, epoch: int) -> Span:
     """Positions of `epoch`. Raises BadRequest for one that is not there."""
     length = ledger.epoch_length
     if not length:
@@ -249,7 +249,7 @@ def span_of(ledger: Ledger, job: str, epoch: int) -> Span:
     return epoch * length, (epoch + 1) * length
 
 
-def holder_named(ledger: Ledger, job: str, incarnation: str) -> Holder:
+def holder_named(ledger: DatasetLedger, job: str, incarnation: str) -> Holder:
     """Raises Stale for whoever has not opened the ledger behind this fence."""
     holder = ledger.holders.get(incarnation)
     if holder is None:
@@ -265,7 +265,7 @@ def part_of(books: Books, span: Span) -> Span:
     return partitions.span_of(books) if span[1] is None else span
 
 
-def check_end(ledger: Ledger, job: str, partition: str, end: int) -> None:
+def check_end(ledger: DatasetLedger, job: str, partition: str, end: int) -> None:
     """Raises BadRequest if the partition cannot end there. Changes nothing."""
     books = ledger.books[partition]
     last = partitions.last_used(books)
@@ -277,7 +277,7 @@ def check_end(ledger: Ledger, job: str, partition: str, end: int) -> None:
         )
 
 
-def end_at(ledger: Ledger, partition: str, end: int) -> None:
+def end_at(ledger: DatasetLedger, partition: str, end: int) -> None:
     """The partition ends there, whatever was said before. Leases lose what is behind."""
     partitions.end_at(ledger.books[partition], end)
     for lent in ledger.leases.values():

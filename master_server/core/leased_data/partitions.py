@@ -19,7 +19,7 @@ MOST_FAILURES = 3
 """So often its holders may report that they cannot read it."""
 
 
-class Piece(msgspec.Struct, gc=False):
+class ReturnedRange(msgspec.Struct, gc=False):
     """Positions [lo, hi) to hand out again, and what happened to them so far."""
 
     lo: int
@@ -38,9 +38,9 @@ class Piece(msgspec.Struct, gc=False):
         """Something happened to it."""
         return self.losses > 0 or self.failures > 0
 
-    def part(self, lo: int, hi: int) -> Piece:
+    def part(self, lo: int, hi: int) -> ReturnedRange:
         """The same history, fewer positions."""
-        return Piece(lo=lo, hi=hi, losses=self.losses, failures=self.failures, reason=self.reason)
+        return ReturnedRange(lo=lo, hi=hi, losses=self.losses, failures=self.failures, reason=self.reason)
 
 
 class Books(msgspec.Struct):
@@ -50,10 +50,10 @@ class Books(msgspec.Struct):
     end: int | None
     next: int
     done: Ranges = msgspec.field(default_factory=Ranges)
-    returned: list[Piece] = []
+    returned: list[ReturnedRange] = []
     """Disjoint and in order; handed out before `next`."""
     returned_size: int = 0
-    bad: list[Piece] = []
+    bad: list[ReturnedRange] = []
     """Given up: disjoint and in order."""
 
 
@@ -88,7 +88,7 @@ def todo(books: Books, span: Span) -> int:
     return books.returned_size + (0 if hi is None else max(0, hi - max(lo, books.next)))
 
 
-def take(books: Books, span: Span, size: int, batch: int) -> Piece | None:
+def take(books: Books, span: Span, size: int, batch: int) -> ReturnedRange | None:
     """At most `size` positions of `span`, those that came back first. What was lost before comes in smaller parts.
 
     Halving finds the position that kills its holders, so that little is given up with it.
@@ -105,18 +105,18 @@ def take(books: Books, span: Span, size: int, batch: int) -> Piece | None:
     if books.next >= stop:
         return None
     if books.next < lo:  # an epoch was left before it ended: what is left of it can still be asked for
-        put_back(books, Piece(lo=books.next, hi=lo))
+        put_back(books, ReturnedRange(lo=books.next, hi=lo))
         books.next = lo
     start = books.next
     books.next = min(start + size, stop)
-    return Piece(lo=start, hi=books.next)
+    return ReturnedRange(lo=start, hi=books.next)
 
 
 def _whole(size: int, batch: int) -> int:
     return size // batch * batch
 
 
-def _cut_out(books: Books, at: int, lo: int, hi: int) -> Piece:
+def _cut_out(books: Books, at: int, lo: int, hi: int) -> ReturnedRange:
     piece = books.returned[at]
     books.returned_size -= hi - lo
     rest = [piece.part(*left) for left in ((piece.lo, lo), (hi, piece.hi)) if left[0] < left[1]]
@@ -124,7 +124,7 @@ def _cut_out(books: Books, at: int, lo: int, hi: int) -> Piece:
     return piece.part(lo, hi)
 
 
-def put_back(books: Books, piece: Piece) -> None:
+def put_back(books: Books, piece: ReturnedRange) -> None:
     """These positions are to be handed out again, before anything new; or never, if they are hopeless."""
     hi = piece.hi if books.end is None else min(piece.hi, books.end)
     if piece.lo >= hi:
@@ -155,7 +155,7 @@ def last_used(books: Books) -> int:
     return max(books.done.highs[-1:] + [piece.hi for piece in books.bad[-1:]], default=books.begin)
 
 
-def bad_within(books: Books, span: Span) -> list[Piece]:
+def bad_within(books: Books, span: Span) -> list[ReturnedRange]:
     """What of `span` was given up, in order."""
     lo, hi = span
     first = bisect_right(books.bad, lo, key=_HI)
@@ -165,7 +165,7 @@ def bad_within(books: Books, span: Span) -> list[Piece]:
     ]
 
 
-def roll_back(books: Books, cut: Ranges, lent: list[Piece]) -> None:
+def roll_back(books: Books, cut: Ranges, lent: list[ReturnedRange]) -> None:
     """`cut` is done and nothing else; `lent`, the leases, are void. What was given up, or lost before, stays known."""
     books.done = Ranges.of(cut.within(books.begin, END if books.end is None else books.end))
     bad = [part for piece in books.bad for part in _missing(books.done, piece)]
@@ -179,8 +179,8 @@ def roll_back(books: Books, cut: Ranges, lent: list[Piece]) -> None:
         put_back(books, piece)
     books.next = max(taken.highs[-1:], default=books.begin)
     for lo, hi in taken.missing(books.begin, books.next):
-        put_back(books, Piece(lo=lo, hi=hi))
+        put_back(books, ReturnedRange(lo=lo, hi=hi))
 
 
-def _missing(done: Ranges, piece: Piece) -> list[Piece]:
+def _missing(done: Ranges, piece: ReturnedRange) -> list[ReturnedRange]:
     return [piece.part(lo, hi) for lo, hi in done.missing(piece.lo, piece.hi)]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks.checkpoint.storage import catalog, generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.config import Config
 from dlrover_hooks.errors import Corrupt, NoCheckpoint, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention
@@ -118,9 +118,9 @@ def test_one_manifest_that_cannot_be_read_stops_nothing(bucket: Bucket) -> None:
     assert line.endswith("step-0000000001-0000: MANIFEST.json cannot be read: Input/output error")
     generations.start_anew("faulty://ck", None, "job", "b" * 32)
     save("faulty://ck", 4, run="b" * 32, keep=1)
-    assert {one.step for one in catalog.listing(Place("faulty://ck"))} == {1, 4}
+    assert {one.step for one in catalog.listing(StorageFolder("faulty://ck"))} == {1, 4}
     bucket.fail = lambda verb, path: None
-    assert {one.step: one.fault for one in catalog.listing(Place("faulty://ck"))} == {1: None, 4: None}
+    assert {one.step: one.fault for one in catalog.listing(StorageFolder("faulty://ck"))} == {1: None, 4: None}
 
 
 def test_the_step_itself_is_not_written_over(bucket: Bucket) -> None:
@@ -137,7 +137,7 @@ def test_a_glitch_does_not_cost_the_newest(bucket: Bucket) -> None:
 def test_to_read_nothing_is_not_to_find_nothing(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     """A run would silently begin at step 0. Who does not ask what there is, hears of it all the same."""
     for step in (1, 2):
-        Place("faulty://ck").remove_folder(f"step-{step:010d}-0000")
+        StorageFolder("faulty://ck").remove_folder(f"step-{step:010d}-0000")
     unreadable(bucket, 3)
     with pytest.raises(StorageFailed, match=r"step-0000000003-0000: MANIFEST.json cannot be read: Input") as caught:
         generations.scan("faulty://ck", None, "job")
@@ -232,7 +232,7 @@ def test_no_more_than_a_small_file_is_read_from_a_store(bucket: Bucket) -> None:
     assert [manifest.generation.step for manifest in scan.manifests] == [3, 2]
     assert len(scan.damaged) == 2
     with pytest.raises(Corrupt, match=r"latest.json: it has more than the 1048576 bytes"):
-        Place("faulty://ck").read("latest.json")
+        StorageFolder("faulty://ck").read("latest.json")
 
 
 def test_a_store_that_has_no_range_of_nothing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_a_store_that_has_no_range_of_nothing(bucket: Bucket, monkeypatch: pytes
         return data
 
     monkeypatch.setattr(FaultyStore, "cat_file", refuse)
-    assert Place("faulty://ck").read("latest.json") == b""
+    assert StorageFolder("faulty://ck").read("latest.json") == b""
     assert steps("faulty://ck") == [3, 2, 1]
 
 
@@ -262,18 +262,18 @@ def test_a_pipe_is_no_shard(tree: str) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was listed or read."""
     made: list[str] = []
-    entries, read = Place.entries, Place.read
+    entries, read = StorageFolder.entries, StorageFolder.read
 
-    def watch_entries(place: Place, name: str = "") -> dict[str, Any]:
+    def watch_entries(place: StorageFolder, name: str = "") -> dict[str, Any]:
         made.append(name)
         return entries(place, name)
 
-    def watch_read(place: Place, name: str, *limit: int) -> bytes | None:
+    def watch_read(place: StorageFolder, name: str, *limit: int) -> bytes | None:
         made.append(name)
         return read(place, name, *limit)
 
-    monkeypatch.setattr(Place, "entries", watch_entries)
-    monkeypatch.setattr(Place, "read", watch_read)
+    monkeypatch.setattr(StorageFolder, "entries", watch_entries)
+    monkeypatch.setattr(StorageFolder, "read", watch_read)
     return made
 
 
@@ -292,7 +292,7 @@ def test_a_commit_reads_no_old_manifest_again(tree: str, calls: list[str]) -> No
 
 def test_what_is_known_is_forgotten_as_soon_as_it_changes(tree: str) -> None:
     """A MANIFEST of the same length, a shard cut short, a folder that is gone."""
-    place = Place(tree)
+    place = StorageFolder(tree)
     assert [one.fault for one in catalog.changes(place)] == [None] * 3
     manifest = generations.manifest_of(tree, None, Generation(0, 1, RUN))
     theirs = msgspec.structs.replace(manifest, generation=Generation(0, 1, "b" * 32))
@@ -310,7 +310,7 @@ def test_what_was_committed_meanwhile_is_not_swept(tree: str, monkeypatch: pytes
     (home(tree, 1) / catalog.MANIFEST).rename(Path(tree) / "kept")
     sweep = generations.retain
 
-    def first(place: Place, *args: Any) -> None:
+    def first(place: StorageFolder, *args: Any) -> None:
         (Path(tree) / "kept").rename(home(tree, 1) / catalog.MANIFEST)
         if late == "damaged":
             (home(tree, 1) / catalog.MANIFEST).write_text("{")
@@ -318,7 +318,7 @@ def test_what_was_committed_meanwhile_is_not_swept(tree: str, monkeypatch: pytes
 
     monkeypatch.setattr(generations, "retain", first)
     save(tree, 4)
-    assert {one.step for one in catalog.listing(Place(tree))} == {1, 2, 3, 4}
+    assert {one.step for one in catalog.listing(StorageFolder(tree))} == {1, 2, 3, 4}
 
 
 def test_what_became_another_ones_meanwhile_is_not_removed(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +327,13 @@ def test_what_became_another_ones_meanwhile_is_not_removed(tree: str, monkeypatc
     theirs = msgspec.structs.replace(manifest, generation=Generation(0, 1, "b" * 32))
     sweep = generations.retain
 
-    def late(place: Place, *args: Any) -> None:
+    def late(place: StorageFolder, *args: Any) -> None:
         place.put(f"{home(tree, 1).name}/{catalog.MANIFEST}", msgspec.json.encode(theirs))
         sweep(place, *args)
 
     monkeypatch.setattr(generations, "retain", late)
     save(tree, 4, keep=1)
-    assert {one.step for one in catalog.listing(Place(tree))} == {1, 4}
+    assert {one.step for one in catalog.listing(StorageFolder(tree))} == {1, 4}
 
 
 def test_resuming_from_nowhere_says_that_nothing_is_there(tree: str, tmp_path: Path) -> None:
@@ -358,5 +358,5 @@ def test_resuming_from_nowhere_says_that_nothing_is_there(tree: str, tmp_path: P
 def test_numbers_that_cannot_be_are_a_foreign_name(tree: str, name: str) -> None:
     """Master row 1: an empty folder with such an attempt made the launcher hang: no attempt could follow it."""
     (Path(tree) / name).mkdir()
-    assert name not in {row.folder for row in catalog.listing(Place(tree))}
+    assert name not in {row.folder for row in catalog.listing(StorageFolder(tree))}
     assert generations.scan(tree, None, "job").heard == 0

@@ -16,15 +16,15 @@ import pytest
 
 from dlrover_hooks.checkpoint.storage import generations, shard_writer
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
-from dlrover_hooks.checkpoint.storage.url_claim import Claim, Owner, read_owner, still_held
+from dlrover_hooks.checkpoint.storage.url_claim import Owner, UrlClaim, read_owner, still_held
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest
 from dlrover_hooks.testing import faulty_store
 from tests.disks import small_disk
 
 HOLD = (
-    "from dlrover_hooks.checkpoint.storage.url_claim import Claim; import sys; "
-    "c = Claim.take({!r}, None, 'job', 'keeper, pid 1'); print('held', flush=True); sys.stdin.read(); c.release()"
+    "from dlrover_hooks.checkpoint.storage.url_claim import UrlClaim; import sys; "
+    "c = UrlClaim.take({!r}, None, 'job', 'keeper, pid 1'); print('held', flush=True); sys.stdin.read(); c.release()"
 )
 
 
@@ -38,10 +38,10 @@ def test_a_keepers_short_claim_is_waited_for_by_its_own_job(tmp_path: Path) -> N
         assert keeper.stdout is not None
         assert keeper.stdout.readline() == b"held\n"
         with pytest.raises(SaveToBusy, match="keeper, pid 1"):
-            Claim.take(url, None, "other", "pid 2")
+            UrlClaim.take(url, None, "other", "pid 2")
         release = threading.Timer(0.2, keeper.stdin.close)
         release.start()
-        Claim.take(url, None, "job", "pid 3").release()
+        UrlClaim.take(url, None, "job", "pid 3").release()
         release.join()
 
 
@@ -49,13 +49,13 @@ def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path) -> None:
     """A keeper whose last save finds the disk full lives on; the next start must not be refused because of it."""
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk / "saved")
-        Claim.take(url, None, "job", "pid 1").release()
+        UrlClaim.take(url, None, "job", "pid 1").release()
         (disk / "filler").write_bytes(bytes(128 << 10))
         with open(disk / "rest", "wb", buffering=0) as rest, contextlib.suppress(OSError):
             while rest.write(bytes(4096)):
                 pass
         with pytest.raises(StorageFailed, match="No space left"):
-            Claim.take(url, None, "job", "keeper, pid 1")
+            UrlClaim.take(url, None, "job", "keeper, pid 1")
         (disk / "rest").unlink()
         assert not _refused(url)
 
@@ -70,7 +70,7 @@ def _refused(url: str) -> bool:
 def test_a_copy_of_the_tree_costs_no_claim(tmp_path: Path) -> None:
     """DL-90: a backup by the training process itself opens and closes the lock file."""
     url = str(tmp_path / "saved")
-    claim = Claim.take(url, None, "other", "pid 1")
+    claim = UrlClaim.take(url, None, "other", "pid 1")
     shutil.copytree(url, tmp_path / "backup")
     assert _refused(url)
     claim.release()
@@ -80,7 +80,7 @@ def test_a_copy_of_the_tree_costs_no_claim(tmp_path: Path) -> None:
 def test_a_forked_child_neither_keeps_nor_ends_the_claim(tmp_path: Path) -> None:
     """DL-90: DataLoader workers outlive a killed process for seconds; its successor must not be refused."""
     url = str(tmp_path)
-    claim = Claim.take(url, None, "other", "pid 1")
+    claim = UrlClaim.take(url, None, "other", "pid 1")
     (gone, alive), (ready, tell) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.close(alive)
@@ -113,7 +113,7 @@ def test_of_two_that_come_at_once_one_gets_an_object_store() -> None:
 
         bucket.fail = overtake
         with pytest.raises(SaveToBusy, match=r"'quick' \(its master\)"):
-            Claim.take("faulty://bucket/ck", None, "slow", "us")
+            UrlClaim.take("faulty://bucket/ck", None, "slow", "us")
         assert b"quick" in bucket.objects["bucket/ck/owner.json"]
 
 
@@ -128,10 +128,10 @@ def test_a_store_that_hangs_holds_up_no_claim_elsewhere() -> None:
                 over.wait(60)
 
         bucket.fail = hang
-        stuck = threading.Thread(target=lambda: Claim.take("faulty://dead/ck", None, "one", "us").release())
+        stuck = threading.Thread(target=lambda: UrlClaim.take("faulty://dead/ck", None, "one", "us").release())
         stuck.start()
         assert waiting.wait(60)
-        Claim.take("faulty://alive/ck", None, "two", "us").release()
+        UrlClaim.take("faulty://alive/ck", None, "two", "us").release()
         assert stuck.is_alive()
         over.set()
         stuck.join(60)
@@ -145,7 +145,7 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
     monkeypatch.setattr("dlrover_hooks.checkpoint.storage.url_claim._REFRESH_S", 0.01)
     for job, owner in (("other", "another master"), ("slept", "its master")):
         with faulty_store() as bucket:
-            claim = Claim.take(url, None, "slept", "its master")
+            claim = UrlClaim.take(url, None, "slept", "its master")
             still_held(url)
             note = Owner(job=job, owner=owner, expires=9e12, life="another")
             seen = list[str]()
@@ -174,7 +174,7 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
 def test_a_lease_that_is_being_written_is_nobodys_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """DL-90: where writes are not atomic a look in between finds an empty file: the successor's, perhaps."""
     with faulty_store() as bucket:
-        claim = Claim.take("faulty://bucket/ck", None, "slept", "its master")
+        claim = UrlClaim.take("faulty://bucket/ck", None, "slept", "its master")
         bucket.objects["bucket/ck/owner.json"] = b""
         note = Owner(job="other", owner="another master", expires=9e12, life="another")
         whole = threading.Timer(0.1, lambda: bucket.store("bucket/ck/owner.json", msgspec.json.encode(note)))

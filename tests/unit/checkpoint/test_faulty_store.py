@@ -15,7 +15,7 @@ from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.checkpoint.state.safetensors_writer import Inside, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage import generations, shard_writer
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
-from dlrover_hooks.checkpoint.storage.stall_guard import STUCK, Attempt, GivenUp, Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import STUCK, Attempt, AttemptAbandoned, Patience
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import Bucket, faulty_store
@@ -164,7 +164,7 @@ def test_what_was_given_up_during_its_last_piece_is_not_published() -> None:
     pieces = attempt.through([memoryview(b"only one")])
     assert next(pieces) == b"only one"
     attempt.given_up = True
-    with pytest.raises(GivenUp):
+    with pytest.raises(AttemptAbandoned):
         next(pieces)
 
 
@@ -245,7 +245,7 @@ def test_pieces_of_any_size_and_place_make_the_same_file(
             direct.append(o_direct(str(folder)))
             yield piece
 
-    generations.Place(str(folder)).write("file", watched(), len(DATA))
+    generations.StorageFolder(str(folder)).write("file", watched(), len(DATA))
     assert (folder / "file").read_bytes() == DATA[:-777]
     assert os.listdir(folder) == ["file"]
     if storage_refuses_odd_writes(str(folder)):
@@ -287,6 +287,6 @@ def test_a_file_system_without_o_direct_is_written_through_the_cache(
         return write(fd, data)
 
     monkeypatch.setattr(os, refusal, refuse_open if refusal == "open" else refuse_write)
-    generations.Place(str(folder)).write("file", [memoryview(bytearray(DATA))], len(DATA))
+    generations.StorageFolder(str(folder)).write("file", [memoryview(bytearray(DATA))], len(DATA))
     monkeypatch.undo()
     assert (folder / "file").read_bytes() == DATA

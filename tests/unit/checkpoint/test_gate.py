@@ -8,7 +8,7 @@ import torch
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.save import cuda_copy
-from dlrover_hooks.checkpoint.save.optimizer_gate import CELL_BYTES, Samples, Traces
+from dlrover_hooks.checkpoint.save.optimizer_gate import CELL_BYTES, ByteSamples, Traces
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, LAZY, Mode
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 
@@ -19,7 +19,7 @@ SIZES = (5, 64, 8 * CELL_BYTES + 3, 100)
 def test_two_cells_in_a_row_are_noticed_for_certain(native: bool | None) -> None:
     """An expert of a stack, a slice of a fused weight: what is not the whole tensor."""
     tensors = [np.zeros(size, np.uint8) for size in SIZES]
-    samples = Samples([one.ctypes.data for one in tensors], SIZES, Copier(native=native))
+    samples = ByteSamples([one.ctypes.data for one in tensors], SIZES, Copier(native=native))
     copies = [one.copy() for one in tensors]
     where = np.asarray([one.ctypes.data for one in copies], np.uint64)
     for at in (0, 1, 3 * CELL_BYTES - 1, 6 * CELL_BYTES + 3):
@@ -34,7 +34,7 @@ def test_two_cells_in_a_row_are_noticed_for_certain(native: bool | None) -> None
 @pytest.mark.parametrize("index", range(len(SIZES)))
 def test_a_tensor_that_is_changed_is_named(index: int) -> None:
     tensors = [np.zeros(size, np.uint8) for size in SIZES]
-    samples = Samples([one.ctypes.data for one in tensors], SIZES, Copier())
+    samples = ByteSamples([one.ctypes.data for one in tensors], SIZES, Copier())
     samples.take()
     copies = [one + (place == index) for place, one in enumerate(tensors)]
     assert samples.differing(np.asarray([one.ctypes.data for one in copies], np.uint64)) == index

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, inside
-from dlrover_hooks.checkpoint.memory.inventory import Proof, Replicas, Segment, prove
+from dlrover_hooks.checkpoint.memory.inventory import HashedSlot, Replicas, Segment, prove
 from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
@@ -31,7 +31,7 @@ def publish(segment: Segment, step: int, *unchanged: tuple[int, int], index: int
     return seq
 
 
-def proved(segment: Segment, seq: int, index: int = 0) -> Proof:
+def proved(segment: Segment, seq: int, index: int = 0) -> HashedSlot:
     proof = prove(segment.arena, index, seq)
     assert proof is not None
     return proof

@@ -23,7 +23,7 @@ from dlrover_hooks.checkpoint.state import safetensors_writer
 from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
 from dlrover_hooks.checkpoint.state.safetensors_reader import HEADER_LIMIT, Header, Inside, header_end, parse
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
 from dlrover_hooks.errors import Corrupt
@@ -231,7 +231,7 @@ def stored(folder: Path, made: Manifest) -> None:
 
 def test_what_storage_offers_is_read(tmp_path: Path) -> None:
     stored(tmp_path, manifest())
-    assert StoredImage(Place(str(tmp_path)), manifest(), 0).header.tensors.keys() == parse(VALID).tensors.keys()
+    assert StoredImage(StorageFolder(str(tmp_path)), manifest(), 0).header.tensors.keys() == parse(VALID).tensors.keys()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_what_storage_offers_is_read(tmp_path: Path) -> None:
 def test_manifests_are_refused(tmp_path: Path, file: dict[str, Any]) -> None:
     stored(tmp_path, manifest(**file))
     with pytest.raises(Corrupt):
-        StoredImage(Place(str(tmp_path)), manifest(**file), 0)
+        StoredImage(StorageFolder(str(tmp_path)), manifest(**file), 0)
     if "chunk" not in str(file):  # hashes are not looked at before the files are
         assert generations.scan(str(tmp_path), None, None).manifests == ()
 
@@ -262,7 +262,7 @@ CHILD = """
     import msgspec, numpy
     from dlrover_hooks.checkpoint.storage import generations as storage
     from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
-    from dlrover_hooks.checkpoint.storage.filesystem import Place
+    from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
     from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
     from dlrover_hooks.errors import CheckpointError
     from dlrover_hooks.protocol import Generation, Manifest, ShardFile
@@ -283,7 +283,7 @@ CHILD = """
         (home / "MANIFEST.json").write_bytes(msgspec.json.encode(manifest))
         storage.scan(str(root), None, None)
         try:
-            StoredImage(Place(str(root)), manifest, 0)
+            StoredImage(StorageFolder(str(root)), manifest, 0)
         except CheckpointError:
             pass
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.server_loop import Loop
+from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.ipc.unix_socket import dial, listen
 from tests.descriptors import no_descriptor_left
@@ -24,7 +24,7 @@ class House:
     def __init__(self, path: str) -> None:
         self.heard: list[Any] = []
         self.lost: list[Peer] = []
-        self.loop = Loop(listen(path), self.take, self.lose)
+        self.loop = ServerLoop(listen(path), self.take, self.lose)
         self.lines = [dial(path), dial(path)]
         self.turn(lambda: len(self.loop.peers) == 2)
 
@@ -44,7 +44,7 @@ class House:
             self.loop.turn(0.5)
         raise AssertionError("never")
 
-    def say(self, line: int, message: keeper_messages.Wire) -> None:
+    def say(self, line: int, message: keeper_messages.KeeperMessage) -> None:
         connection = self.lines[line]
         assert connection is not None
         connection.sendall(keeper_messages.frame(message))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, Target, Writer
+from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, SlotTarget, Writer
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
@@ -175,7 +175,7 @@ def test_a_header_that_is_too_long_although_its_text_is_not(told: bool) -> None:
         inside = Inside(generation, 0, 1, {"state": msgspec.Raw(json.dumps(text).encode())})
         shot = Shot(generation, recipe, recipe.header(inside), recipe.sources(tensors))
         view = memoryview(bytearray(recipe.layout.total_bytes))
-        Writer().prove(shot, Target(1, 0, view, view, lambda _: None))
+        Writer().prove(shot, SlotTarget(1, 0, view, view, lambda _: None))
         return parse(view).inside()
 
     plain, quotes = "a" * 12_000, '"' * 6_000

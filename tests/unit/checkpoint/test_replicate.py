@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from dlrover_hooks.checkpoint.memory.inventory import Found, Proof
+from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot
 from dlrover_hooks.checkpoint.replication import replica_protocol as r
 from dlrover_hooks.checkpoint.replication import sender
 from dlrover_hooks.checkpoint.replication.listener import Door
@@ -40,13 +40,13 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def test_a_proof_is_good_for_one_role_one_connection_and_one_secret() -> None:
-    good = r.Proof(r.mac(SECRET, "caller", KNOCK, CHALLENGE))
+    good = r.AuthProof(r.mac(SECRET, "caller", KNOCK, CHALLENGE))
     assert r.proves(SECRET, "caller", KNOCK, CHALLENGE, good)
     assert not r.proves(SECRET, "keeper", KNOCK, CHALLENGE, good)
     assert not r.proves(SECRET, "caller", r.Knock("c", "00"), CHALLENGE, good)
     assert not r.proves(SECRET, "caller", KNOCK, r.Challenge("b", "12"), good)
     assert not r.proves(Secret("b"), "caller", KNOCK, CHALLENGE, good)
-    none = r.Proof(r.mac(Secret(), "caller", KNOCK, CHALLENGE))
+    none = r.AuthProof(r.mac(Secret(), "caller", KNOCK, CHALLENGE))
     assert not r.proves(Secret(), "caller", KNOCK, CHALLENGE, none)
 
 
@@ -56,13 +56,13 @@ def test_only_what_is_nowhere_here_is_sent() -> None:
 
 
 def test_pacing_keeps_the_rate_and_saves_nothing_up() -> None:
-    pace = r.Pace(100.0)
+    pace = r.TokenBucket(100.0)
     assert pace.wait_s(50, 10.0) == 0.0
     assert pace.wait_s(50, 10.0) == 0.5
     assert pace.wait_s(50, 11.0) == 0.0
     assert pace.wait_s(50, 60.0) == 0.0
     assert pace.wait_s(50, 60.0) == 0.5
-    assert r.Pace(0.0).wait_s(1 << 40, 0.0) == 0.0
+    assert r.TokenBucket(0.0).wait_s(1 << 40, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("drips", [False, True])
@@ -101,8 +101,8 @@ def test_messages_are_bounded_before_they_are_read(ends: tuple[Channel, socket.s
 
 def test_an_unexpected_or_unreadable_message_ends_it(ends: tuple[Channel, socket.socket]) -> None:
     ours, theirs = ends
-    theirs.sendall(b"\x10\x00\x00\x00" + b'{"type":"Whole"}')
-    with pytest.raises(KeeperAway, match="unexpected Whole"):
+    theirs.sendall(b"\x1b\x00\x00\x00" + b'{"type":"TransferComplete"}')
+    with pytest.raises(KeeperAway, match="unexpected TransferComplete"):
         ours.receive(r.Knock)
     theirs.sendall(b"\x02\x00\x00\x00{]")
     with pytest.raises(KeeperAway, match="cannot be read"):
@@ -186,7 +186,7 @@ def test_an_unexpected_error_costs_one_image_not_the_sender(monkeypatch: pytest.
     monkeypatch.setattr(sender, "give", give)
     made = sender.Sender(lambda _, error: failures.put(error))
     made.aim(KeeperAddress("b", "127.0.0.1", 1), SECRET, "a", 0.0)
-    images = [Found(cast(Any, SimpleNamespace(seat=seat)), Proof(cast(Any, None), ())) for seat in (0, 1)]
+    images = [Found(cast(Any, SimpleNamespace(seat=seat)), HashedSlot(cast(Any, None), ())) for seat in (0, 1)]
     made.put(images[0])
     assert "unforeseen" in failures.get(timeout=60.0).message
     made.put(images[1])

@@ -19,7 +19,7 @@ from dlrover_hooks.checkpoint.state.pytree import flatten
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
 from dlrover_hooks.checkpoint.state.safetensors_writer import subset
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Manifest, Restore, ShardFile, Source
 from dlrover_hooks.pytorch.tensor_loading import Filling
@@ -74,7 +74,7 @@ class Tree:
             restorer.load(Restore(WHICH, WORLD, Source.STORAGE), lambda opening: Filling(opening, named)).fill()
         assert len(self.opened) == len(set(self.opened))
 
-    def _counted(self, place: Place, manifest: Manifest, rank: int) -> StoredImage:
+    def _counted(self, place: StorageFolder, manifest: Manifest, rank: int) -> StoredImage:
         self.opened.append(rank)
         return StoredImage(place, manifest, rank)
 

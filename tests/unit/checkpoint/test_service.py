@@ -26,7 +26,7 @@ from dlrover_hooks.checkpoint.keeper.daemon import Keeper
 from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
 from dlrover_hooks.checkpoint.memory.segment import Arena
 from dlrover_hooks.checkpoint.save import progress_log
-from dlrover_hooks.checkpoint.save.optimizer_gate import Hold
+from dlrover_hooks.checkpoint.save.optimizer_gate import MemoryHold
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 from dlrover_hooks.checkpoint.storage import generations as storage
@@ -499,7 +499,7 @@ def test_a_copy_that_fails_costs_a_save_not_the_run(keeper: Keeper, monkeypatch:
     writer, shot = LazyWriter(Mode(EAGER), dropped.append, tuple), SimpleNamespace(generation=Generation(0, 3, RUN))
     monkeypatch.setattr(writer, "_thawed", fail)
     nothing: Any = SimpleNamespace(left=None)
-    writer._finish(shot, nothing, nothing, Hold(lambda: None, ()))  # pyright: ignore[reportArgumentType]
+    writer._finish(shot, nothing, nothing, MemoryHold(lambda: None, ()))  # pyright: ignore[reportArgumentType]
     assert "was not saved: RuntimeError: can't start new thread" in str(dropped[0])
     writer.close()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.restore import verification
 from dlrover_hooks.checkpoint.storage import catalog, generations, retention
-from dlrover_hooks.checkpoint.storage.generations import Claim
+from dlrover_hooks.checkpoint.storage.url_claim import UrlClaim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import faulty_store
@@ -65,7 +65,7 @@ def steps(url: str) -> list[int]:
 
 
 def names(url: str) -> set[str]:
-    return set(generations.Place(url).sizes()) - {".owner.lock"}
+    return set(generations.StorageFolder(url).sizes()) - {".owner.lock"}
 
 
 def test_write_commit_scan_read(url: str) -> None:
@@ -110,12 +110,12 @@ def test_retention_by_steps_and_time(url: str) -> None:
 def test_what_is_read_is_not_removed(url: str) -> None:
     """DL-91: a reader's note holds retention off until it is done, or an hour after it died."""
     save(url, generation(1))
-    with retention.reading(generations.Place(url), generation(1)):
+    with retention.reading(generations.StorageFolder(url), generation(1)):
         save(url, generation(2), keep=1)
         assert steps(url) == [2, 1]
         assert generations.scan(url, None, "job").damaged == ()
     note = f"{generations.folder(generation(1))}/reading-dead.json"
-    generations.Place(url).put(note, b'{"until": 1.0}')
+    generations.StorageFolder(url).put(note, b'{"until": 1.0}')
     save(url, generation(3), keep=1)
     assert steps(url) == [3]
 
@@ -123,16 +123,16 @@ def test_what_is_read_is_not_removed(url: str) -> None:
 def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """DL-91: where the MANIFEST cannot be written nothing is committed, and `latest` still names the one before."""
     save(url, generation(1))
-    before = generations.Place(url).read("latest.json")
+    before = generations.StorageFolder(url).read("latest.json")
 
-    def fail(place: generations.Place, name: str, data: bytes) -> bool:
+    def fail(place: generations.StorageFolder, name: str, data: bytes) -> bool:
         raise StorageFailed("the MANIFEST cannot be written")
 
     with monkeypatch.context() as patch:
-        patch.setattr(generations.Place, "put_new", fail)
+        patch.setattr(generations.StorageFolder, "put_new", fail)
         with pytest.raises(StorageFailed, match="the MANIFEST"):
             save(url, generation(2))
-    assert generations.Place(url).read("latest.json") == before
+    assert generations.StorageFolder(url).read("latest.json") == before
     assert steps(url) == [1]
     save(url, generation(2))
     assert steps(url) == [2, 1]
@@ -141,14 +141,14 @@ def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.Mon
 def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
     """DL-91: neither its files nor its MANIFESTs; the refusal names the job, its newest step and the ways out."""
     theirs = [save(url, generation(step)) for step in (20, 40)]
-    tree = {name: generations.Place(url).sizes(name) for name in names(url)}
+    tree = {name: generations.StorageFolder(url).sizes(name) for name in names(url)}
     generations.refuse_others(url, None, "job")
     with pytest.raises(SaveToBusy, match="holds step 40 of job 'job'") as refused:
         generations.refuse_others(url, None, "other")
     assert "--job job" in refused.value.hint
     with pytest.raises(SaveToBusy, match="step 40 of job 'job'"):
         save(url, generation(40, FRESH), job="other")
-    assert {name: generations.Place(url).sizes(name) for name in names(url)} == tree
+    assert {name: generations.StorageFolder(url).sizes(name) for name in names(url)} == tree
     with pytest.raises(SaveToBusy):
         save(url, generation(50, FRESH), job="other")
     assert steps(url) == [40, 20]
@@ -188,7 +188,7 @@ def test_what_was_committed_just_as_its_run_was_given_up_is_passed_over(url: str
     save(url, generation(100))
     generations.start_anew(url, None, "job", FRESH)
     save(url, generation(10, FRESH))
-    place = generations.Place(url)
+    place = generations.StorageFolder(url)
     marker = place.read("given-up.json")
     place.remove("given-up.json")
     save(url, generation(120))
@@ -210,7 +210,7 @@ def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
     generations.commit(url, None, new, 2)
     generations.commit(url, None, old, 2)
     assert steps(url) == [2, 1]
-    assert b'"step":2' in (generations.Place(url).read("latest.json") or b"")
+    assert b'"step":2' in (generations.StorageFolder(url).read("latest.json") or b"")
 
 
 def test_what_is_committed_is_not_written_again(url: str) -> None:
@@ -219,7 +219,7 @@ def test_what_is_committed_is_not_written_again(url: str) -> None:
     again = generations.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA[::-1])], len(DATA), job="job")
     assert again == manifest.files[0]
     assert read_back(url, manifest, 0) == DATA
-    generations.Place(url).put(f"step-0000000001-0000/{again.name}", b"short")
+    generations.StorageFolder(url).put(f"step-0000000001-0000/{again.name}", b"short")
     assert save(url, generation(1), data=DATA[::-1]).files != manifest.files
     assert steps(url) == [1]
 
@@ -228,7 +228,7 @@ def test_commit_refuses_what_is_not_whole(url: str) -> None:
     file = generations.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA)], len(DATA), job="job")
     with pytest.raises(StorageFailed, match="all 2 ranks"):
         generations.commit(url, None, Manifest("job", generation(1), 2, (file,), 1.0), 2)
-    generations.Place(url).put(f"{generations.folder(generation(1))}/{file.name}", DATA[:-1])
+    generations.StorageFolder(url).put(f"{generations.folder(generation(1))}/{file.name}", DATA[:-1])
     with pytest.raises(StorageFailed, match=r"expected \d+ bytes, found \d+"):
         generations.commit(url, None, Manifest("job", generation(1), 1, (file,), 1.0), 2)
     assert steps(url) == []
@@ -242,7 +242,9 @@ def test_a_fresh_run_hides_the_old_one_and_may_write_over_its_steps(url: str) ->
     assert [manifest.generation for manifest in scan.manifests] == [generation(2, FRESH)]
     assert scan.damaged == ()
     home = generations.folder(generation(2))
-    assert len(generations.Place(url).sizes(home)) == 3  # two ranks and the MANIFEST; the third rank's old file is gone
+    assert (
+        len(generations.StorageFolder(url).sizes(home)) == 3
+    )  # two ranks and the MANIFEST; the third rank's old file is gone
 
 
 def test_finished_belongs_to_its_run(url: str) -> None:
@@ -258,7 +260,7 @@ def test_finished_belongs_to_its_run(url: str) -> None:
 def test_damaged_manifest_is_passed_over_and_named(url: str, damage: bytes) -> None:
     save(url, generation(1))
     save(url, generation(2))
-    generations.Place(url).put("step-0000000002-0000/MANIFEST.json", damage)
+    generations.StorageFolder(url).put("step-0000000002-0000/MANIFEST.json", damage)
     scan = generations.scan(url, None, "job")
     assert [manifest.generation.step for manifest in scan.manifests] == [1]
     assert "step-0000000002-0000" in scan.damaged[0]
@@ -266,7 +268,7 @@ def test_damaged_manifest_is_passed_over_and_named(url: str, damage: bytes) -> N
 
 def test_damaged_latest_is_named_and_the_last_run_taken(url: str) -> None:
     save(url, generation(1))
-    generations.Place(url).put("latest.json", b"{")
+    generations.StorageFolder(url).put("latest.json", b"{")
     scan = generations.scan(url, None, "job")
     assert len(scan.manifests) == 1
     assert "latest.json" in scan.damaged[0]
@@ -294,13 +296,13 @@ def test_a_latest_of_an_unknown_run_hides_no_generation(url: str) -> None:
     """Its folder was removed, or it was written by hand; one without a digest is an older release's."""
     save(url, generation(4))
     row = catalog.Latest("job", generation(9, FRESH), generations.folder(generation(9, FRESH)))
-    generations.Place(url).put("latest.json", msgspec.json.encode(row))
+    generations.StorageFolder(url).put("latest.json", msgspec.json.encode(row))
     assert steps(url) == [4]
     damaged = generations.scan(url, None, "job").damaged
     assert "names a run of which nothing is there; step 4" in damaged[-1]
-    assert [*verification.tree_faults(generations.Place(url), catalog.listing(generations.Place(url)))] == [
-        f"latest.json: names {row.generation}, which is not there or not whole"
-    ]
+    assert [
+        *verification.tree_faults(generations.StorageFolder(url), catalog.listing(generations.StorageFolder(url)))
+    ] == [f"latest.json: names {row.generation}, which is not there or not whole"]
 
 
 def test_a_manifest_that_became_another_runs_is_named(url: str) -> None:
@@ -308,7 +310,7 @@ def test_a_manifest_that_became_another_runs_is_named(url: str) -> None:
     save(url, generation(1))
     manifest = save(url, generation(2))
     other = msgspec.structs.replace(manifest, generation=generation(2, run=RUN[:-1] + chr(ord(RUN[-1]) ^ 1)))
-    generations.Place(url).put("step-0000000002-0000/MANIFEST.json", msgspec.json.encode(other))
+    generations.StorageFolder(url).put("step-0000000002-0000/MANIFEST.json", msgspec.json.encode(other))
     assert steps(url) == [1]
     assert "step-0000000002-0000" in generations.scan(url, None, "job").damaged[0]
 
@@ -317,7 +319,7 @@ def test_truncated_file_is_passed_over(url: str) -> None:
     save(url, generation(1))
     manifest = save(url, generation(2))
     name = f"step-0000000002-0000/{manifest.files[1].name}"
-    generations.Place(url).put(name, DATA[:-5])
+    generations.StorageFolder(url).put(name, DATA[:-5])
     assert steps(url) == [1]
     with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[1].name}: expected {len(DATA)} bytes"):
         read_back(url, manifest, 1)
@@ -328,14 +330,14 @@ def test_bit_flip_is_named_by_file_chunk_and_generation(url: str, at: int, chunk
     manifest = save(url, generation(2), world=1)
     flipped = bytearray(DATA)
     flipped[at] ^= 1
-    generations.Place(url).put(f"step-0000000002-0000/{manifest.files[0].name}", bytes(flipped))
+    generations.StorageFolder(url).put(f"step-0000000002-0000/{manifest.files[0].name}", bytes(flipped))
     with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[0].name}: chunk {chunk} "):
         read_back(url, manifest, 0)
 
 
 def test_a_manifest_is_put_once(url: str) -> None:
     """DL-91: of two writers the quicker one's stays, and the other hears of it."""
-    place = generations.Place(url)
+    place = generations.StorageFolder(url)
     place.make()
     assert place.put_new("one.json", b"1")
     assert not place.put_new("one.json", b"2")
@@ -371,7 +373,7 @@ def test_temporary_files_of_others_stay_and_stop_no_commit(tmp_path: Path) -> No
 
 def test_what_others_put_beside_the_files_stays_and_stops_no_commit(url: str) -> None:
     """File servers put folders into every folder. Of our own files those go that the MANIFEST does not name."""
-    place, home = generations.Place(url), "step-0000000001-0000"
+    place, home = generations.StorageFolder(url), "step-0000000001-0000"
     generations.write_shard(url, None, generation(1), 2, 3, [memoryview(DATA)], len(DATA), job="job")
     place.put(f"{home}/notes.txt", b"mine")
     place.make(f"{home}/@eaDir")
@@ -416,11 +418,11 @@ def test_older_runs_that_cannot_be_removed_are_tried_again(tmp_path: Path, monke
     save(url, generation(1))
     generations.start_anew(url, None, "job", FRESH)
 
-    def fail(place: generations.Place, name: str) -> None:
+    def fail(place: generations.StorageFolder, name: str) -> None:
         raise StorageFailed(f"cannot remove {name}: Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(generations.Place, "remove", fail)
+        patch.setattr(generations.StorageFolder, "remove", fail)
         save(url, generation(1, FRESH, attempt=1))
     assert steps(url) == [1]
     assert (tmp_path / "step-0000000001-0000").exists()
@@ -430,7 +432,7 @@ def test_older_runs_that_cannot_be_removed_are_tried_again(tmp_path: Path, monke
 
 def test_a_file_that_is_gone_is_named(url: str) -> None:
     manifest = save(url, generation(2), world=1)
-    generations.Place(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
+    generations.StorageFolder(url).remove(f"step-0000000002-0000/{manifest.files[0].name}")
     with pytest.raises(Corrupt, match=rf"step-0000000002-0000/{manifest.files[0].name}: there is no such file"):
         read_back(url, manifest, 0)
 
@@ -465,19 +467,19 @@ def test_probe_of_an_unwritable_folder() -> None:
 
 
 def test_claim_is_one_jobs_and_may_be_taken_twice_by_it(url: str) -> None:
-    first, second = (Claim.take(url, None, "job", "pid 1") for _ in range(2))
+    first, second = (UrlClaim.take(url, None, "job", "pid 1") for _ in range(2))
     with pytest.raises(SaveToBusy, match=r"'job' \(pid 1\)"):
-        Claim.take(url, None, "other", "pid 2")
+        UrlClaim.take(url, None, "other", "pid 2")
     first.release()
     with pytest.raises(SaveToBusy):
-        Claim.take(url, None, "other", "pid 2")
+        UrlClaim.take(url, None, "other", "pid 2")
     second.release()
-    Claim.take(url, None, "other", "pid 2").release()
+    UrlClaim.take(url, None, "other", "pid 2").release()
 
 
 HOLD = (
-    "from dlrover_hooks.checkpoint.storage.generations import Claim; import sys; "
-    "c = Claim.take({!r}, None, {!r}, 'other process'); print('held', flush=True); sys.stdin.read()"
+    "from dlrover_hooks.checkpoint.storage.url_claim import UrlClaim; import sys; "
+    "c = UrlClaim.take({!r}, None, {!r}, 'other process'); print('held', flush=True); sys.stdin.read()"
 )
 
 
@@ -491,13 +493,13 @@ def test_claim_ends_with_its_process(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(SaveToBusy, match=r"'theirs' \(other process\)"):
-            Claim.take(url, None, "ours", "us")
+            UrlClaim.take(url, None, "ours", "us")
         holder = generations.holder(url)
         assert holder is not None
         assert holder.job == "theirs"
         other.kill()
         other.wait()
-    Claim.take(url, None, "ours", "us").release()
+    UrlClaim.take(url, None, "ours", "us").release()
 
 
 def test_storage_is_torch_free() -> None:

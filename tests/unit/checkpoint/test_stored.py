@@ -18,7 +18,7 @@ from dlrover_hooks.checkpoint.restore import shard_reader
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.filesystem import Place
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.storage.stall_guard import Patience
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.shard_index import Images, need_all
@@ -65,7 +65,7 @@ def test_a_file_of_another_size_is_not_read(tree: Path) -> None:
     (file,) = manifest.files
     longer = msgspec.structs.replace(file, nbytes=file.nbytes + 8)
     with pytest.raises(Corrupt, match=rf"expected {longer.nbytes} bytes, found {file.nbytes}"):
-        StoredImage(Place(str(tree)), msgspec.structs.replace(manifest, files=(longer,)), 0)
+        StoredImage(StorageFolder(str(tree)), msgspec.structs.replace(manifest, files=(longer,)), 0)
 
 
 def test_nothing_is_written_before_all_is_verified(tree: Path) -> None:
@@ -97,7 +97,7 @@ def test_tensors_of_any_size_are_read_straight_to_their_place(tmp_path: Path, ro
     tensors["state.f"] = torch.randn(CHUNK_BYTES // 3)
     data = put(tensors)
     file = ShardFile(generations.shard_name(0), 0, len(data), CHUNK_BYTES, digests(memoryview(data)))
-    place = Place(root or str(tmp_path))
+    place = StorageFolder(root or str(tmp_path))
     manifest = Manifest("job", GENERATION, 1, (file,), 1.0)
     place.make(generations.folder(GENERATION))
     place.put(f"{generations.folder(GENERATION)}/MANIFEST.json", msgspec.json.encode(manifest))

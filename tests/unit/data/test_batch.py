@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.data.batch_plan import Plan
+from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.errors import UsageError
 
 SHARES = [(b, N, world) for b, N in itertools.product((1, 3, 4), range(1, 8)) for world in range(1, N + 1)]
 
 
-def plans(n: int, b: int, G: int, world: int, tail: str = "ghost") -> list[Plan]:
-    return [Plan(n, b, G, rank, world, tail) for rank in range(world)]  # type: ignore[arg-type]
+def plans(n: int, b: int, G: int, world: int, tail: str = "ghost") -> list[BatchPlan]:
+    return [BatchPlan(n, b, G, rank, world, tail) for rank in range(world)]  # type: ignore[arg-type]
 
 
 def test_micro_batches_follow_the_rule() -> None:
@@ -50,9 +50,9 @@ def test_lengths_count_the_whole_epoch() -> None:
 
 def test_more_workers_than_micro_batches_names_what_fits() -> None:
     with pytest.raises(UsageError, match="batch_size=4 is the largest that fits"):
-        Plan(100, 8, 24, 0, 5)
+        BatchPlan(100, 8, 24, 0, 5)
     with pytest.raises(UsageError, match="at most 4 workers"):
-        Plan(100, 4, 4, 0, 5)
+        BatchPlan(100, 4, 4, 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_more_workers_than_micro_batches_names_what_fits() -> None:
 )
 def test_bad_sizes_are_refused(args: tuple[Any, ...], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        Plan(*args)
+        BatchPlan(*args)
 
 
 def test_no_step_past_the_end() -> None:
     with pytest.raises(UsageError, match="no step begins"):
-        Plan(10, 4, 4, tail="drop").step(8)
+        BatchPlan(10, 4, 4, tail="drop").step(8)
 
 
 def test_fewer_samples_than_a_global_batch() -> None:
@@ -84,42 +84,42 @@ def test_fewer_samples_than_a_global_batch() -> None:
 
 def test_carry_has_full_steps_only() -> None:
     """DL-87: at the border of epochs a step takes the next one's head; lengths follow from where the epoch began."""
-    plan = Plan(10, 2, 4, 0, 1, "carry")
+    plan = BatchPlan(10, 2, 4, 0, 1, "carry")
     assert (plan.full_steps(), plan.full_steps(2), plan.length(0), plan.length(2)) == (3, 2, 6, 4)
     assert (plan.step(8).lo, plan.step(8).hi, plan.step(8).end, plan.step(8).weight) == (8, 12, 12, 1.0)
     assert [plan.behind(q) for q in (0, 2, 8)] == [12, 10, 12]
     assert not plan.fixed_length
     assert not plan.has_tail()
-    assert Plan(12, 2, 4, 0, 1, "carry").fixed_length
-    assert Plan(10, 2, 4, 0, 1, "ghost").fixed_length
+    assert BatchPlan(12, 2, 4, 0, 1, "carry").fixed_length
+    assert BatchPlan(10, 2, 4, 0, 1, "ghost").fixed_length
 
 
 @pytest.mark.parametrize(("b", "N", "world"), SHARES)
 def test_the_plan_is_visible(b: int, N: int, world: int) -> None:
     """DL-88, DL-89: everybody's m_i, how busy the ranks are, and what would be better."""
-    plan = Plan(1000, b, b * N, 0, world)
+    plan = BatchPlan(1000, b, b * N, 0, world)
     assert plan.shares == tuple(p.micro_batches for p in plans(1000, b, b * N, world))
     assert plan.efficiency == pytest.approx(sum(plan.shares) / (world * max(plan.shares)))
     if plan.suggestion is not None:
         smaller = int(plan.suggestion.split("=")[1].split()[0])
-        assert Plan(1000, smaller, b * N, 0, world).efficiency > plan.efficiency
+        assert BatchPlan(1000, smaller, b * N, 0, world).efficiency > plan.efficiency
         assert plan.suggestion in plan.summary
 
 
 def test_suggestions_are_given_where_they_help() -> None:
     """Facts 3.6: N = 8 on 7 workers is 57 % busy, b / 2 makes it 76 %, b / 4 91 %."""
-    assert "batch_size=2 would keep the ranks 91% busy" in str(Plan(1000, 8, 64, 0, 7).suggestion)
-    assert Plan(1000, 8, 64, 0, 8).suggestion is None
-    assert Plan(1000, 1, 8, 0, 7).suggestion is None
-    assert "6 x 1" in Plan(1000, 8, 64, 0, 7).summary
+    assert "batch_size=2 would keep the ranks 91% busy" in str(BatchPlan(1000, 8, 64, 0, 7).suggestion)
+    assert BatchPlan(1000, 8, 64, 0, 8).suggestion is None
+    assert BatchPlan(1000, 1, 8, 0, 7).suggestion is None
+    assert "6 x 1" in BatchPlan(1000, 8, 64, 0, 7).summary
 
 
 def test_a_batch_that_does_not_fit_names_what_does() -> None:
     """DL-89: more workers than micro-batches, and sizes that do not divide."""
     for arguments in ((100, 8, 20, 0, 1), (100, 8, 24, 0, 5), (100, 32, 8, 0, 1)):
         with pytest.raises(UsageError) as caught:
-            Plan(*arguments)
+            BatchPlan(*arguments)
         hint = str(caught.value.hint)
         fits, near = int(hint.split("batch_size=")[1].split()[0]), int(hint.split(", ")[-1].split()[0])
-        assert Plan(100, fits, arguments[2], 0, arguments[4])
-        assert Plan(100, arguments[1], near, 0, arguments[4])
+        assert BatchPlan(100, fits, arguments[2], 0, arguments[4])
+        assert BatchPlan(100, arguments[1], near, 0, arguments[4])

@@ -16,7 +16,7 @@ from dlrover_hooks.rng.generators import (
     Public,
     PythonGenerator,
     TorchGenerator,
-    Words,
+    TwisterWords,
     generators,
 )
 
@@ -46,7 +46,7 @@ def slow(one: Generator) -> Generator:
 def test_draws_are_seen_and_undone(kind: type[Any], draw: Callable[[], float], found: bool) -> None:
     """One draw, and 624, which bring the index back to where it was."""
     one = kind() if found else slow(kind())
-    assert type(one.words) is (Words if found else Public)
+    assert type(one.words) is (TwisterWords if found else Public)
     one.seed((1 << 64) - 3)
     for draws in (1, 312, 624, 1248):
         mark, words, whole = one.words.mark.value, one.words.copy(), one.save()

@@ -11,12 +11,12 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import lease_client
-from dlrover_hooks.data.leased.lease_client import Borrower, Claim, Held, Pace
+from dlrover_hooks.data.leased.lease_client import Borrower, HeldLease, LeaseRequester, WorkRate
 from dlrover_hooks.errors import BadRequest, HooksError, MasterAway, Stale
 from dlrover_hooks.protocol import LedgerState
 
 WAIT_S = 60.0
-CLAIM = Claim("job", "me", "train", 1)
+CLAIM = LeaseRequester("job", "me", "train", 1)
 
 
 class Master:
@@ -63,7 +63,7 @@ def borrow(master: Master) -> Iterator[Callable[..., Borrower]]:
         assert not one._thread.is_alive()
 
 
-def taken(borrower: Borrower) -> Held:
+def taken(borrower: Borrower) -> HeldLease:
     while (held := borrower.take()) is None:
         borrower.wait(borrower.state, WAIT_S)
     return held
@@ -336,7 +336,7 @@ def test_pace_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard sizes and deadlines come from the speed of the work, not of the network."""
     now = [0.0]
     monkeypatch.setattr(lease_client.time, "monotonic", lambda: now[0])
-    pace = Pace()
+    pace = WorkRate()
     for _ in range(100):
         pace.waits(now[0])
         now[0] += 1.0

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import pipeline
-from dlrover_hooks.data.leased.applied_ranges import Piece
+from dlrover_hooks.data.leased.applied_ranges import LeasePart
 from dlrover_hooks.data.leased.dataset import Read, ShardDataset
-from dlrover_hooks.data.leased.lease_client import Held
+from dlrover_hooks.data.leased.lease_client import HeldLease
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import (
@@ -96,15 +96,15 @@ class Lender:
     """One lease, and what was said about it."""
 
     def __init__(self) -> None:
-        self.held = Held(p.Lease(1, "", 0, 16, 600.0), time.monotonic() + 600.0)
+        self.held = HeldLease(p.Lease(1, "", 0, 16, 600.0), time.monotonic() + 600.0)
         self.state, self.dry, self.ready, self.claim = p.LedgerState.OPEN, True, True, "dataset"
         self.stops: list[int] = []
 
-    def take(self) -> Held:
+    def take(self) -> HeldLease:
         self.ready = False
         return self.held
 
-    def stop(self, held: Held, at: int) -> None:
+    def stop(self, held: HeldLease, at: int) -> None:
         held.end = at
         self.stops.append(at)
 
@@ -116,7 +116,7 @@ def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped() -> None:
     picks = one.picks()
     assert [next(picks).lo for _ in range(4)] == [0, 4, 8, 12]
     one.rows = iter([Read(number, 4) for number in range(4)])
-    assert one.pull(lambda: True) == pipeline.Delivery(Piece(lender.held, 0, 4), 0)
+    assert one.pull(lambda: True) == pipeline.Delivery(LeasePart(lender.held, 0, 4), 0)
     lender.held.until = 0.0
     assert one.pull(lambda: True) is None
     assert lender.stops == [4]

@@ -17,7 +17,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.checkpoint.storage.url_claim import LOCK
 from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
-from dlrover_hooks.master.checkpoint_store import Hold
+from dlrover_hooks.master.checkpoint_store import HeldUrl
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job_registry import Master
@@ -323,7 +323,7 @@ def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
     """Row 4: neither one that is stale from the start nor one whose round ends while storage is asked."""
 
     class Slow(CommittedStorage):
-        def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> Hold:
+        def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
             held = super().claim(url, options, job, owner)
             asked.set()
             assert ended.wait(60)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks.launcher.broken_rounds import all_ended, elsewhere, left_only, live_on, missing, needed_again, silent
-from dlrover_hooks.launcher.failures import USAGE, Blame, End, Verdict, culprit
+from dlrover_hooks.launcher.failures import USAGE, Blame, FailureVerdict, WorkerExit, culprit
 from dlrover_hooks.launcher.failures import judge as judged
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView, MemberView, Parting, Phase
 
@@ -24,7 +24,9 @@ def view(*members: MemberView, number: int = 2, step: int = 7) -> JobView:
     )
 
 
-def judge(cause: End, job: JobView | None, began_at: int = 0, *, failures: int = 1, most: int = 1) -> Verdict:
+def judge(
+    cause: WorkerExit, job: JobView | None, began_at: int = 0, *, failures: int = 1, most: int = 1
+) -> FailureVerdict:
     return judged(cause, job, began_at, node="a", failures=failures, max_restarts=most)
 
 
@@ -76,11 +78,11 @@ def test_a_job_has_ended_when_all_its_processes_have() -> None:
 
 def test_who_ended_with_0_in_the_middle_has_taken_the_others_along() -> None:
     """Not so where it has caught what may have been the end of another one."""
-    early, echo = End("worker 0", 0), End("worker 1", 1)
+    early, echo = WorkerExit("worker 0", 0), WorkerExit("worker 1", 1)
     assert culprit([echo, early]) is early
     assert str(early) == "worker 0 ended with exit code 0 before the others were done"
-    assert culprit([End("worker 0", 0, left=True), echo]) is echo
-    assert culprit([early, End("worker 1", -9)]).name == "worker 1"
+    assert culprit([WorkerExit("worker 0", 0, left=True), echo]) is echo
+    assert culprit([early, WorkerExit("worker 1", -9)]).name == "worker 1"
 
 
 def test_ends_on_other_nodes_are_those_that_nobody_asked_for() -> None:
@@ -107,60 +109,60 @@ def test_a_missing_node_is_one_that_nobody_is_left_of() -> None:
 @pytest.mark.parametrize("first", [-9, None])
 def test_a_signals_victim_or_a_lost_one_takes_the_others_along(first: int | None) -> None:
     """Wherever it is: what a collective's error made of the others is no verdict on their script."""
-    echo = End("worker 0", 1)
-    far = End("worker 1 on node b", first, here=False)
+    echo = WorkerExit("worker 0", 1)
+    far = WorkerExit("worker 1 on node b", first, here=False)
     assert culprit([echo, far]) == far
     verdict = judge(far, view(step=0))
     assert verdict.code is None
 
 
 def test_one_that_knows_why_comes_before_an_echo_and_here_before_there() -> None:
-    assert culprit([End("a", 1), End("b", USAGE)]).name == "b"
-    assert culprit([End("far", 1, here=False), End("near", 1)]).name == "near"
+    assert culprit([WorkerExit("a", 1), WorkerExit("b", USAGE)]).name == "b"
+    assert culprit([WorkerExit("far", 1, here=False), WorkerExit("near", 1)]).name == "near"
 
 
 def test_what_a_script_says_is_judged_on_its_own_node() -> None:
     """That node tells the others; they wait for its word, and the budget."""
     for code in (1, USAGE):
-        near, far = End("worker 0", code), End("worker 1 on node b", code, here=False)
+        near, far = WorkerExit("worker 0", code), WorkerExit("worker 1 on node b", code, here=False)
         assert judge(near, view(step=0)).code == code
         assert judge(far, view(step=0)).code is None
-    assert judge(End("far", None, here=False), view()).code is None
-    spent = judge(End("far", None, here=False), view(), failures=2)
+    assert judge(WorkerExit("far", None, here=False), view()).code is None
+    spent = judge(WorkerExit("far", None, here=False), view(), failures=2)
     assert spent.code == 77
     assert "gave up after 1 restart (--max-restarts) of the job" in spent.text
-    assert judge(End("near", AGAIN), view(step=0)).code is None
+    assert judge(WorkerExit("near", AGAIN), view(step=0)).code is None
 
 
 @pytest.mark.parametrize("code", [REQUEUE, BAD_NODE])
 def test_what_a_worker_says_of_its_node_is_the_launchers_word_there(code: int) -> None:
     """Whatever the step, and though other workers were shot meanwhile. Other nodes go on."""
-    near, far = End("worker 0", code), End("worker 1 on node b", code, here=False)
+    near, far = WorkerExit("worker 0", code), WorkerExit("worker 1 on node b", code, here=False)
     assert judge(near, view(step=0), failures=9).code == code
     assert judge(near, None).code == code
     assert judge(far, view()).code is None
-    assert (culprit([End("shot", -9), near]) == near) == (code == BAD_NODE)
+    assert (culprit([WorkerExit("shot", -9), near]) == near) == (code == BAD_NODE)
 
 
 def test_a_worker_that_leaves_for_another_nodes_sake_is_started_again() -> None:
     """All ranks leave together, with 75; only the launcher of the node that goes says so."""
     for node, wanted in (("a", REQUEUE), ("b", None)):
         job = msgspec.structs.replace(view(), parting=Parting(1, nodes=(node,)))
-        assert judge(End("worker 0", REQUEUE), job).code == wanted
+        assert judge(WorkerExit("worker 0", REQUEUE), job).code == wanted
 
 
 def test_a_node_is_bad_if_its_workers_die_in_a_row_and_no_step_is_made() -> None:
     """Not if the script says why it ended, if another node's worker was the cause, or if it is the only node."""
-    here, there = End("worker 0", -11), End("worker 1 on node b", -9, here=False)
+    here, there = WorkerExit("worker 0", -11), WorkerExit("worker 1 on node b", -9, here=False)
     both = member("w0"), member("w1", node="b")
     job, later = view(*both), view(*both, step=8)
     for story, falls in (
         ([(here, job)] * 3, True),
-        ([(End("worker 0", None), job)] * 3, True),
+        ([(WorkerExit("worker 0", None), job)] * 3, True),
         ([(here, job), (here, job), (here, later)], False),
         ([(here, job), (here, job), (here, later), (here, later), (here, later)], True),
         ([(here, job), (here, job), (there, job), (here, job)], False),
-        ([(End("worker 0", 1), job)] * 9, False),
+        ([(WorkerExit("worker 0", 1), job)] * 9, False),
         ([(here, view(member("w0"), member("w1")))] * 9, False),
         ([(here, view(*both, step=0))] * 9, False),
         ([(here, None)] * 9, False),

@@ -14,7 +14,7 @@ from dlrover_hooks.errors import MasterAway, Stale
 from dlrover_hooks.launcher import master_requests
 from dlrover_hooks.launcher.failures import farewell
 from dlrover_hooks.launcher.master_requests import Speaker, Station
-from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.worker import join as seat
 from dlrover_hooks.worker import membership
 from dlrover_hooks.worker.membership import Membership
@@ -41,7 +41,7 @@ class Stopped:
 
 
 def speaks(client: Any, away_s: float = 120.0) -> Speaker:
-    options = Options(command=("true",), master_away_s=away_s)
+    options = LaunchOptions(command=("true",), master_away_s=away_s)
     return Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
 
 
@@ -59,7 +59,7 @@ def test_a_master_that_stays_away_is_given_up_by_its_option(monkeypatch: pytest.
 def test_a_watch_that_misses_the_master_later_changes_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tries to connect again and again: its word on when the absence began is that of the moment."""
     client: Any = Stopped(monkeypatch, back_at=1000.0)
-    options, away = Options(command=("true",), master_away_s=30.0), iter([None])
+    options, away = LaunchOptions(command=("true",), master_away_s=30.0), iter([None])
     speaks = Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: next(away, client.now))
     with pytest.raises(MasterAway, match=r"has not answered for 30 s \(--master-away\)"):
         speaks.await_view()
@@ -123,7 +123,7 @@ def test_a_refusal_is_no_absence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_master_that_should_run_already_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong URL: `--master-away` bounds the first contact, too."""
     client: Any = Stopped(monkeypatch, back_at=1000.0)
-    options = Options(command=("true",), endpoint="http://wrong:8780", master_away_s=5.0)
+    options = LaunchOptions(command=("true",), endpoint="http://wrong:8780", master_away_s=5.0)
     speaks = Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
     with pytest.raises(MasterAway):
         speaks.join((p.Seat("w0", 0),), 600.0, first=True, fresh=False)

@@ -16,7 +16,7 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.launcher.agent import Agent
 from dlrover_hooks.launcher.master_requests import Station
-from dlrover_hooks.launcher.options import Options
+from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.protocol import Generation, JobView, Notice, Phase
 from dlrover_hooks.session import Session
 from dlrover_hooks.worker.membership import Membership
@@ -33,7 +33,7 @@ def agent() -> Iterator[Agent]:
         owned.callback(client.close)
         workers: Any = None
         station = Station("job", "node", "127.0.0.1")
-        made = Agent(Options(command=("true",)), station, client, workers, selector, lambda: None, fresh=False)
+        made = Agent(LaunchOptions(command=("true",)), station, client, workers, selector, lambda: None, fresh=False)
         owned.callback(made._ear.close)
         made._round = 2
         yield made

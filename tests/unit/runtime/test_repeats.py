@@ -6,8 +6,8 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.config import of_lost_peer
-from dlrover_hooks.launcher.failures import USER_ERROR, End, Repeats, judge
-from dlrover_hooks.launcher.processes.worker_errors import Words
+from dlrover_hooks.launcher.failures import USER_ERROR, Repeats, WorkerExit, judge
+from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.launcher.warm.fork_server import opens_gpu
 
 
@@ -15,8 +15,8 @@ def view(step: int) -> p.JobView:
     return p.JobView(job="job", run="run", attempt=1, round=1, phase=p.Phase.BROKEN, step=step, begun_step=0)
 
 
-def failure(code: int = 1, error: str = "ValueError: x", step: int = -1, name: str = "worker 0") -> End:
-    return End(name, code, words=Words(error, "a.py:3, f", step=step))
+def failure(code: int = 1, error: str = "ValueError: x", step: int = -1, name: str = "worker 0") -> WorkerExit:
+    return WorkerExit(name, code, words=WorkerError(error, "a.py:3, f", step=step))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def failure(code: int = 1, error: str = "ValueError: x", step: int = -1, name: s
         (failure(code=p.AGAIN), failure(code=p.AGAIN), 5, False),
     ],
 )
-def test_the_same_failure_at_the_same_step(first: End, then: End, step: int, same: bool) -> None:
+def test_the_same_failure_at_the_same_step(first: WorkerExit, then: WorkerExit, step: int, same: bool) -> None:
     repeats = Repeats()
     assert not repeats.seen(first, view(5))
     assert repeats.seen(then, view(step)) is same

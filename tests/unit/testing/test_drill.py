@@ -14,7 +14,7 @@ from dlrover_hooks.protocol import Departure, ShowJob
 from dlrover_hooks.session import Session
 from dlrover_hooks.testing import InjectedFault
 from dlrover_hooks.testing.faults.fault_actions import Struck
-from dlrover_hooks.testing.faults.step_trace import Run
+from dlrover_hooks.testing.faults.step_trace import RunTrace
 from tests.e2e.session_life import Position
 
 
@@ -89,7 +89,7 @@ def test_each_step_is_traced_and_the_last_one_ends_the_loop(session: Session, or
         train(session, weights, 5, Position())
     assert ended.value.code == 0
     assert session._caller.call(ShowJob("drill")).finished
-    (life,) = Run(orders / "trace").read().lives
+    (life,) = RunTrace(orders / "trace").read().lives
     assert [row.step for row in life.rows] == [*range(9)]
     assert len({row.hashes for row in life.rows}) == 9
     assert life.names == ("parameter 0",)

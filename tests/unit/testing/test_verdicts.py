@@ -20,15 +20,17 @@ from dlrover_hooks.rehearsal.comparison import (
     Verdict,
     judge,
 )
-from dlrover_hooks.testing.faults.step_trace import Head, Life, Row, Run
+from dlrover_hooks.testing.faults.step_trace import Head, Row, RunTrace, SessionTrace
 
 NAMES = ("0.weight", "0.bias")
 
 
-def life(attempt: int, begin: int, last: int, *, rank: int = 0, pid: int = 0, world: int = 2, at: float = 0.0) -> Life:
+def life(
+    attempt: int, begin: int, last: int, *, rank: int = 0, pid: int = 0, world: int = 2, at: float = 0.0
+) -> SessionTrace:
     head = Head(job="j", run="r", rank=rank, world=world, attempt=attempt, begin=begin, pid=pid or 10 * attempt + rank,
                 at=at)  # fmt: skip
-    return Life(head, [row(step, at=at + step) for step in range(begin, last + 1)])
+    return SessionTrace(head, [row(step, at=at + step) for step in range(begin, last + 1)])
 
 
 def row(step: int, **other: Any) -> Row:
@@ -36,13 +38,13 @@ def row(step: int, **other: Any) -> Row:
     return Row(**{"step": step, "names": NAMES, "losses": (1 / (step + 1),)} | usual | other)
 
 
-def run(*lives: Life) -> Run:
-    made = Run(Path())
+def run(*lives: SessionTrace) -> RunTrace:
+    made = RunTrace(Path())
     made.lives = list(lives)
     return made
 
 
-def both_ranks(attempt: int, begin: int, last: int, **more: Any) -> list[Life]:
+def both_ranks(attempt: int, begin: int, last: int, **more: Any) -> list[SessionTrace]:
     return [life(attempt, begin, last, rank=rank, **more) for rank in (0, 1)]
 
 
@@ -53,7 +55,7 @@ def evidence(**other: Any) -> Evidence:
     return Evidence(**{"calm": calm, "hit": hit, "bound": 50, "code": 0, "struck": struck, "planned": 1} | other)
 
 
-def change(run: Run, which: Callable[[Head, Row], bool], **other: Any) -> Run:
+def change(run: RunTrace, which: Callable[[Head, Row], bool], **other: Any) -> RunTrace:
     for one in run.lives:
         one.rows = [msgspec.structs.replace(row, **other) if which(one.head, row) else row for row in one.rows]
     return run
