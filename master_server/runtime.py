@@ -134,8 +134,11 @@ class Runtime:
         self._liveness.close()
         for timer in (*self._deadlines.values(), *([self._forgetting] if self._forgetting else ())):
             timer.cancel()
-        await self._deposits.drain(patience_s)
-        if self._committing is not None:
+        until = self._loop.time() + patience_s
+        if self._committing is not None:  # its effects may begin something at storage
+            await asyncio.wait([self._committing], timeout=patience_s)
+        await self._deposits.drain(until - self._loop.time())
+        if self._committing is not None:  # how that went
             await asyncio.wait([self._committing], timeout=patience_s)
         await self._deposits.close()
         self._writer.shutdown(wait=True)

@@ -69,9 +69,10 @@ class Deposits:
                 self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner())
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for what is under way."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=patience_s)
+        """Wait for what is under way, and for what begins meanwhile."""
+        until = asyncio.get_running_loop().time() + patience_s
+        while self._tasks and (left_s := until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._tasks, timeout=left_s)
 
     async def close(self) -> None:
         """Drop what is still under way and give all claims up."""

@@ -26,9 +26,17 @@ def named_job(word: str) -> Iterator[str]:
     """A name for a test's jobs. Whatever has it in its command line at the end, a keeper left behind, is killed."""
     name = f"{word}-{uuid.uuid4().hex[:8]}"
     yield name
-    for process in psutil.process_iter(["cmdline"]):
-        if any(name in part for part in process.info["cmdline"] or ()):
-            process.kill()
+    for process in left_of(name):
+        process.kill()
+
+
+def left_of(job: str) -> list[psutil.Process]:
+    """Who has the job's name in its command line: its keepers."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(job in part for part in process.info["cmdline"] or ())
+    ]
 
 
 def free_port() -> int:

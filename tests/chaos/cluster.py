@@ -29,6 +29,8 @@ from tests.chaos.traps import Phase
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 """Deadline of everything: what takes longer hangs."""
+SMALL_FILES = {"latest.json", "finished.json", ".owner.lock"}
+"""What lies beside the generations."""
 
 
 class Process:
@@ -322,12 +324,21 @@ def left_in_storage(cluster: Cluster) -> None:
         return
     found = generations.scan(url, None, cluster.job)
     homes = {generations.folder(one.generation) for one in found.manifests}
-    assert found.damaged == ()
-    assert {path.name for path in Path(url).iterdir()} == homes | {"latest.json", "finished.json", ".owner.lock"}
-    assert len(homes) <= int(cluster.settings.get("keep", 2))
+    assert found.damaged == (), told(cluster, found)
+    assert {path.name for path in Path(url).iterdir()} == homes | SMALL_FILES, told(cluster, found)
+    assert len(homes) <= int(cluster.settings.get("keep", 2)), told(cluster, found)
     for one in found.manifests:
         files = {path.name for path in (Path(url) / generations.folder(one.generation)).iterdir()}
-        assert files == {file.name for file in one.files} | {"MANIFEST.json"}
+        assert files == {file.name for file in one.files} | {"MANIFEST.json"}, told(cluster, found)
+
+
+def told(cluster: Cluster, found: generations.Scan) -> str:
+    """What lies in storage, each file with its size and when it was written, and what the processes said."""
+    root = Path(str(cluster.settings["save_to"]))
+    rows = sorted((path.lstat().st_mtime, str(path.relative_to(root)), path) for path in root.rglob("*"))
+    lines = [f"{at:.3f} {name} {path.lstat().st_size}" for at, name, path in rows]
+    whole = [generations.folder(one.generation) for one in found.manifests]
+    return "\n".join([f"whole: {whole}, damaged: {found.damaged}", *lines, cluster.tail()])
 
 
 def chosen(chance: random.Random, world: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.checkpoint.storage import generations
-from tests.chaos.cluster import Cluster, chosen, left_nothing
+from tests.chaos.cluster import WAIT_S, Cluster, chosen, left_nothing
 from tests.chaos.traps import RESTORING, Phase
 
 VICTIMS = ("trainer", "trainer", "keeper", "both", "master", "master+trainer", "all", "in it", "in it", "stop")
@@ -156,6 +156,23 @@ def test_killed_in_a_save_that_knows_nothing_of_others(chaos_seed: int, tmp_path
                     caught.let_go()
             rounds._up((0, 0), restarted=False)
         assert rounds.tally["restored from memory"] > 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_file_that_is_still_being_written_at_the_end(tmp_path: Path, runtime: Path, world: int) -> None:
+    """DL-91: the last generation is committed before an older one is written; of that one nothing is left."""
+    cluster = Cluster(tmp_path, runtime, world=world, nodes=1, nbytes=9 << 20, save_to=str(tmp_path / "ck"),
+                      save_every=1, persist_every=3)  # fmt: skip
+    with cluster, left_nothing(cluster):
+        cluster.start_trainers()
+        cluster.trained_on(8)
+        writing = cluster.catch(Phase.PERSISTING, WAIT_S)
+        assert writing is not None
+        cluster.board.finish(cluster.board.newest(world)[1] + 5)
+        for name in cluster.ranks:
+            cluster.until(lambda name=name: cluster.processes[name].ended(), f"the end of {name}")
+        writing.let_go()
 
 
 def calm(cluster: Cluster, persist: int) -> None:

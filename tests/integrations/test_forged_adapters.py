@@ -13,8 +13,9 @@ import pytest
 from dlrover_hooks.checkpoint.storage.catalog import MANIFEST
 from tests.contracts import accelerate_trial, fabric_trial, lightning_trial
 from tests.contracts.trial import Given, Trial
+from tests.e2e.kept import until
 from tests.integrations.test_forged import forge, other, without
-from tests.ranks import named_job
+from tests.ranks import left_of, named_job
 
 pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.filterwarnings("ignore")]
 TRIALS: dict[str, Trial] = {
@@ -86,12 +87,16 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By adapter, a run with two durable generations."""
+    """By adapter, a run with two durable generations: one of a launch that crashes, and the last one."""
     found = dict[str, Path]()
     for adapter, train in TRIALS.items():
         url = found[adapter] = tmp_path_factory.mktemp(adapter) / "saved"
         with named_job(f"forged-{adapter}") as job:
-            train(Given(job=job, shared={"save_to": str(url), "persist_every": 1, "keep": 2}), None)
+            given = Given(job=job, shared={"save_to": str(url), "persist_every": 1, "keep": 2})
+            assert train(given, 3).crashed
+            until(lambda url=url: list(url.glob(f"step-*/{MANIFEST}")), f"a durable generation of {adapter}")
+            assert not train(given, None).crashed
+            until(lambda job=job: not left_of(job), "the end of the keeper, which writes no more")
         assert len(list(url.glob(f"step-*/{MANIFEST}"))) == 2
     return found
 

@@ -12,7 +12,7 @@ from dlrover_hooks.checkpoint.memory.segment import SLOTS
 from dlrover_hooks.checkpoint.storage import shard_writer
 from dlrover_hooks.checkpoint.storage.filesystem import reason
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
-from dlrover_hooks.errors import CheckpointError, HooksError
+from dlrover_hooks.errors import CheckpointError, HooksError, Stale
 from dlrover_hooks.host.worker_pool import Crew
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
@@ -101,7 +101,10 @@ class Shards:
             file.found.segment.refute(file.found.proof.slot)
         if isinstance(file, Exception):
             said = (file.message, file.hint) if isinstance(file, HooksError) else (reason(file), "")
-            self._tell(seat, keeper_messages.PersistFailed(generation=generation, reason=said[0], hint=said[1]))
+            gone = isinstance(file, Stale)
+            self._tell(
+                seat, keeper_messages.PersistFailed(generation=generation, reason=said[0], hint=said[1], gone=gone)
+            )
             return
         self._files.setdefault((generation, order.world_size), {})[file.rank] = file
         while len(self._files) > SLOTS:

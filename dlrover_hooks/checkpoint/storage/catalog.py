@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -131,6 +132,12 @@ def listing(place: StorageFolder) -> list[Listed]:
     return [look(place, name) for name in _homes(place)]
 
 
+def newcomers(place: StorageFolder, rows: Iterable[Listed]) -> list[Listed]:
+    """Folders that came after `rows` were listed."""
+    known = {one.folder for one in rows}
+    return [look(place, name) for name in _homes(place) if name not in known]
+
+
 def changes(place: StorageFolder) -> list[Listed]:
     """As `listing`, but without the MANIFESTs' files, and of the MANIFESTs only those are read that are new here.
 
@@ -175,7 +182,10 @@ def _homes(place: StorageFolder) -> list[str]:
 
 
 def look(place: StorageFolder, name: str) -> Listed:
-    """The generation's folder `name` as it is now."""
+    """The generation's folder `name` as it is now.
+
+    The MANIFEST is read after the files were listed: one that is still there vouches for the list.
+    """
     match = FOLDER.match(name)
     assert match is not None
     found, sizes = Listed(name, int(match[1]), int(match[2])), dict[str, int]()
@@ -188,12 +198,28 @@ def look(place: StorageFolder, name: str) -> Listed:
     except StorageFailed as error:
         why = f"{MANIFEST} cannot be read: {reason(error.__cause__ or error)}"
         return msgspec.structs.replace(found, fault=why, committed=True, names=tuple(sizes), unread=True)
-    if MANIFEST not in sizes:
+    if data is None:  # or it is being removed: the MANIFEST goes first
         why = f"there is no {MANIFEST}: it was never committed"
         return msgspec.structs.replace(found, fault=why, names=tuple(sizes))
     manifest = decode(data, Manifest)
     why = fault(manifest, name, sizes)
     return msgspec.structs.replace(found, fault=why, committed=True, manifest=manifest, names=tuple(sizes))
+
+
+def outlived(place: StorageFolder, job: str, generation: Generation) -> str | None:
+    """Why `generation` of `job` is of no use any more unless it is committed already; None if it is of use.
+
+    Who finds it uncommitted then may remove its folder: it is not committed any more.
+    """
+    latest = load(place, LATEST, Latest)
+    same_run = latest is not None and (latest.job, latest.generation.run) == (job, generation.run)
+    if latest is not None and same_run and latest.generation > generation:
+        newest = look(place, folder(latest.generation))
+        if newest.fault is None and newest.manifest is not None and newest.manifest.generation == latest.generation:
+            return f"{generation} comes too late for {place.url}: {latest.generation} is committed there"
+    if generation.run in (load(place, GIVEN_UP, AbandonedRuns) or AbandonedRuns()).runs:
+        return f"{generation} comes too late for {place.url}: the job has started anew there"
+    return None
 
 
 def instead(place: StorageFolder) -> tuple[str, str]:

@@ -8,9 +8,10 @@
     save_to/step-0000000100-0000/shard-00001-model-00001-of-00001.safetensors
 
 A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files,
-MANIFEST, latest, retention; of a removal: MANIFEST, files. A tree is one job's: nothing here removes or writes over a
-generation of another job. No torch. Functions may be called from any thread; the
-writers of one tree are one job (`UrlClaim`), its shard files one process per rank, and `commit` one process at a time.
+MANIFEST, latest, retention; of a removal: MANIFEST, files. What is older than `latest` and has no MANIFEST then gets
+none any more: the commit removes its folder, or who still writes there does (`let_go`). A tree is one job's: nothing
+here removes or writes over a generation of another job. No torch. Functions may be called from any thread; the writers
+of one tree are one job (`UrlClaim`), its shard files one process per rank, and `commit` one process at a time.
 """
 
 from __future__ import annotations
@@ -46,16 +47,20 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     folder,
     listing,
     load,
+    newcomers,
+    outlived,
     shard_name,
 )
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, absolute, is_part
-from dlrover_hooks.checkpoint.storage.retention import retain
+from dlrover_hooks.checkpoint.storage.retention import let_go, retain
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt
 from dlrover_hooks.checkpoint.storage.url_claim import Owner, holder
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, ShardFile
 
 _log = logging.getLogger("dlrover_hooks")
+LOOKS = 10
+"""So often a tree is listed in which generations are committed meanwhile."""
 
 __all__ = [
     "Owner",
@@ -97,7 +102,7 @@ def probe(url: str, options: Mapping[str, Any] | None = None) -> None:
     """
     place = StorageFolder(url, options)
     place.make()
-    name = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
+    name = f".probe-{os.urandom(4).hex()}.{os.getpid()}-0.tmp"  # swept if this process is killed
     place.put(name, b"dlrover-hooks " * 586)  # two pages: a full disk takes an empty file gladly
     place.remove(name)
 
@@ -120,16 +125,41 @@ def write_shard(
 
     Raises:
         SaveToBusy: another job's generation lies there.
+        Stale: a newer generation is committed, or the job has started anew. Nothing of this one is left.
         StorageFailed: it could not be written whole. Nothing of it is visible then.
     """
     place, home = StorageFolder(url, options), folder(generation)
     mounts.demand_same(place)
+    if (why := outlived(place, job, generation)) is not None:
+        old = load(place, f"{home}/{MANIFEST}", Manifest)
+        files = old.files if old is not None and (old.job, old.generation) == (job, generation) else ()
+        if known := [file for file in files if file.rank == rank]:
+            return known[0]
+        raise Stale(why)
+    try:
+        return _write_shard(place, generation, rank, world_size, pieces, nbytes, job, attempt or Attempt())
+    finally:
+        if (why := let_go(place, job, generation)) is not None:
+            raise Stale(why)
+
+
+def _write_shard(
+    place: StorageFolder,
+    generation: Generation,
+    rank: int,
+    world_size: int,
+    pieces: Iterable[memoryview],
+    nbytes: int,
+    job: str,
+    attempt: Attempt,
+) -> ShardFile:
+    home = folder(generation)
     place.make(home)
     _outdate(place, home, generation, job)
     if (known := _committed_file(place, home, rank)) is not None:
         return known
     stream, name = ChecksumStream(), shard_name(rank)
-    place.write(f"{home}/{name}", (attempt or Attempt()).through(_hashed(stream, pieces)), nbytes)
+    place.write(f"{home}/{name}", attempt.through(_hashed(stream, pieces)), nbytes)
     found = place.sizes(home).get(name)
     if not stream.nbytes == nbytes == found:
         raise StorageFailed(
@@ -232,7 +262,7 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     Raises:
         StorageFailed: nothing can be listed, or there is nothing but what storage does not give.
     """
-    place, rows = _look_twice(url, options)
+    place, rows, latest = _look_twice(url, options)
     lost = [one for one in rows if one.committed and one.fault is not None]
     bad = [f"{place.path(one.folder)}: {one.fault}" for one in lost]
     gone = _given_up(place)
@@ -242,7 +272,7 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     if not found and any(one.unread for one in lost):  # to train from step 0 instead is nobody's wish
         raise StorageFailed("; ".join(bad), hint="let this user read them, or remove what is beyond repair")
     known = {one.manifest.generation.run for one in rows if one.manifest is not None}
-    run = _current_run(place, found, job, known, gone, bad)
+    run = _current_run(place, latest, found, job, known, gone, bad)
     ended = load(place, FINISHED, Finished)
     finished = ended.step if ended is not None and job in (None, ended.job) and ended.run == run else None
     return Scan(
@@ -254,26 +284,36 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     )
 
 
-def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[StorageFolder, list[Listed]]:
+def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[StorageFolder, list[Listed], bytes | None]:
     """Again, with the file system opened anew, if something was not given: a glitch, or credentials that expired."""
     place = StorageFolder(url, options)
-    rows = listing(place)
+    rows, latest = _at_rest(place)
     if any(one.unread for one in rows):
         place = StorageFolder(url, options)
-        rows = listing(place)
-    return place, rows
+        rows, latest = _at_rest(place)
+    return place, rows, latest
+
+
+def _at_rest(place: StorageFolder) -> tuple[list[Listed], bytes | None]:
+    """What is there, and what `latest.json` holds. Both from between two commits, unless they come very fast."""
+    latest, rows = content(place, LATEST), list[Listed]()
+    for _ in range(LOOKS):
+        rows, before = listing(place), latest
+        if (latest := content(place, LATEST)) == before:
+            break
+    return rows, latest
 
 
 def _current_run(
     place: StorageFolder,
+    data: bytes | None,
     found: list[Manifest],
     job: str | None,
     known: Collection[str],
     gone: Collection[str],
     bad: list[str],
 ) -> str | None:
-    """The run that `latest` names, if there is anything of it (`known`); else that of the generation saved last."""
-    data = content(place, LATEST)
+    """The run that `latest` (`data`) names, if there is anything of it (`known`); else that of the one saved last."""
     latest = decode(data, Latest)
     ended = load(place, FINISHED, Finished)
     ended = ended if ended is not None and job in (None, ended.job) else None
@@ -300,13 +340,15 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
     Raises:
         StorageFailed: a file is missing or short (nothing is committed then), or the tree cannot be written.
         SaveToBusy: generations of another job lie there.
-        Stale: the job has started anew since, with another run.
+        Stale: the job has started anew since, with another run; or a newer generation is committed and this one not.
     """
     place, home = StorageFolder(url, options), folder(manifest.generation)
     mounts.demand_same(place)
     rows = changes(place)
     _refuse_others(place, rows, manifest.job)
     refuse_given_up(url, options, manifest.generation)
+    if (why := let_go(place, manifest.job, manifest.generation)) is not None:
+        raise Stale(why)
     sizes = place.sizes(home)
     why = fault(manifest, home, sizes)
     if why is not None:
@@ -316,7 +358,8 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
     _make_exist(place, f"{home}/{MANIFEST}", manifest)
     _point_latest(place, manifest)
     this = Listed(home, manifest.generation.step, manifest.generation.attempt, manifest=manifest, committed=True)
-    retain(place, [*(one for one in rows if one.folder != home), this], manifest, keep)
+    rows = [one for one in rows if one.folder != home]
+    retain(place, [*rows, *newcomers(place, [*rows, this]), this], manifest, keep)
 
 
 def _remove_strays(place: StorageFolder, home: str, sizes: Mapping[str, int], named: Collection[str]) -> None:

@@ -9,6 +9,7 @@ stays, and so does what somebody reads (`reading`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -29,6 +30,7 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     folder,
     load,
     look,
+    outlived,
 )
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.storage.stall_guard import Patience
@@ -43,6 +45,8 @@ RUNS = 1000
 READER = "reading-"
 READ_S = 3600.0
 """A reader that has died is waited for so long."""
+TRIES = 5
+"""So often a folder is removed into which somebody still writes."""
 
 
 class Reader(Message, frozen=True):
@@ -107,7 +111,7 @@ def retain(place: StorageFolder, rows: Iterable[Listed], manifest: Manifest, kee
             place.remove(FRESH)
     now = time.time()
     for one in condemned(rows, manifest.job, run, keep):
-        _remove_if(place, one, lambda same: not being_read(place, same, now))
+        _remove_if(place, one, lambda same: not (same.committed and being_read(place, same, now)))
     with _told(place, "a temporary file"):
         place.sweep()
 
@@ -172,9 +176,32 @@ def _linked(place: StorageFolder, one: Listed) -> bool:
 
 
 def remove(place: StorageFolder, home: str) -> None:
-    """The generation in folder `home` ceases to exist, then its files do."""
-    place.remove(f"{home}/{MANIFEST}")
-    place.remove_folder(home)
+    """The generation in folder `home` ceases to exist, then its files do; those, too, that are written meanwhile."""
+    for tries in range(1, TRIES + 1):
+        place.remove(f"{home}/{MANIFEST}")
+        try:
+            return place.remove_folder(home)
+        except StorageFailed as error:
+            cause = error.__cause__
+            if tries == TRIES or not isinstance(cause, OSError) or cause.errno != errno.ENOTEMPTY:
+                raise
+
+
+def let_go(place: StorageFolder, job: str, generation: Generation) -> str | None:
+    """Remove the folder of `generation` if it is outlived and not committed; why it is, or None.
+
+    Called behind every write into it. A commit points `latest` at its generation before it looks for folders to remove:
+    so it finds this one, or the writer finds `latest`.
+    """
+    home, why = folder(generation), None
+    with _told(place, home):
+        if (why := outlived(place, job, generation)) is not None:
+            now = look(place, home)
+            if now.committed:
+                return None
+            if not _linked(place, now):
+                remove(place, home)
+    return why
 
 
 def being_read(place: StorageFolder, one: Listed, now: float) -> bool:

@@ -287,7 +287,44 @@ def test_a_commit_reads_no_old_manifest_again(tree: str, calls: list[str]) -> No
         f"{home(tree, 39).name}/{catalog.MANIFEST}"
     ]
     assert len([name for name in calls if "step-" in name and "0040" not in name]) == 39 + 2
-    assert len(calls) < 40 + 16
+    assert len(calls) < 40 + 24
+
+
+def test_what_is_being_removed_is_not_damaged(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The MANIFEST was listed, and is gone when it is read."""
+    read = StorageFolder.read
+
+    def late(place: StorageFolder, name: str, *limit: int) -> bytes | None:
+        if name == f"{home(tree, 1).name}/{catalog.MANIFEST}":
+            place.remove(name)
+        return read(place, name, *limit)
+
+    monkeypatch.setattr(StorageFolder, "read", late)
+    found = generations.scan(tree, None, "job")
+    assert (found.damaged, found.lost) == ((), ())
+    assert steps(tree) == [3, 2]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_commit_in_the_midst_of_a_look_is_no_damage(tree: str, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    """DL-91: `latest` names what comes after the listing; or what goes before it."""
+    newer, listing = iter(range(4, 8)), catalog.listing
+
+    def amidst(place: StorageFolder) -> list[catalog.Listed]:
+        for step in newer:
+            save(tree, step, keep=keep)
+            if step % 2:
+                break
+        rows = listing(place)
+        for step in newer:
+            save(tree, step, keep=keep)
+            break
+        return rows
+
+    monkeypatch.setattr(generations, "listing", amidst)
+    found = generations.scan(tree, None, "job")
+    assert (found.damaged, found.lost) == ((), ())
+    assert found.manifests[0].generation.step == 7
 
 
 def test_what_is_known_is_forgotten_as_soon_as_it_changes(tree: str) -> None:

@@ -482,6 +482,20 @@ def test_a_file_of_a_larger_world_gets_into_no_lone_manifest(monkeypatch: pytest
     assert known == [{}, {0: file}]
 
 
+def test_a_file_that_comes_too_late_says_nothing_against_the_store(keeper: Keeper, tmp_path: Path) -> None:
+    """DL-91: a newer generation is committed: the store is not at fault, and nothing of the older one is left."""
+    rank = Rank(0, tmp_path, world=1)
+    old, new = rank.save(1), Generation(1, 2, RUN)
+    file = storage.write_shard(str(tmp_path), None, new, 0, 1, [memoryview(b"x")], 1, job="job")
+    storage.commit(str(tmp_path), None, Manifest("job", new, 1, (file,), 0.0), 2)
+    rank.trainer.persist(old)
+    failed = rank.notices.get(timeout=WAIT_S)
+    assert isinstance(failed, keeper_messages.PersistFailed)
+    assert failed.gone
+    assert {path.name for path in tmp_path.glob("step-*")} == {storage.folder(new)}
+    rank.trainer.close(finished=True)
+
+
 def test_a_copy_that_fails_costs_a_save_not_the_run(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "can't start new thread" where the number of processes is limited; behind the step, whatever is raised there."""
     rank = Rank(0, world=1)

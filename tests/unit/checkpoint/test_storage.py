@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import msgspec
@@ -86,6 +87,67 @@ def test_without_manifest_it_does_not_exist_and_is_swept_later(url: str) -> None
     assert steps(url) == []
     save(url, generation(5))
     assert names(url) == {"latest.json", "step-0000000005-0000", "step-0000000009-0000"}
+
+
+def late(url: str, which: Generation, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """`which` is written; `meanwhile` is done after half of it."""
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(DATA)[:9]
+        meanwhile()
+        yield memoryview(DATA)[9:]
+
+    generations.write_shard(url, None, which, 0, 1, pieces(), len(DATA), job="job")
+
+
+def test_what_is_written_behind_a_newer_commit_leaves_nothing(url: str) -> None:
+    """DL-91: no further commit may come that would sweep it: the run may be over. What is committed is answered for."""
+    old = save(url, generation(20), world=1)
+    with pytest.raises(Stale, match="too late"):
+        late(url, generation(10))
+    with pytest.raises(Stale, match="too late"):
+        late(url, generation(30), lambda: save(url, generation(40), world=1))
+    with pytest.raises(Stale, match="too late"):
+        generations.commit(url, None, msgspec.structs.replace(old, generation=generation(30)), 2)
+    late(url, generation(20))
+    generations.commit(url, None, old, 2)
+    assert names(url) == {*(generations.folder(generation(step)) for step in (20, 40)), "latest.json"}
+
+
+def test_what_is_damaged_outlives_nothing(url: str) -> None:
+    """`FlashWriter` goes on from the newest that is whole."""
+    save(url, generation(10))
+    newest = save(url, generation(40))
+    generations.StorageFolder(url).remove(f"{generations.folder(newest.generation)}/{newest.files[0].name}")
+    save(url, generation(30))
+    assert steps(url) == [30, 10]
+
+
+def test_a_folder_that_comes_in_the_midst_of_a_commit_is_swept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = generations._point_latest
+
+    def first(place: generations.StorageFolder, manifest: Manifest) -> None:
+        late(url, generation(manifest.generation.step - 1))
+        point(place, manifest)
+
+    monkeypatch.setattr(generations, "_point_latest", first)
+    save(url, generation(20))
+    assert names(url) == {generations.folder(generation(20)), "latest.json"}
+
+
+def test_a_folder_into_which_somebody_writes_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, unlink, left = str(tmp_path / "ck"), os.unlink, [3]
+    save(url, generation(10))
+
+    def late_unlink(path: Any, **more: Any) -> None:
+        unlink(path, **more)
+        if "step-" in str(path) and "shard" in str(path) and left[0]:
+            left[0] -= 1
+            (Path(path).parent / f"reading-{left[0]}").touch()
+
+    monkeypatch.setattr(os, "unlink", late_unlink)
+    retention.remove(generations.StorageFolder(url), generations.folder(generation(10)))
+    assert names(url) == {"latest.json"}
 
 
 def test_retention_keeps_the_newest_of_this_run(url: str) -> None:
@@ -174,11 +236,13 @@ def test_a_late_commit_of_a_run_that_was_given_up_is_refused(url: str) -> None:
     old = save(url, generation(100))
     generations.start_anew(url, None, "job", FRESH)
     late = save(url, generation(110))  # the fresh run has nothing yet
-    save(url, generation(10, FRESH))
     file = generations.write_shard(url, None, generation(120), 0, 1, [memoryview(DATA)], len(DATA), job="job")
+    save(url, generation(10, FRESH))
     for manifest in (Manifest("job", generation(120), 1, (file,), 999.0), old, late):
         with pytest.raises(Stale, match="has started anew"):
             generations.commit(url, None, manifest, 2)
+    with pytest.raises(Stale, match="has started anew"):
+        generations.write_shard(url, None, generation(130), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     assert steps(url) == [10]
     save(url, generation(20, FRESH))
     assert steps(url) == [20, 10]

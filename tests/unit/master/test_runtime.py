@@ -173,6 +173,43 @@ def test_a_new_life_takes_up_a_commit(tmp_path: Path) -> None:
     assert committed == p.Generation(1, 4, "run0")
 
 
+def test_the_end_waits_for_what_the_last_event_begins(tmp_path: Path) -> None:
+    """The vote that completes a generation is still being journaled when the master is told to end."""
+
+    class SlowJournal(Journal):
+        writes, written = threading.Event(), threading.Event()
+
+        def append(self, records: object, snapshot: bytes | None = None) -> None:
+            self.writes.set()
+            assert self.written.wait(60)
+            super().append(records, snapshot)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        storage, journal = StorageFake(), SlowJournal(tmp_path / "master.db")
+        runtime = Runtime(journal, storage=storage)
+        journal.written.set()
+        runtime.start()
+        await runtime.event(join())
+        for worker in ("w0", "w1"):
+            await runtime.event(attach(worker, save_to="/tree"))
+        await runtime.event(vote(0, 4, p.VoteKind.STORED))
+        journal.writes.clear()
+        journal.written.clear()
+        last = asyncio.ensure_future(runtime.event(vote(1, 4, p.VoteKind.STORED)))
+        await asyncio.to_thread(journal.writes.wait, 60)
+        end = asyncio.ensure_future(runtime.close())
+        await asyncio.sleep(0)
+        journal.written.set()
+        await asyncio.gather(last, end)
+        assert [manifest.generation.step for manifest in storage.manifests] == [4]
+
+    asyncio.run(scenario())
+    journal = Journal(tmp_path / "master.db")
+    saves = journal.load().jobs["job"].saves
+    journal.close()
+    assert (saves.newest_committed, saves.committing) == (p.Generation(1, 4, "run0"), [])
+
+
 @pytest.mark.parametrize("lends", [False, True])
 def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
     """DL-79, ED-62: members the journal seats must speak to the new life, or they are lost. One that trains has sent
