@@ -6,273 +6,107 @@ imported by module.
 
 from __future__ import annotations
 
-from dlrover_hooks.protocol.messages import (
+from dlrover_hooks.protocol.base_messages import (
     AGAIN as AGAIN,
-)
-from dlrover_hooks.protocol.messages import (
     BAD_NODE as BAD_NODE,
-)
-from dlrover_hooks.protocol.messages import (
     LARGEST_EVERY as LARGEST_EVERY,
-)
-from dlrover_hooks.protocol.messages import (
     LARGEST_STEP as LARGEST_STEP,
-)
-from dlrover_hooks.protocol.messages import (
     PROTOCOL as PROTOCOL,
-)
-from dlrover_hooks.protocol.messages import (
     REQUEUE as REQUEUE,
-)
-from dlrover_hooks.protocol.messages import (
-    ROUTES as ROUTES,
-)
-from dlrover_hooks.protocol.messages import (
-    Ack as Ack,
-)
-from dlrover_hooks.protocol.messages import (
-    Attach as Attach,
-)
-from dlrover_hooks.protocol.messages import (
-    Attached as Attached,
-)
-from dlrover_hooks.protocol.messages import (
-    AwaitKeys as AwaitKeys,
-)
-from dlrover_hooks.protocol.messages import (
-    AwaitParting as AwaitParting,
-)
-from dlrover_hooks.protocol.messages import (
-    AwaitPlan as AwaitPlan,
-)
-from dlrover_hooks.protocol.messages import (
-    AwaitRound as AwaitRound,
-)
-from dlrover_hooks.protocol.messages import (
-    AwaitShards as AwaitShards,
-)
-from dlrover_hooks.protocol.messages import (
-    Beat as Beat,
-)
-from dlrover_hooks.protocol.messages import (
-    Cadence as Cadence,
-)
-from dlrover_hooks.protocol.messages import (
-    Change as Change,
-)
-from dlrover_hooks.protocol.messages import (
-    ChangeKeys as ChangeKeys,
-)
-from dlrover_hooks.protocol.messages import (
     Count as Count,
-)
-from dlrover_hooks.protocol.messages import (
-    DeleteJob as DeleteJob,
-)
-from dlrover_hooks.protocol.messages import (
-    Departure as Departure,
-)
-from dlrover_hooks.protocol.messages import (
     Done as Done,
-)
-from dlrover_hooks.protocol.messages import (
-    Ending as Ending,
-)
-from dlrover_hooks.protocol.messages import (
     Every as Every,
-)
-from dlrover_hooks.protocol.messages import (
     ExitCode as ExitCode,
-)
-from dlrover_hooks.protocol.messages import (
-    Exited as Exited,
-)
-from dlrover_hooks.protocol.messages import (
-    Generation as Generation,
-)
-from dlrover_hooks.protocol.messages import (
-    Heartbeat as Heartbeat,
-)
-from dlrover_hooks.protocol.messages import (
-    Held as Held,
-)
-from dlrover_hooks.protocol.messages import (
-    Hold as Hold,
-)
-from dlrover_hooks.protocol.messages import (
-    Jobs as Jobs,
-)
-from dlrover_hooks.protocol.messages import (
-    JobView as JobView,
-)
-from dlrover_hooks.protocol.messages import (
-    Join as Join,
-)
-from dlrover_hooks.protocol.messages import (
-    Joined as Joined,
-)
-from dlrover_hooks.protocol.messages import (
-    KeeperAddress as KeeperAddress,
-)
-from dlrover_hooks.protocol.messages import (
-    KeyChange as KeyChange,
-)
-from dlrover_hooks.protocol.messages import (
-    KeyNames as KeyNames,
-)
-from dlrover_hooks.protocol.messages import (
-    KeyValues as KeyValues,
-)
-from dlrover_hooks.protocol.messages import (
-    Lease as Lease,
-)
-from dlrover_hooks.protocol.messages import (
-    Leases as Leases,
-)
-from dlrover_hooks.protocol.messages import (
-    Leave as Leave,
-)
-from dlrover_hooks.protocol.messages import (
-    Ledger as Ledger,
-)
-from dlrover_hooks.protocol.messages import (
-    LedgerState as LedgerState,
-)
-from dlrover_hooks.protocol.messages import (
-    LedgerView as LedgerView,
-)
-from dlrover_hooks.protocol.messages import (
-    ListJobs as ListJobs,
-)
-from dlrover_hooks.protocol.messages import (
-    ListKeys as ListKeys,
-)
-from dlrover_hooks.protocol.messages import (
-    Loaded as Loaded,
-)
-from dlrover_hooks.protocol.messages import (
-    Locate as Locate,
-)
-from dlrover_hooks.protocol.messages import (
-    Located as Located,
-)
-from dlrover_hooks.protocol.messages import (
-    Manifest as Manifest,
-)
-from dlrover_hooks.protocol.messages import (
-    MemberView as MemberView,
-)
-from dlrover_hooks.protocol.messages import (
     Message as Message,
-)
-from dlrover_hooks.protocol.messages import (
-    Notice as Notice,
-)
-from dlrover_hooks.protocol.messages import (
-    OpenLedger as OpenLedger,
-)
-from dlrover_hooks.protocol.messages import (
-    Parting as Parting,
-)
-from dlrover_hooks.protocol.messages import (
-    Partition as Partition,
-)
-from dlrover_hooks.protocol.messages import (
     Passed as Passed,
-)
-from dlrover_hooks.protocol.messages import (
     Phase as Phase,
-)
-from dlrover_hooks.protocol.messages import (
-    Plan as Plan,
-)
-from dlrover_hooks.protocol.messages import (
     Port as Port,
-)
-from dlrover_hooks.protocol.messages import (
-    Preempt as Preempt,
-)
-from dlrover_hooks.protocol.messages import (
     Problem as Problem,
-)
-from dlrover_hooks.protocol.messages import (
-    Quarantined as Quarantined,
-)
-from dlrover_hooks.protocol.messages import (
     Rank as Rank,
-)
-from dlrover_hooks.protocol.messages import (
     Rate as Rate,
-)
-from dlrover_hooks.protocol.messages import (
-    Replication as Replication,
-)
-from dlrover_hooks.protocol.messages import (
-    Restore as Restore,
-)
-from dlrover_hooks.protocol.messages import (
-    Retention as Retention,
-)
-from dlrover_hooks.protocol.messages import (
-    Route as Route,
-)
-from dlrover_hooks.protocol.messages import (
-    Routes as Routes,
-)
-from dlrover_hooks.protocol.messages import (
-    Seat as Seat,
-)
-from dlrover_hooks.protocol.messages import (
-    Seated as Seated,
-)
-from dlrover_hooks.protocol.messages import (
     Seconds as Seconds,
-)
-from dlrover_hooks.protocol.messages import (
-    Secret as Secret,
-)
-from dlrover_hooks.protocol.messages import (
-    ShardFile as ShardFile,
-)
-from dlrover_hooks.protocol.messages import (
-    ShowJob as ShowJob,
-)
-from dlrover_hooks.protocol.messages import (
-    ShowLedger as ShowLedger,
-)
-from dlrover_hooks.protocol.messages import (
     Size as Size,
-)
-from dlrover_hooks.protocol.messages import (
-    Source as Source,
-)
-from dlrover_hooks.protocol.messages import (
     Status as Status,
-)
-from dlrover_hooks.protocol.messages import (
     Step as Step,
+    World as World,
 )
-from dlrover_hooks.protocol.messages import (
-    TakeLeases as TakeLeases,
-)
-from dlrover_hooks.protocol.messages import (
+from dlrover_hooks.protocol.checkpoint_messages import (
+    Attach as Attach,
+    Attached as Attached,
+    AwaitPlan as AwaitPlan,
+    Cadence as Cadence,
+    Generation as Generation,
+    Held as Held,
+    KeeperAddress as KeeperAddress,
+    Loaded as Loaded,
+    Locate as Locate,
+    Located as Located,
+    Manifest as Manifest,
+    Plan as Plan,
+    Replication as Replication,
+    Restore as Restore,
+    Retention as Retention,
+    Secret as Secret,
+    ShardFile as ShardFile,
+    Source as Source,
     Unstored as Unstored,
-)
-from dlrover_hooks.protocol.messages import (
-    Vitals as Vitals,
-)
-from dlrover_hooks.protocol.messages import (
     Vote as Vote,
-)
-from dlrover_hooks.protocol.messages import (
     Voted as Voted,
-)
-from dlrover_hooks.protocol.messages import (
     VoteKind as VoteKind,
 )
-from dlrover_hooks.protocol.messages import (
+from dlrover_hooks.protocol.key_value_messages import (
+    AwaitKeys as AwaitKeys,
+    Change as Change,
+    ChangeKeys as ChangeKeys,
+    KeyChange as KeyChange,
+    KeyNames as KeyNames,
+    KeyValues as KeyValues,
+    ListKeys as ListKeys,
+)
+from dlrover_hooks.protocol.lease_messages import (
+    Ack as Ack,
+    AwaitShards as AwaitShards,
+    Lease as Lease,
+    Leases as Leases,
+    Ledger as Ledger,
+    LedgerState as LedgerState,
+    LedgerView as LedgerView,
+    OpenLedger as OpenLedger,
+    Partition as Partition,
+    Quarantined as Quarantined,
+    ShowLedger as ShowLedger,
+    TakeLeases as TakeLeases,
+)
+from dlrover_hooks.protocol.round_messages import (
+    AwaitParting as AwaitParting,
+    AwaitRound as AwaitRound,
+    Beat as Beat,
+    Departure as Departure,
+    Ending as Ending,
+    Exited as Exited,
+    Heartbeat as Heartbeat,
+    Hold as Hold,
+    Join as Join,
+    Joined as Joined,
+    Leave as Leave,
+    Notice as Notice,
+    Parting as Parting,
+    Preempt as Preempt,
+    Seat as Seat,
+    Seated as Seated,
+    Vitals as Vitals,
     Watch as Watch,
 )
-from dlrover_hooks.protocol.messages import (
-    World as World,
+from dlrover_hooks.protocol.routes import (
+    ROUTES as ROUTES,
+    Route as Route,
+    Routes as Routes,
+)
+from dlrover_hooks.protocol.view_messages import (
+    DeleteJob as DeleteJob,
+    Jobs as Jobs,
+    JobView as JobView,
+    ListJobs as ListJobs,
+    MemberView as MemberView,
+    ShowJob as ShowJob,
 )

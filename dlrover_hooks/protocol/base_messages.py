@@ -1,0 +1,69 @@
+"""What all messages share: their base, bounded numbers, exit codes, errors and the wire version."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL = 1
+"""Wire version. The master speaks this one and the one before; `X-Dlrover-Hooks-Protocol` carries it."""
+
+
+AGAIN, REQUEUE, BAD_NODE = 74, 75, 76
+"""Exit codes of workers that mean more than a failure. 74: the master has declared it dead by mistake, start it again
+(only a launcher ever sees that one). 75: it was preempted and has left. 76: this node is bad, replace it."""
+
+
+# Every number of a message has bounds: what the master counts on from it still fits the journal and any JSON reader.
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+"""Up to the greatest integer that every reader of JSON keeps exactly."""
+LARGEST_STEP = 1 << 52
+Step = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_STEP)]
+"""An optimizer step or an attempt that somebody names. The master adds to it, and the sum is a `Count`."""
+Passed = Annotated[int, msgspec.Meta(ge=-1, le=LARGEST_STEP)]
+"""A step, or -1: none yet."""
+LARGEST_EVERY = 1 << 40
+Every = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_EVERY)]
+"""Optimizer steps between two saves."""
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+"""A rank, or a number of workers."""
+World = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+"""Workers of a round that has been."""
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Bytes, or a position in a dataset."""
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 32) - 1)]
+Status = Annotated[int, msgspec.Meta(ge=100, le=599)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+"""Positions per second."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Anything that crosses a room: immutable and typed."""
+
+
+class Phase(enum.Enum):
+    """Life of a round: seats are assigned, workers attach, load the restore choice, train; or the round broke."""
+
+    ATTACHING = "attaching"
+    RESTORING = "restoring"
+    TRAINING = "training"
+    BROKEN = "broken"
+
+
+class Done(Message, frozen=True):
+    """An empty success."""
+
+
+class Problem(Message, frozen=True):
+    """RFC 9457 body of every error. `type` is the error's name in `dlrover_hooks.errors`."""
+
+    type: str
+    title: str
+    status: Status
+    detail: str
+    hint: str = ""

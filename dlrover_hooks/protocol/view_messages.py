@@ -1,0 +1,68 @@
+"""What the master shows of its jobs, and forgetting one."""
+
+from __future__ import annotations
+
+from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Step
+from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
+from dlrover_hooks.protocol.round_messages import Ending, Parting, Vitals
+
+
+class ListJobs(Message, frozen=True):
+    pass
+
+
+class Jobs(Message, frozen=True):
+    jobs: tuple[str, ...]
+
+
+class ShowJob(Message, frozen=True):
+    job: str
+
+
+class DeleteJob(Message, frozen=True):
+    """Forget a job; its checkpoints stay. Refused (JobAlive) while it has workers, unless `force`."""
+
+    job: str
+    force: bool = False
+
+
+class MemberView(Message, frozen=True):
+    incarnation: str
+    node: str
+    rank: Rank
+    local_rank: Rank
+    attached: bool
+    alive: bool
+    step: Step = 0
+    vitals: Vitals | None = None
+    recovers: bool = False
+    """See `Attach`."""
+    gone: str = ""
+    """How it left: a `Departure`, `lost`, `replaced` (its agent has asked for its seat anew), or `exited` (its process
+    ended with 0 before it had left)."""
+    exit_code: ExitCode | None = None
+    """As its launcher saw it."""
+
+
+class JobView(Message, frozen=True):
+    job: str
+    run: str
+    attempt: Count
+    round: Count
+    phase: Phase
+    step: Step
+    members: tuple[MemberView, ...] = ()
+    newest_complete: Generation | None = None
+    newest_committed: Generation | None = None
+    unstored: Unstored | None = None
+    restored_from: Source | None = None
+    finished: bool = False
+    finished_step: Step | None = None
+    begun_step: Step | None = None
+    """Where the current attempt began: the restored step, 0 for a fresh start; None until that is chosen."""
+    save_to: str | None = None
+    parting: Parting = Parting()
+    ending: Ending | None = None
+    """An agent has given the job up."""
+    failures: Count = 0
+    """Since the launch: rounds that broke of a death, and replacements that died before they had a seat."""
