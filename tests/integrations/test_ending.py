@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 store, rank = dist.FileStore(sys.argv[1], 2), int(sys.argv[2])
-importlib.import_module(f"dlrover_hooks.integrations.{sys.argv[3]}")
+importlib.import_module(sys.argv[3])
 
 def busy(_):  # it needs the interpreter for longer than the main thread does
     until = time.monotonic() + 0.3
@@ -32,13 +32,13 @@ print("end")
 
 
 def test_a_script_may_end_right_behind_its_last_collective(tmp_path: Path) -> None:
-    """gloo's thread needs the interpreter once more: the end waits for that, or the process would abort (DL-90)."""
+    """gloo's thread needs the interpreter once more: the end waits for that, or the process would abort."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", ENDING, str(tmp_path / "store"), str(rank), module],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank, module in enumerate(("ddp", "dcp"))
+        for rank, module in enumerate(("dlrover_hooks.pytorch.ddp", "dlrover_hooks.pytorch.dcp_writer"))
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
