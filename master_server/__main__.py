@@ -24,7 +24,8 @@ import uvicorn
 import uvloop
 
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
-from dlrover_hooks.config.duration import interval
+from dlrover_hooks.config.duration import seconds
+from dlrover_hooks.config.token_file import read_token
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
 from dlrover_hooks.master.connections import Connection, Limits, Strangers
@@ -32,6 +33,7 @@ from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
 
+SHORTEST_LEASE_S = 0.1
 USAGE = 78
 """Exit code (EX_CONFIG) for what the caller can mend."""
 FAILED = 70
@@ -66,16 +68,21 @@ class ServeOptions(msgspec.Struct, frozen=True):
     log_level: str = "warning"
 
 
-def _forget_after(_: Any, __: Any, text: str) -> float:
-    if text == "never":
-        return math.inf
+def _seconds(_: click.Context, param: click.Parameter, text: str) -> float:
     try:
-        every = interval(text, name="--forget-after")
-    except UsageError:
-        every = None
-    if not isinstance(every, str) or every == "auto":
-        raise click.BadParameter(f"{text!r} is no duration such as 12h or 7d, and not 'never'")
-    return float(every.removesuffix("s"))
+        return seconds(text, name=param.opts[0])
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _lease(ctx: click.Context, param: click.Parameter, text: str) -> float:
+    if (found := _seconds(ctx, param, text)) < SHORTEST_LEASE_S:
+        raise click.BadParameter(f"{text!r} is less than {SHORTEST_LEASE_S:g}s")
+    return found
+
+
+def _forget_after(ctx: click.Context, param: click.Parameter, text: str) -> float:
+    return math.inf if text == "never" else _seconds(ctx, param, text)
 
 
 class Command(click.Command):
@@ -97,10 +104,11 @@ class Command(click.Command):
               "Without it a restarted master knows nothing.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
-@click.option("--lease-s", default=10.0, type=click.FloatRange(min=0.1), help="A worker silent for so long is dead.")
-@click.option("--open-lease-s", default=60.0, type=click.FloatRange(min=0.1),
-              help="The same while its connection is open: only a hang is silent then.")  # fmt: skip
-@click.option("--forget-after", "forget_after_s", default="7d", callback=_forget_after,
+@click.option("--lease", "lease_s", default="10s", callback=_lease, metavar="DURATION",
+              help="A worker without a heartbeat for this long is dead.")  # fmt: skip
+@click.option("--open-lease", "open_lease_s", default="60s", callback=_lease, metavar="DURATION",
+              help="The same while its connection is open: then only a hang sends nothing.")  # fmt: skip
+@click.option("--forget-after", "forget_after_s", default="7d", callback=_forget_after, metavar="DURATION",
               help="So long after their last request finished jobs are deleted: 12h, or never.")  # fmt: skip
 @click.option("--synchronous", default="full", type=click.Choice(["full", "normal"]),
               help="full: answers survive a power cut; normal: a killed process only.")  # fmt: skip
@@ -136,22 +144,11 @@ def command(token_file: str | None, **flags: Any) -> None:
     )
     try:
         if token_file is not None:
-            options = msgspec.structs.replace(options, token=_token_in(token_file))
+            options = msgspec.structs.replace(options, token=read_token(token_file))
         serve(options)
     except HooksError as error:
         click.echo(f"dlrover-hooks master: {error}", err=True)
         sys.exit(USAGE)
-
-
-def _token_in(path: str) -> str:
-    with open(path, "rb") as file:
-        token = file.read().strip()
-    if not token or not token.isascii() or not token.decode().isprintable():
-        raise UsageError(
-            f"the token file {path} {'holds other than printable ASCII' if token else 'is empty'}",
-            hint="write one line of letters and digits into it, such as that of: openssl rand -hex 16",
-        )
-    return token.decode()
 
 
 def serve(options: ServeOptions) -> None:
@@ -294,8 +291,8 @@ def _inherited(options: ServeOptions) -> socket.socket:
 
 def _keep_alive(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in _KEEPALIVE:
-        listener.setsockopt(socket.IPPROTO_TCP, option, seconds)
+    for option, value in _KEEPALIVE:
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _check_token(options: ServeOptions, host: str) -> None:

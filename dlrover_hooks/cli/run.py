@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -29,6 +31,12 @@ _INSTEAD = {
     "--duplicate-stderr-filters": "pipe the launcher's output through grep",
 }
 """Flags of torchrun that we do not have, and the way out."""
+_TORCHRUNS = {
+    *("nnodes", "nproc-per-node", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank", "local-addr"),
+    *("max-restarts", "shutdown-timeout", "log-dir", "redirects", "tee", "standalone", "rdzv-backend"),
+    *("monitor-interval", "module", "no-python"),
+}
+"""Flags that torchrun has under the same name."""
 
 
 class _Torchruns(click.Command):
@@ -41,6 +49,21 @@ class _Torchruns(click.Command):
             if (instead := _INSTEAD.get(error.option_name)) is not None:
                 raise click.UsageError(f"torchrun's {error.option_name} is not needed here: {instead}.", ctx) from error
             raise
+
+
+class _Flag(click.Option):
+    """`--some-flag` is also read from DLROVER_HOOKS_RUN_SOME_FLAG, and from PET_SOME_FLAG where torchrun has it.
+
+    Kubeflow and others set torchrun's variables. Click's own variables would have the names of parameters.
+    """
+
+    def __init__(self, param_decls: Sequence[str], **more: Any) -> None:
+        names = [name[2:] for name in param_decls if name.startswith("--")]
+        given = [more.pop("envvar")] if "envvar" in more else []
+        ours = [f"DLROVER_HOOKS_RUN_{names[0]}"]
+        theirs = [f"PET_{name}" for name in names if name in _TORCHRUNS]
+        variables = [name.upper().replace("-", "_") for name in (*ours, *theirs)]
+        super().__init__(param_decls, envvar=[*given, *variables], allow_from_autoenv=False, **more)
 
 
 class _Range(click.ParamType):
@@ -57,92 +80,121 @@ class _Range(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class _Workers(_Range):
+    """As `_Range`, or one for each processor of a kind: torchrun's `auto`, `gpu` and `cpu`."""
+
+    name = "N|MIN:MAX|auto|gpu|cpu"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value not in ("auto", "gpu", "cpu"):
+            return super().convert(value, param, ctx)
+        from dlrover_hooks.host import processors
+        from dlrover_hooks.launcher.options import Bounds
+
+        found = processors.gpus(settings.visible_gpus()) if value != "cpu" else 0
+        if value == "gpu" and not found:
+            self.fail("gpu: the driver (NVML) shows no GPU here; give a number, or cpu", param, ctx)
+        count = found or processors.cpus()
+        return Bounds(count, count)
+
+
 class _Duration(click.ParamType):
     """Seconds, or a duration such as `10m`."""
 
     name = "DURATION"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from dlrover_hooks.config.duration import seconds
+
         if isinstance(value, float):
             return value
         try:
-            seconds = settings.interval(f"{value}s" if value.replace(".", "", 1).isdigit() else value, name="it")
-            return float(str(seconds).removesuffix("s"))
-        except (UsageError, ValueError):
-            self.fail(f"{value!r} is no duration: give seconds, or such as 90s, 10m", param, ctx)
+            return seconds(value, name=param.opts[0] if param else "it")
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+_flag = functools.partial(click.option, cls=_Flag)
 
 
 @click.command(cls=_Torchruns, short_help="Run a script with N workers per node; replace what dies.",
                context_settings={"allow_interspersed_args": False})  # fmt: skip
-@click.option("--nnodes", type=_Range(), default="1", show_default=True,
+@_flag("--nnodes", type=_Range(), default="1", show_default=True,
               help="Nodes of the job. Start the same command on each of them.")  # fmt: skip
-@click.option("--nproc-per-node", "--workers", "-n", "nproc", type=_Range(), default="1", show_default=True,
-              help="Workers on each node.")  # fmt: skip
-@click.option("--fault-level", type=click.Choice(["hot", "shrink", "elastic"]),
+@_flag("--nproc-per-node", "--workers", "-n", "nproc", type=_Workers(), metavar="N|MIN:MAX|auto|gpu|cpu",
+       default="1", show_default=True,
+       help="Workers on each node. auto: one for each GPU, or for each CPU where there is no GPU.")  # fmt: skip
+@_flag("--fault-level", type=click.Choice(["hot", "shrink", "elastic"]),
               help="When a worker or a node is lost. hot: replace it, the others wait up to --replace-timeout, then "
               "exit 77. shrink: go on with what is left (at least MIN), never grow. elastic: go on with what is left, "
               "grow up to MAX.  [default: hot for N, elastic for MIN:MAX]")  # fmt: skip
-@click.option("--replace-timeout", "replace_timeout_s", type=_Duration(), default="10m", show_default=True,
+@_flag("--replace-timeout", "replace_timeout_s", type=_Duration(), default="10m", show_default=True,
               help="Wait so long for nodes that are missing (a minute at least at the start), "
               "then exit 77.")  # fmt: skip
-@click.option("--hang-timeout", "hang_timeout_s", type=_Duration(), default="60s", show_default=True,
+@_flag("--hang-timeout", "hang_timeout_s", type=_Duration(), default="60s", show_default=True,
               help="A worker that is silent for so long hangs: it is killed and replaced. For the master that is "
               "served here.")  # fmt: skip
-@click.option("--master-away", "master_away_s", type=_Duration(), default="2m", show_default=True,
+@_flag("--master-away", "master_away_s", type=_Duration(), default="2m", show_default=True,
               help="Workers train on while the master is away. Once it is needed, for the next round, and has not "
               "answered for so long, exit 77.")  # fmt: skip
-@click.option("--rdzv-endpoint", "endpoint", default="", envvar="DLROVER_HOOKS_MASTER",
+@_flag("--rdzv-endpoint", "endpoint", default="", envvar="DLROVER_HOOKS_MASTER",
               help="Where the nodes meet. HOST[:PORT] (8780): the first node serves the master there. "
               "http://HOST:PORT: a master runs there (python -m dlrover_hooks.master).")  # fmt: skip
-@click.option("--master-addr", default="", help="HOST of --rdzv-endpoint, as in torchrun's static rendezvous.")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Its PORT.")
-@click.option("--node-rank", type=click.IntRange(min=0),
+@_flag("--master-addr", default="", help="HOST of --rdzv-endpoint, as in torchrun's static rendezvous.")
+@_flag("--master-port", type=click.IntRange(1, 65535), help="Its PORT.")
+@_flag("--node-rank", type=click.IntRange(min=0),
               help="0 serves the master, the others do not. Left out, the machine does whose address it is. Global "
               "ranks come from the master.")  # fmt: skip
-@click.option("--token", envvar="DLROVER_HOOKS_TOKEN",
+@_flag("--token", envvar="DLROVER_HOOKS_TOKEN",
               help="Secret of the master: the same on all nodes, needed off loopback. Better in the environment "
               "(DLROVER_HOOKS_TOKEN), where ps does not show it.")  # fmt: skip
-@click.option("--local-addr", default="", help="How the other nodes reach this one, if not the way it finds.")
-@click.option("--slurm", is_flag=True, help="Take nodes, ranks, address and job from SLURM: "
+@_flag("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
+@_flag("--local-addr", default="", help="How the other nodes reach this one, if not the way it finds.")
+@_flag("--slurm", is_flag=True, help="Take nodes, ranks, address and job from SLURM: "
               "srun dlrover-hooks run --slurm SCRIPT.")  # fmt: skip
-@click.option("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
+@_flag("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
               help="Give up (exit 77) when the job, on all its nodes, has failed more often than that.")  # fmt: skip
-@click.option("--standby", type=click.IntRange(min=0),
+@_flag("--standby", type=click.IntRange(min=0),
               help="Keep so many idle processes on each node that have imported what the workers did: one takes the "
               "seat of a worker that died at once. 0: none, replacements start cold.  [default: one for each worker, "
               "while there is memory to spare]")  # fmt: skip
-@click.option("--job", "--rdzv-id", default="",
+@_flag("--job", "--rdzv-id", default="",
               help="Name of the job: started again under it, an unfinished run resumes. "
               "All nodes give the same.")  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Start anew even if this job has checkpoints.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0,
+@_flag("--fresh", is_flag=True, help="Start anew even if this job has checkpoints.")
+@_flag("--port", type=click.IntRange(0, 65535), default=0,
               help="Port of one machine's own master; 0 picks a free one.")  # fmt: skip
-@click.option("--journal", type=click.Path(dir_okay=False),
+@_flag("--journal", type=click.Path(dir_okay=False),
               help="Keep the master's journal here instead of in a temporary folder.")  # fmt: skip
-@click.option("--grace", "--shutdown-timeout", "grace_s", type=click.FloatRange(min=0), default=25.0,
-              show_default=True, help="Seconds from SIGTERM (or Ctrl-C) to SIGKILL, for saving a last step. Five less "
+@_flag("--grace", "--shutdown-timeout", "grace_s", type=_Duration(), default="25s",
+              show_default=True, help="From SIGTERM (or Ctrl-C) to SIGKILL, for saving a last step. Five less "
               "than what torchrun and Kubernetes give.")  # fmt: skip
-@click.option("--log-dir", default="",
+@_flag("--log-dir", default="",
               help="Keep each worker's output in LOG_DIR/ROUND/RANK/stdout.log and stderr.log. It is seen here, too, "
               "unless the next two say otherwise.")  # fmt: skip
-@click.option("--redirects", "-r", help="Streams that go into files only: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local "
+@_flag("--redirects", "-r", help="Streams that go into files only: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local "
               "rank.")  # fmt: skip
-@click.option("--tee", "-t", help="Streams that go into files and are seen here. Those of neither are only seen.")
-@click.option("--preemption", default="none", show_default=True,
+@_flag("--tee", "-t", help="Streams that go into files and are seen here. Those of neither are only seen.")
+@_flag("--preemption", default="none", show_default=True,
               help="Who says that this node is to go: aws, gcp, azure (the cloud's metadata service) or "
               "file:PATH.")  # fmt: skip
-@click.option("--requeue", is_flag=True, help="SLURM: scontrol requeue, once, when the job was preempted.")
-@click.option("--standalone", is_flag=True, help="As without it: one machine, a master of its own.")
-@click.option("--rdzv-backend", help="Has no meaning here: the rendezvous is the master's.")
-@click.option("--monitor-interval", type=float, help="Has no meaning here: an end is heard at once.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
-@click.option("--no-python", is_flag=True, help="SCRIPT is a program, not Python's.")
+@_flag("--requeue", is_flag=True, help="SLURM: scontrol requeue, once, when the job was preempted.")
+@_flag("--standalone", is_flag=True, help="As without it: one machine, a master of its own.")
+@_flag("--rdzv-backend", help="Ignored; accepted for torchrun's sake. The master is the rendezvous.")
+@_flag(
+    "--monitor-interval",
+    type=float,
+    help="Ignored; accepted for torchrun's sake. A worker's end is noticed at once.",
+)
+@_flag("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
+@_flag("--no-python", is_flag=True, help="SCRIPT is a program, not Python's.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, **flags: Any) -> None:
     """Run SCRIPT with N workers per node under a master, and replace what dies.
 
-    Everything after SCRIPT goes to the script. The workers get the environment torchrun would give them.
+    Everything after SCRIPT goes to the script. The workers get the environment torchrun would give them. Each flag is
+    also read from DLROVER_HOOKS_RUN_<FLAG>, and torchrun's from PET_<FLAG>.
 
     \b
     One machine:    dlrover-hooks run --nproc-per-node 2 --job mine train.py
@@ -187,12 +239,15 @@ def _by_slurm(flags: dict[str, Any], owned: contextlib.ExitStack) -> None:
 
 
 def _run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, flags: dict[str, Any]) -> int:
+    from dlrover_hooks.config.token_file import read_token
     from dlrover_hooks.launcher.processes.workers import worker_command
 
     with contextlib.ExitStack() as owned:
         if flags["master_addr"]:
             port = f":{flags['master_port']}" if flags["master_port"] else ""
             flags["endpoint"] = flags["master_addr"] + port
+        if flags["token_file"]:
+            flags["token"] = read_token(flags["token_file"])
         flags["temporary"] = ()
         if flags["slurm"]:
             _by_slurm(flags, owned)

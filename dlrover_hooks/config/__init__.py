@@ -96,6 +96,9 @@ from dlrover_hooks.config.settings import (
     use_seat as use_seat,
 )
 from dlrover_hooks.config.settings import (
+    visible_gpus as visible_gpus,
+)
+from dlrover_hooks.config.settings import (
     worker_environment as worker_environment,
 )
 from dlrover_hooks.config.spelling import keywords as keywords

@@ -35,6 +35,16 @@ def interval(value: Duration, *, name: str) -> int | str:
     return _seconds(float(match[1]) * _UNITS[match[2]], name, value)
 
 
+def seconds(value: str, *, name: str) -> float:
+    """A time that a flag gives: plain seconds (`"25"`, `"2.5"`) or a duration (`"90s"`, `"10m"`). Raises UsageError."""
+    text = value.strip().lower()
+    plain = re.fullmatch(r"\d+(\.\d*)?|\.\d+", text)
+    try:
+        return float(text) if plain else float(str(interval(text, name=name)).removesuffix("s"))
+    except (UsageError, ValueError):
+        raise UsageError(f"{name}: {value!r} is no duration", hint="give seconds, or such as 90s, 10m, 12h") from None
+
+
 def _seconds(seconds: float, name: str, value: object) -> str:
     if seconds <= 0:
         raise _bad_interval(name, value)

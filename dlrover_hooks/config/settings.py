@@ -328,6 +328,11 @@ def use_seat(environ: MutableMapping[str, str] | None = None) -> None:
     (os.environ if environ is None else environ).pop(PREFIX + "INCARNATION", None)
 
 
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES of this process; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def slurm_environment() -> dict[str, str]:
     """What srun says of this process."""
     return {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}

@@ -310,7 +310,7 @@ def test_a_watch_closed_while_it_connects_is_over(live_master: LiveMaster, monke
 
 def test_death_of_a_connection_breaks_the_round(tmp_path: Path) -> None:
     """DL-79: a worker that is killed is noticed by its connection, without any heartbeat: leases are long."""
-    live_master = LiveMaster(tmp_path, "--lease-s", "600", "--open-lease-s", "600")
+    live_master = LiveMaster(tmp_path, "--lease", "600", "--open-lease", "600")
     live_master.client("agent").call(join())
     for worker in ("w0", "w1"):
         live_master.client(worker).call(attach(worker))
@@ -342,7 +342,7 @@ def test_death_of_a_connection_breaks_the_round(tmp_path: Path) -> None:
 
 def test_silence_on_an_open_connection_is_borne(tmp_path: Path) -> None:
     """DL-79: of two workers that fall silent the one whose connection is open is not taken for dead."""
-    master = LiveMaster(tmp_path, "--lease-s", "0.3")
+    master = LiveMaster(tmp_path, "--lease", "0.3")
     try:
         master.client("agent").call(join())
         for worker in ("w0", "w1"):
@@ -370,7 +370,7 @@ def test_connections_are_kept_alive_by_the_kernel() -> None:
 
 def test_a_stopped_master_hears_what_came_in_the_meantime(tmp_path: Path) -> None:
     """Master row 3: SIGSTOP for longer than a lease, with heartbeats waiting in its sockets: nobody is lost."""
-    master = LiveMaster(tmp_path, "--lease-s", "2")
+    master = LiveMaster(tmp_path, "--lease", "2")
     try:
         master.client("agent").call(join())
         for worker in ("w0", "w1"):

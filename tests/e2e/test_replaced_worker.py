@@ -103,7 +103,7 @@ def test_a_worker_that_the_master_has_lost_is_killed_and_replaced(
         while True:
             regroup(600)
         """
-    master = LiveMaster(tmp_path, "--lease-s", "1")
+    master = LiveMaster(tmp_path, "--lease", "1")
     run = survivors(script, "-n", "2", "--rdzv-endpoint", master.url, "--token", "secret")
     first = in_round(run.wait_for(lambda lives: len(in_round(lives, 1)) == 2), 1)
     second = in_round(run.wait_for(lambda lives: len(in_round(lives, 2)) == 2), 2)

@@ -30,7 +30,7 @@ KILL_MASTER = (False, True, True, False)
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[LiveMaster]:
     """One that soon misses those who died while it was dead itself."""
-    made = LiveMaster(tmp_path, "--lease-s", "3")
+    made = LiveMaster(tmp_path, "--lease", "3")
     yield made
     made.close()
 

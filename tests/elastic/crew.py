@@ -76,7 +76,7 @@ class Crew:
         self._reaped = set[str]()
         self._agent = uuid.uuid4().hex
         self.url = f"http://127.0.0.1:{zygote.listener.getsockname()[1]}"
-        flags = ["--lease-s", str(lease_s), "--open-lease-s", str(lease_s)]
+        flags = ["--lease", str(lease_s), "--open-lease", str(lease_s)]
         self._master = zygote.start("tests.elastic.crew:master", keeps=[zygote.fd], fd=zygote.fd,
                                     journal=str(folder / "master.db"), flags=flags)  # fmt: skip
         self._keepers = dict[str, Process]()

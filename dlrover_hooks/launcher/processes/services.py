@@ -100,7 +100,7 @@ class Services:
         fd = served.listener.fileno()
         command = [sys.executable, "-m", "dlrover_hooks.master", "--fd", str(fd),
                    "--journal", served.journal, "--life-fd", str(self._life)]  # fmt: skip
-        command += ["--open-lease-s", str(served.hang_timeout_s), "--lease-s", str(min(10.0, served.hang_timeout_s))]
+        command += ["--open-lease", str(served.hang_timeout_s), "--lease", str(min(10.0, served.hang_timeout_s))]
         if served.ephemeral:
             command.append("--ephemeral")
         env = settings.worker_environment(DLROVER_HOOKS_TOKEN=self._token or "")
