@@ -1,4 +1,4 @@
-"""The command line of `dlrover-hooks run`: torchrun's flags where it has them, ours where it has none."""
+"""The command line of `dlrover-hooks run`: torchrun's flags where they exist, and additional ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _INSTEAD = {
     "--duplicate-stdout-filters": "pipe the launcher's output through grep",
     "--duplicate-stderr-filters": "pipe the launcher's output through grep",
 }
-"""Flags of torchrun that we do not have, and the way out."""
+"""Unsupported flags of torchrun, and what to use instead."""
 
 
 class _Torchruns(click.Command):
-    """Tells what to do instead of a flag that only torchrun has."""
+    """Reports what to use instead of a flag that only torchrun has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -140,9 +140,9 @@ class _Duration(click.ParamType):
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, **flags: Any) -> None:
-    """Run SCRIPT with N workers per node under a master, and replace what dies.
+    """Run SCRIPT with N workers per node under a master, and replace workers that die.
 
-    Everything after SCRIPT goes to the script. The workers get the environment torchrun would give them.
+    Everything after SCRIPT is passed to it. The workers get the same environment as under torchrun.
 
     \b
     One machine:    dlrover-hooks run --nproc-per-node 2 --job mine train.py
@@ -165,7 +165,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
 
 
 def _by_slurm(flags: dict[str, Any], owned: contextlib.ExitStack) -> None:
-    """What SLURM knows and the command line does not say. Raises UsageError, LaunchError."""
+    """Fill in from SLURM the values that the command line leaves out. Raises UsageError, LaunchError."""
     from dlrover_hooks.launcher.options import Bounds
     from dlrover_hooks.launcher.slurm import allocation, shared_token, token_path
 
@@ -213,7 +213,7 @@ _SAME = (
     ),
     *("token", "port", "journal", "grace_s", "preemption", "requeue", "standby", "log_dir", "temporary"),
 )
-"""Flags that are options as they stand."""
+"""Flags that are passed to `LaunchOptions` unchanged."""
 
 
 def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:

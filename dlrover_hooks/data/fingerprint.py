@@ -1,4 +1,4 @@
-"""Is a saved data state one of this dataset, in this order? A wrong guess would train on wrong samples, silently."""
+"""Checks that a saved data state belongs to this dataset and order: otherwise wrong samples would be used silently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINTS = {
 
 
 def refuse_other(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise DataMismatch naming the first field in which `state` is not `here`, or its cursor or G (no counts)."""
+    """Raise DataMismatch naming the first field of `state` that differs from `here`, or an invalid cursor or G."""
     for name, value in here.items():
         if state.get(name) != value or type(state[name]) is not type(value):
             raise DataMismatch(

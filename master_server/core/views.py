@@ -1,4 +1,4 @@
-"""What may be asked without changing anything. A long-poll's answer is None while there is nothing to tell."""
+"""Queries, which do not change the state. The answer to a long-poll is None while there is nothing to report."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
-    """The answer as of now; None means: wait for a `Wake` on `topic(request)`. Raises a MasterError."""
+    """The current answer; None: wait for a `Wake` on one of `topics(state, request)`. Raises a MasterError."""
     return _TABLE[type(request)](state, nodes, request)
 
 
 def topics(state: Master, request: Poll) -> tuple[str, ...]:
-    """What a waiting request waits for, any of them."""
+    """The topics of a waiting request; a `Wake` on any of them may change its answer."""
     if isinstance(request, AwaitShards):
         return (shards_topic(request.job, request.name),)
     if isinstance(request, AwaitKeys):
@@ -69,7 +69,7 @@ def topics(state: Master, request: Poll) -> tuple[str, ...]:
 
 
 def nothing(request: Message) -> Message | None:
-    """The answer of a long-poll whose time has passed; None for `Watch`, which has no such answer."""
+    """The answer to a long-poll that timed out; None for `Watch`, which has no timeout."""
     return _NOTHING.get(type(request))
 
 

@@ -1,4 +1,4 @@
-"""Who may save for a seat of a node: one process, and never two launches of one job (DL-90). Loop thread only."""
+"""Decides which process may save for a worker (`seat`: its local rank); one launch per job. Loop thread only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HINT = "end that process first, or give this run another job name (--job, DLROV
 def refused(
     asking: Peer, message: keeper_messages.Hello | keeper_messages.Inventory, peers: Iterable[Peer]
 ) -> keeper_messages.Refused | None:
-    """Why `asking` may not do that, if so: another launch lives here, or a newer life of the same run has the seat."""
+    """The refusal for `asking`, if any: another launch is active, or a newer attempt of the run has that seat."""
     text = _other_launch(asking, message.master, peers)
     if text is None and isinstance(message, keeper_messages.Hello):
         text = _newer_life(asking, message, peers)
@@ -41,11 +41,11 @@ def _newer_life(asking: Peer, hello: keeper_messages.Hello, peers: Iterable[Peer
 
 
 def holders(asking: Peer, seat: int, peers: Iterable[Peer]) -> list[Peer]:
-    """Everybody else who has `seat` now."""
+    """All other connections that save for `seat` now."""
     return [other for other in peers if other is not asking and other.hello and other.hello.seat == seat
             and not other.replaced]  # fmt: skip
 
 
 def taken(asking: Peer, peers: Iterable[Peer]) -> set[int]:
-    """The seats that living processes other than `asking` have."""
+    """The local ranks that living processes other than `asking` save for."""
     return {other.hello.seat for other in peers if other is not asking and other.hello and not other.replaced}
