@@ -1,8 +1,8 @@
-"""A worker's seat in a job: the only thing adapters talk to.
+"""A worker's session in a job: the only interface that adapters use.
 
-The verbs, in the order of a run: `join`, `restore_plan`, then per step `stepped`, `batch_requested`, `cut`, at the end
-`finish` and `leave`; all on the training thread. No framework is touched: state is a tree the adapter gives, data
-sources are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
+The calls, in the order of a run: `join`, `restore_plan`, then per step `stepped`, `batch_requested`, `cut`, at the end
+`finish` and `leave`; all on the training thread. No framework is used: state is a tree from the adapter, data sources
+are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("dlrover_hooks")
 
 FORM_S = 900.0
-"""Deadline for all workers of a round to come up and load; torchrun's own rendezvous timeout."""
+"""Deadline for all workers of a round to start and load; torchrun's own rendezvous timeout."""
 LONE_S = 30.0
-"""Deadline for the keeper to hash what a survivor holds: 100 GB."""
+"""Deadline for the keeper to hash a survivor's single-rank image; enough for 100 GB."""
 
 
 class Session:
-    """One life of one worker in a job. In a forked child it does nothing: the seat is its parent's.
+    """One worker's part in one round of a job. Does nothing in a forked child: the rank belongs to the parent.
 
     Args:
         config: the shared keywords.
@@ -64,7 +64,7 @@ class Session:
         checkpoint: False keeps no checkpoints (membership and data only).
 
     Raises:
-        UsageError: more than one worker but no master to agree through.
+        UsageError: more than one worker, but no master.
     """
 
     def __init__(self, config: Config, place: Place, *, checkpoint: bool = True) -> None:
@@ -81,7 +81,7 @@ class Session:
         self._incarnation = place.incarnation or uuid.uuid4().hex
         self._data = Cut()
         self._restored: Restored | None = None
-        self.found = session_parts.Noted()  # what was noted beside it
+        self.found = session_parts.Noted()  # notes found with the restored generation
         self._rng: dict[str, Any] | None = None
         self._pace = StepPace()
         self.at_step_end = False  # a step was made, and no batch requested since
@@ -95,10 +95,10 @@ class Session:
         self.parting = EmergencySave(config, place, seat[0], self._courier, self.membership and self.membership.parting)
         self._watcher: Watcher | InProcessWatch | None = None
 
-    # ---- coming up --------------------------------------------------------------------------------------------------
+    # ---- start ------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Take a seat: ask for one unless the launcher did, attach, and hold the liveness connection open."""
+        """Obtain a rank unless the launcher has done so, attach, and open the liveness connection."""
         if not self.place.incarnation:
             startup.take_fixed_seat(self._caller.call, self.config, self.place, self._incarnation, FORM_S)
         use_seat()
@@ -114,7 +114,7 @@ class Session:
             self._watcher = self._caller.watch(self.config.job, self._noticed)
             return
         self._watcher = kept.took_seat(attached.round)
-        if survives:  # the master has heard its heartbeats, and goes on to expect them
+        if survives:  # the master already receives this process's heartbeats and expects them to continue
             self._courier.start(p.Cadence())
 
     def restore_plan(
@@ -123,12 +123,12 @@ class Session:
         """Wait for all workers, load what the master chose, and begin. None: a fresh start.
 
         `fitting` gives the adapter's own tensors; they are written once all ranks have verified what they need.
-        `check` raises UsageError for a state that is not the adapter's, Corrupt for one that no adapter saves, before
-        anybody says that it resumes.
+        `check` raises UsageError for a state that is not the adapter's, Corrupt for one that no adapter saves. It runs
+        before any rank reports that it resumes.
 
         Raises:
-            NoCheckpoint: `resume="require"` and nothing whole was found.
-            MasterAway: the round did not come together within its deadline.
+            NoCheckpoint: `resume="require"` and no complete generation was found.
+            MasterAway: the round did not form within its deadline.
         """
         plan, deadline, tried = p.Plan(number=0), time.monotonic() + FORM_S, False
         while plan.phase is not p.Phase.TRAINING:
@@ -147,48 +147,48 @@ class Session:
         return self._restored
 
     def watch(self, name: str, source: DatasetPosition, state: dict[str, Any] | None = None) -> None:
-        """Make `source` part of every cut under `name`, and put `state` into it (None: the restored one, if any)."""
+        """Make `source` part of every cut under `name`, and load `state` into it (None: the restored one, if any)."""
         self._data.watch(name, source)
         state = state if state is not None else self.restored_data(name)
         if state is not None:
             source.load_state_dict(state)
 
     def lease(self, name: str, source: Leased) -> None:
-        """Make `source` part of every cut under `name`; the master lends it out, from where the restore left it."""
+        """Make `source` part of every cut under `name`; the master leases its ranges, from the restored position on."""
         source.connect(self._caller, self.config.job, self._incarnation, rank=self.place.rank, free=False)
         if self._restored is not None and name in self._restored.leases:
             source.load_state_dict(self._restored.leases[name])
         self._data.lease(name, source)
 
     def restored_data(self, name: str) -> dict[str, Any] | None:
-        """Where dataset `name` stood in the restored generation; None if nothing was restored."""
+        """Position of dataset `name` in the restored generation; None if nothing was restored."""
         return self._restored.data.get(name) if self._restored is not None else None
 
     def draw_from(self, note: bytes) -> None:
-        """This rank's random state was noted on another node: what follows the restore is drawn from there."""
+        """Continue from `note`, this rank's random state as replicated to another node."""
         if self._restored is not None and self.membership is not None:
             self._restored = session_parts.drawing(self._restored, note, self.place, self.attempt)
             self.membership.draws.took(note)
 
     def forget_restored(self) -> None:
-        """The adapter loads something else: neither data nor random state of the restore is put back."""
+        """The adapter loads something else: restore neither data nor random state."""
         self._restored = None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """The optimizer stepped. Only a mark: schedulers, scaler, EMA and validation are still to come."""
+        """The optimizer stepped. Only sets a mark: schedulers, scaler, EMA and validation are still to come."""
         self.at_step_end, self._rng = True, None
         self._data.mark()
 
     def step_is_over(self) -> None:
-        """All of the last step is over, though no batch was requested yet: a validation comes first."""
+        """The last step is entirely over, although no batch was requested yet, because a validation comes first."""
         self._data.commit()
 
     def before_fetch(self, step: int) -> None:
-        """The next batch is about to be fetched: remember the random state if a cut follows, restore a restored one.
+        """Before the next batch is fetched: capture the random state if a cut follows; restore a pending one first.
 
-        Of several loaders the first one to fetch after a step counts.
+        With several loaders, the first one to fetch after a step counts.
         """
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
@@ -198,13 +198,13 @@ class Session:
             self._rng = rng.capture()
 
     def _look(self, step: int) -> None:
-        """Once for each step: within it the answer stays."""
+        """Checks for a preemption once per step; the answer holds for the whole step."""
         if step != self._looked:
             self.parting.look(step, self._caller)
             self._looked = step
 
     def batch_requested(self, step: int) -> bool:
-        """The quiet point after optimizer step `step`: marks become commits. True if a cut is due now."""
+        """The step boundary after optimizer step `step`: marks become commits. True if a cut is due now."""
         if not self._here:
             self._surface.say(HooksError(f"process {os.getpid()} was forked from this worker: nothing of it is saved"))
             return False
@@ -237,7 +237,7 @@ class Session:
             self._courier.skipped(p.Generation(attempt=self.attempt, step=step, run=self.run))
 
     def _part(self, step: int, state: Any) -> None:
-        """All ranks leave here, saved as well as the time allows: Preempted, unless others go and this one recovers."""
+        """Leave at this step on all ranks, saved as far as time allows. Raises Preempted, unless this rank may stay."""
         tree = self._tree(state) if self._engine is not None and step > 0 else None
         gone = self.parting.save(self._engine, p.Generation(self.attempt, step, self.run), tree, self._caller)
         if not gone.mine and self.membership is not None and not self.membership.unsupported:
@@ -246,24 +246,24 @@ class Session:
         raise self.parting.tell(gone)
 
     def frozen_among(self, parameters: Callable[[], Iterable[Any]]) -> None:
-        """`parameters()`: those of the models; frozen ones are not copied at every save."""
+        """`parameters()` returns those of the models; frozen ones are not copied at every save."""
         if self._engine is not None:
             self._engine.parameters = parameters
 
     def wait_copied(self) -> None:
-        """Return when the last cut is copied, before weights are changed other than by an optimizer's step."""
+        """Return when the last cut is copied. Call before weights change other than by an optimizer step."""
         if self._engine is not None:
             self._engine.wait_copied()
 
     def finish(self, step: int, state: Any) -> None:
         """Training ended at `step`: make it durable (if there is a `save_to`) and wait for its MANIFEST.
 
-        What prevents it is raised at once, or said once with `on_error="warn"`; see `LastSave.make`.
+        A failure is raised at once, or logged once with `on_error="warn"`; see `LastSave.make`.
         """
         if self._engine is None or self.config.save_to is None or not self._here:
             return
         self._data.commit()
-        self._rng = None  # that of the last fetch is not of the end
+        self._rng = None  # captured at the last fetch, not at the end
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
         last = LastSave(self._engine, self._courier, generation, lambda: self._committed(generation), self.place.rank)
         self._end = FinalSaveOutcome.OWED
@@ -277,9 +277,10 @@ class Session:
             self._surface.say(error)
 
     def leave(self, reason: p.Departure, step: int = 0) -> None:
-        """Give up the seat and end every thread and socket of this session. Safe to call twice.
+        """Leave the job and end every thread and socket of this session. Safe to call twice.
 
-        DONE means FAILED after a `finish` that raised. What is in memory only stays there: the same start goes on.
+        After a `finish` that raised, DONE is reported as FAILED. Checkpoints that are only in memory stay there: the
+        same command resumes from them.
         """
         if self._left or not self._here:
             return
@@ -288,12 +289,12 @@ class Session:
         if reason is p.Departure.DONE and self._end is FinalSaveOutcome.OWED:
             reason = p.Departure.FAILED
         self._courier.stop()
-        if not self.place.incarnation and not self.place.rank:  # a launcher has its own last word
+        if not self.place.incarnation and not self.place.rank:  # a launcher prints its own final message
             say_farewell(self.config, self._courier, self._end, self._cut_at, reason)
         try:
             self._caller.call(p.Leave(self.config.job, self._incarnation, reason, step), timeout_s=5.0)
         except (MasterAway, MasterError) as error:
-            log.debug("left without the master's word: %s", error)
+            log.debug("left without a reply of the master: %s", error)
         if self._watcher is not None:
             self._watcher.close()
         if self._engine is not None:
@@ -301,14 +302,14 @@ class Session:
         (self.membership or self._caller).close()
 
     def salvage(self, step: int, state: Any, random: dict[str, Any]) -> bool:
-        """Save what `step` left behind, at once, although the round is over. False if it could not be kept."""
+        """Save the state after `step` at once, although the round is over. False if that failed."""
         if self._engine is None or self.membership is None or not self._here:
             return False
         self._rng = random
         return self._engine.save_lone(step, self._tree(state), LONE_S)
 
     def part(self) -> None:
-        """The round is over, the process lives on: end what is this session's alone, but its signals. Idempotent."""
+        """The round is over, the process continues: end this session's resources except signal handlers. Idempotent."""
         if self._left or not self._here:
             return
         self._left, self._restored = True, None
@@ -318,12 +319,12 @@ class Session:
         self._courier.stop()
 
     def locate(self, generation: p.Generation, rank: int) -> p.Located:
-        """Where that image lies. Any thread."""
+        """Where that image is stored. Any thread."""
         return self._caller.call(p.Locate(self.config.job, self._incarnation, generation, rank))
 
     def heard(self, notice: SaveNotice) -> None:
-        """The keeper's word of a save. The keeper link's thread."""
-        if self.attempt:  # until then it is of the round before, and a vote for that would be the end of this worker
+        """Receives the keeper's notice of a save, on the keeper connection's thread."""
+        if self.attempt:  # before that, the notice is of the previous round; voting for it would end this worker
             self._courier.notice(notice)
 
     @property
@@ -334,7 +335,7 @@ class Session:
     # ---- within -----------------------------------------------------------------------------------------------------
 
     def _load(self, plan: p.Plan, choice: p.Restore, fitting: Fitting | None, check: Callable[[Any], object]) -> None:
-        """Load the choice and say so; what cannot be loaded is reported and the master chooses again."""
+        """Load the choice and report the result. After a failure the master chooses again."""
         assert self._engine is not None
         startup.say_fallbacks(plan, self.config, self.place, self._surface.said)
         self._engine.begin(plan.run, plan.attempt, self.place.rank, self.place.world_size)
@@ -348,13 +349,13 @@ class Session:
             ok, reason, cuts, self._restored = False, error.message, {}, None
         else:
             self._restored = restored
-            # before anybody trains, and writes over what the dead have noted
+            # before training resumes and overwrites the notes of dead processes
             self.found = session_parts.noted(self._restored, self.place, self._engine, self.membership)
             ok, reason = True, ""
         said = p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts)
         try:
             self._caller.call(said, timeout_s=60.0)
-        except Stale as stale:  # another rank could not load it and was quicker to say so; the next plan tells
+        except Stale as stale:  # another rank has already reported a failure to load; follow the next plan
             log.info("job %s rank %d: %s", self.config.job, self.place.rank, stale.message)
 
     def _begin(self, plan: p.Plan) -> None:
@@ -365,7 +366,7 @@ class Session:
             if self._restored is not None:
                 self._engine.fill()
             startup.take_seat(self.config, self._engine, plan, self.place)
-            self._engine.others.hopeless = frozenset()  # the master is there
+            self._engine.others.hopeless = frozenset()  # the master is reachable
         if self._restored is not None:
             self._restored = session_parts.drawing(self._restored, self.found.note, self.place, self.attempt)
             startup.say(self._restored, self.config, self.place)
@@ -379,7 +380,7 @@ class Session:
     def _cut_due(self, step: int) -> bool:
         """Only at the first request after a step: later ones of an accumulation window count batches not yet in it.
 
-        After the first step always: how much memory a cut needs is known then, and is made ready.
+        Always after the first step: the memory that a cut needs is known then, and is allocated.
         """
         due = not self._prepared or save_due(self._courier.cadence, step)
         return self._engine is not None and ((self.at_step_end and due) or self.parting.here)
@@ -388,7 +389,7 @@ class Session:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}
 
     def _time_step(self, step: int) -> None:
-        """For the cadence (smoothed), and for the mode of saves (steps with a cut)."""
+        """Measures steps: all for the cadence (smoothed), those with a cut for the choice of the save mode."""
         seconds = self._pace.at(step, time.monotonic())
         if self._engine is not None and seconds is not None and self._cut_at == step - 1:
             self._engine.took(seconds)

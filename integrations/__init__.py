@@ -1,4 +1,4 @@
-"""Adapters: one module or package for each framework; each only turns its events into a session's verbs.
+"""Adapters: one module or package per framework, each only translates its events into calls of `Session`.
 
 Importing an adapter is the opt-in to its framework.
 """

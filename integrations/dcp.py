@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on our generations: a reader, a stager and a writer without pickle."""
+"""torch.distributed.checkpoint for dlrover-hooks generations: a reader, a stager and a writer without pickle."""
 
 from __future__ import annotations
 

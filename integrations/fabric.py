@@ -7,9 +7,9 @@
         for batch in loader: ...
     fabric.finish()
 
-Fabric's callbacks hear of models and optimizer steps but not of loaders or loops, so this is a wrapper. It puts its own
-loaders in the place of Fabric's, which would shard them again, and lets `step`, `zero_grad` and clipping act only where
-a step ends: the loop stays one without accumulation, whatever the world size.
+Fabric calls its callbacks for models and optimizer steps, but not for loaders or loops, so this is a wrapper. It
+replaces Fabric's loaders, which would shard the data again, and makes `step`, `zero_grad` and clipping act only where a
+step ends. So the user's loop needs no code for accumulation, at any world size.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = logging.getLogger("dlrover_hooks")
 
 
 class ElasticFabric:
-    """A `Fabric` whose training loop can be broken off anywhere and goes on at any world size.
+    """A `Fabric` whose training loop can be interrupted anywhere and resumed at any world size.
 
-    Everything that is not named here is the wrapped Fabric's. What is set up is restored in that call; cuts are taken
-    when the training loader is asked for the batch after a step. Do not accumulate by hand and do not divide the loss:
-    `global_batch_size` says how many samples a step has, and `backward` and `optimizer.step()` follow it.
+    All other attributes are those of the wrapped Fabric. Objects are restored when they are set up. Cuts are taken when
+    the batch after a step is requested from the training loader. Do not accumulate by hand and do not divide the loss:
+    `global_batch_size` sets the number of samples in a step, and `backward` and `optimizer.step()` follow it.
 
     Args:
         fabric: a launched Fabric with which nothing was set up.
@@ -61,15 +61,15 @@ class ElasticFabric:
         self.fabric, self.config = fabric, settings.load(save_to=save_to, **shared)
         self._on_preempt = on_preempt
         self.loop: TrainingLoop | None = None
-        """The seat in the job, from the first `setup` to `finish`; None when standing aside."""
+        """The membership in the job, from the first `setup` to `finish`; None when the hooks are inactive."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["fabric"], name)
 
-    # ---- coming up --------------------------------------------------------------------------------------------------
+    # ---- setup ------------------------------------------------------------------------------------------------------
 
     def setup(self, module: nn.Module, *optimizers: Any, scheduler: Any = None, **options: Any) -> Any:
-        """As `Fabric.setup`; then all of it is restored."""
+        """As `Fabric.setup`; then everything is restored."""
         made = self.fabric.setup(module, *optimizers, scheduler=scheduler, **options)
         model, *others = made if isinstance(made, tuple) else (made,)
         if (loop := self._come_up()) is not None:
@@ -81,11 +81,11 @@ class ElasticFabric:
         return made
 
     def setup_module(self, module: nn.Module, **options: Any) -> Any:
-        """As `Fabric.setup_module`; then it is restored."""
+        """As `Fabric.setup_module`; then the module is restored."""
         return self.setup(module, **options)
 
     def setup_optimizers(self, *optimizers: Any) -> Any:
-        """As `Fabric.setup_optimizers`; then they are restored."""
+        """As `Fabric.setup_optimizers`; then the optimizers are restored."""
         made = self.fabric.setup_optimizers(*optimizers)
         if (loop := self._come_up()) is not None:
             for one in made if isinstance(made, tuple) else (made,):
@@ -93,19 +93,19 @@ class ElasticFabric:
         return made
 
     def setup_dataloaders(self, *dataloaders: Any, move_to_device: bool = True, **options: Any) -> Any:
-        """As `Fabric.setup_dataloaders`, except that the shuffled ones, which are for training, are made elastic.
+        """As `Fabric.setup_dataloaders`, but the training loaders, which are the shuffled ones, are made elastic.
 
-        One that keeps a state of its own is returned untouched and kept in the cut. A training loader that is not
-        shuffled: give `elastic_loader(loader)`.
+        A loader with its own state is returned unchanged and kept in the cut. For a training loader that is not
+        shuffled, pass `elastic_loader(loader)`.
         """
         given = list(dataloaders)
         made = [self._loader(one, given, move_to_device, options) for one in given]
         return made[0] if len(made) == 1 else made
 
     def include(self, *objects: Any) -> None:
-        """Restore anything else that has `state_dict` and `load_state_dict`, and keep it in every cut.
+        """Restore any other object with `state_dict` and `load_state_dict`, and keep it in every cut.
 
-        Always in the same order. A scheduler included here (or given to `setup`) only steps where a step ends.
+        Call it always in the same order. A scheduler included here (or passed to `setup`) only steps where a step ends.
         """
         if (loop := self._come_up()) is None:
             return
@@ -118,7 +118,7 @@ class ElasticFabric:
 
     def _come_up(self) -> TrainingLoop | None:
         if self.loop is None and (reason := self._stand_aside()) is not None:
-            log.warning("dlrover-hooks stands aside: %s", reason)
+            log.warning("dlrover-hooks is inactive: %s", reason)
         elif self.loop is None:
             place = settings.place(rank=self.fabric.global_rank, world_size=self.fabric.world_size)
             self.loop = TrainingLoop(self.config, place, self._on_preempt)
@@ -171,11 +171,11 @@ class ElasticFabric:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs left of n, an interrupted one included: over restarts exactly n (`range(n)` would repeat)."""
+        """The epochs left of n, an interrupted one included: over all restarts exactly n (`range(n)` would repeat)."""
         return self.loop.epochs(n) if self.loop is not None else iter(range(n))
 
     def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """As `Fabric.backward` of a mean loss, divided and weighted so that a step has the mean over its samples."""
+        """As `Fabric.backward` for a mean loss, scaled so that a step's gradient is the mean over its samples."""
         if self.loop is None:
             self.fabric.backward(tensor, *args, **kwargs)
             return
@@ -185,7 +185,7 @@ class ElasticFabric:
         window.pending = not window.ends
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """As Fabric's; inside a window, where gradients are not whole, it does nothing."""
+        """As Fabric's; does nothing inside a window, where gradients are incomplete."""
         if self.loop is None or self.loop.window.ends:
             return self.fabric.clip_gradients(*args, **kwargs)
         return None
@@ -193,18 +193,18 @@ class ElasticFabric:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training is over: make the last step durable and give up the seat. Safe to call twice."""
+        """Training is over: make the last step durable and leave the job. Safe to call twice."""
         if self.loop is not None:
             self.loop.finish()
 
     def close(self, reason: p.Departure = p.Departure.FAILED) -> None:
-        """Give up the seat without an end: the job is to be resumed. Happens by itself when the process ends."""
+        """Leave the job unfinished, to be resumed. Called automatically when the process ends."""
         if self.loop is not None:
             self.loop.close(reason)
 
 
 class SetUpLoader(Around):
-    """A training loader as Fabric's loop gets it: elastic, batches on the device. What it lacks, `elastic` has."""
+    """A training loader for Fabric's loop: elastic, batches on the device. Other attributes are those of `elastic`."""
 
     def __init__(self, elastic: ElasticLoader | LeasedLoader, window: Window, device: torch.device | None) -> None:
         self.elastic, self.device, self._window = elastic, device, window
@@ -219,7 +219,7 @@ class SetUpLoader(Around):
 
 
 def _at_step_end(window: Window, act: Callable[..., Any]) -> Callable[..., Any]:
-    """`act`, an optimizer's `step`; inside a window only the closure is called, which has the backward in it."""
+    """Wraps an optimizer's `step`: inside a window only the closure is called, because it contains the backward."""
 
     def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if window.ends:

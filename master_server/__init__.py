@@ -1,4 +1,4 @@
-"""The master: messages in, pure machines, journal, effects out. It imports nothing of the training side but storage.
+"""The HTTP master: pure state machines (`core`) process requests, a journal stores them, then their effects are run.
 
-The way in: `python -m dlrover_hooks.master`.
+It imports nothing of the training side but checkpoint storage. Entry point: `python -m dlrover_hooks.master`.
 """

@@ -35,20 +35,20 @@ from dlrover_hooks.master.runtime import Runtime
 
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
-"""Exit code (EX_CONFIG) for what the caller can mend."""
+"""Exit code (EX_CONFIG) for errors that the caller can correct."""
 FAILED = 70
-"""Exit code (EX_SOFTWARE): this life failed, the next one may take over."""
+"""Exit code (EX_SOFTWARE): this process failed; a restarted one may take over."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A lost host, whose kernel reports nothing, is noticed after 25 s. Connections inherit it from the listener."""
+"""Detect a lost host, whose kernel reports nothing, after 25 s. Connections inherit the listener's options."""
 _KEEP_ALIVE_S = 3600
 _COLLECT_AT = (100_000, 20, 100)
-"""Thousands of open long-polls are a large heap: looking through all of it for cycles costs more than they ask for.
-With Python's own (700, 10, 10), 1000 nodes that meet took six times the CPU."""
+"""Garbage collector thresholds. Thousands of open long-polls make a large heap, and searching it for cycles costs more
+than the requests. With Python's default (700, 10, 10), a rendezvous of 1000 nodes took six times the CPU time."""
 log = logging.getLogger("dlrover_hooks.master")
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
-    """What the command line says."""
+    """The parsed command line."""
 
     host: str = "127.0.0.1"
     port: int = 8780
@@ -86,7 +86,7 @@ def _forget_after(ctx: click.Context, param: click.Parameter, text: str) -> floa
 
 
 class Command(click.Command):
-    """Ends with 78, not with click's 2, for a command line that must be mended."""
+    """Exits with 78, not with click's 2, for an invalid command line."""
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         try:
@@ -101,7 +101,7 @@ class Command(click.Command):
 @click.option("--port", default=8780, type=click.IntRange(0, 65535), help="0 picks a free one and prints it.")
 @click.option("--fd", type=int, help="Listen on this inherited socket: its owner may restart the master unseen.")
 @click.option("--journal", type=click.Path(dir_okay=False), help="SQLite file that outlives this process. "
-              "Without it a restarted master knows nothing.")  # fmt: skip
+              "Without it a restarted master has lost all jobs.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--lease", "lease_s", default="10s", callback=_lease, metavar="DURATION",
@@ -126,17 +126,17 @@ class Command(click.Command):
 @click.option("--ephemeral", is_flag=True, help="Delete the journal when that pipe ends: its owner needs it no more.")
 @click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
 def command(token_file: str | None, **flags: Any) -> None:
-    """Serve the master: it keeps membership, liveness and checkpoints of training jobs.
+    """Serve the master: it tracks membership, liveness and checkpoints of training jobs.
 
     \b
-    One machine:   nothing to do, `dlrover-hooks run` starts one.
+    One machine:   nothing to do, `dlrover-hooks run` starts a master.
     Sidecar:       python -m dlrover_hooks.master --journal master.db
     Many machines: DLROVER_HOOKS_TOKEN=... python -m dlrover_hooks.master --host 0.0.0.0 --journal master.db
-    Workers find it by DLROVER_HOOKS_MASTER=http://HOST:8780 (and DLROVER_HOOKS_TOKEN).
+    Workers find it through DLROVER_HOOKS_MASTER=http://HOST:8780 (and DLROVER_HOOKS_TOKEN).
 
     \b
-    GET /healthz /readyz /metrics /openapi.json tell how it is and what it answers.
-    Exit codes: 0 ended by a signal or its owner, 70 failed within (start it again), 78 something here must be mended.
+    GET /healthz /readyz /metrics /openapi.json report its state and its interface.
+    Exit codes: 0 ended by a signal or its owner, 70 internal failure (restart it), 78 bad option, file or address.
     """
     options = ServeOptions(**flags)
     logging.basicConfig(
@@ -152,7 +152,7 @@ def command(token_file: str | None, **flags: Any) -> None:
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until a signal or the end of `life_fd`. Raises HooksError for what the caller can mend."""
+    """Serve until a signal arrives or `life_fd` is closed. Raises HooksError for errors that the caller can correct."""
     _check_tls(options)
     gc.set_threshold(*_COLLECT_AT)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -160,7 +160,7 @@ def serve(options: ServeOptions) -> None:
     listener = _listener(options)
     _keep_alive(listener)
     journal = Journal(options.journal, synchronous=options.synchronous)
-    if options.fd is None:  # who passed a socket knows its address
+    if options.fd is None:  # a caller that passed a socket has its address
         address = listener.getsockname()
         scheme = "https" if options.ssl_certfile else "http"
         click.echo(f"dlrover-hooks master: {scheme}://{address[0]}:{address[1]} pid {os.getpid()}", err=True)
@@ -169,7 +169,7 @@ def serve(options: ServeOptions) -> None:
 
 
 async def _serve(options: ServeOptions, listener: socket.socket, journal: Journal) -> bool:
-    """False if the runtime failed: only a new life, which replays the journal, knows what is true."""
+    """False if the runtime failed: only a new process, which replays the journal, has a reliable state."""
     metrics = Metrics()
     runtime = Runtime(
         journal,
@@ -216,20 +216,20 @@ def _config(options: ServeOptions, app: App) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that sends long-polls home before it waits for its connections to end."""
+    """A uvicorn server that ends all long-polls before it waits for its connections to close."""
 
     def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
         super().__init__(config)
         self._runtime = runtime
         self.orphaned = False
-        """The owner of `life_fd` is gone."""
+        """The owner of `life_fd` has closed it or ended."""
 
     def end(self) -> None:
-        """Stop soon: nobody owns this master any more. Call from the loop."""
+        """Stop soon: this master's owner has ended. Call from the loop."""
         self.should_exit = self.orphaned = True
 
     def fail(self) -> None:
-        """Stop at once: what this process knows may be wrong. Call from the loop."""
+        """Stop at once: this process's state may be wrong. Call from the loop."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -238,14 +238,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """A signal asks to end; uvicorn would raise it again afterwards, but a master that was told to end exits 0."""
+        """Stop on a signal. uvicorn would raise it again afterwards, but a master stopped by a signal exits with 0."""
         del frame
         log.info("ending on %s", signal.Signals(sig).name)
         self.should_exit = True
 
 
 def _end_with(life_fd: int, server: Server, loop: asyncio.AbstractEventLoop) -> None:
-    """A thread waits for EOF on the owner's pipe; it ends with this process."""
+    """Start a thread that waits for EOF on the owner's pipe; it ends with this process."""
 
     def wait() -> None:
         while os.read(life_fd, 1024):
@@ -305,7 +305,7 @@ def _check_token(options: ServeOptions, host: str) -> None:
 
 
 def _check_tls(options: ServeOptions) -> None:
-    """Before anything is opened: uvicorn would find it out later, with a traceback."""
+    """Check the TLS files before anything is opened: uvicorn would fail later, with a traceback."""
     if options.ssl_certfile is None:
         if options.ssl_keyfile is None and options.ssl_client_ca is None:
             return

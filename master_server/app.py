@@ -1,4 +1,4 @@
-"""The master over HTTP: a starlette app generated from `ROUTES`. Every refusal is problem+json (RFC 9457)."""
+"""The master's HTTP interface: a starlette app generated from `ROUTES`. Errors are sent as problem+json (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class App:
-    """Holds what the endpoints share. `asgi` is the application."""
+    """Holds the objects that the endpoints share. `asgi` is the application."""
 
     def __init__(
         self, runtime: Runtime, metrics: Metrics, *, token: str | None = None, body_limit_bytes: int = BODY_LIMIT_BYTES
@@ -98,7 +98,7 @@ class App:
         request.scope["state"]["connection"].welcome()
 
     async def _body(self, request: Request) -> bytes:
-        """The whole body. Of one that is too large a bit more is read, so that the sender hears the answer."""
+        """The complete body. Up to 4 times the limit is read, so that the sender of a larger body gets the error."""
         limit = self._body_limit_bytes
         chunks: list[bytes] = []
         size = 0
@@ -114,7 +114,7 @@ class App:
             )
         return b"".join(chunks)
 
-    # ---- the master's own --------------------------------------------------------------------------------------------
+    # ---- routes outside the protocol ---------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
         del request
@@ -135,16 +135,16 @@ class App:
 
 
 def _with_slashes(path: str) -> str:
-    """A name may hold slashes; clients quote them, and the server sees them unquoted."""
+    """Let names contain slashes: clients quote them, and the server receives them unquoted."""
     return path.replace("}", ":path}")
 
 
 _LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
-"""A name with slashes must not swallow the rest of a longer path."""
+"""Longer paths are matched first: otherwise a name with slashes would match the rest of a longer path."""
 
 
 async def _unless_gone(request: Request, work: Any) -> Message:
-    """The long-poll's answer; if the client hangs up first, the wait is cancelled at once (that is how death shows)."""
+    """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected."""
     waiting = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -191,15 +191,17 @@ def _check_protocol(request: Request) -> None:
     if spoken is None or spoken in (str(PROTOCOL), str(PROTOCOL - 1)):
         return
     error = BadRequest(
-        f"This master speaks protocol {PROTOCOL} and {PROTOCOL - 1}, the client {spoken}.",
+        f"The protocol of this master is {PROTOCOL} and {PROTOCOL - 1}, the client {spoken}.",
         hint="Install the same minor version of dlrover-hooks for the master and the workers.",
     )
     raise _with_status(error, 406)
 
 
 def _check_browser(request: Request) -> None:
-    """Without a token a page that a browser of this machine shows could speak for its user: by a form, or by a name of
-    its own that leads here.
+    """Refuse requests from web pages if there is no token.
+
+    A page in a browser on this machine could otherwise send requests as its user: with a form, or through a host name
+    of its own that resolves to this address (DNS rebinding).
     """
     host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

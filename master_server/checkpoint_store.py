@@ -1,4 +1,4 @@
-"""What the master needs of storage: where manifests go, and the claim that keeps other masters off a URL."""
+"""The storage interface of the master: it commits manifests, and claims a URL to keep other masters off it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class HeldUrl(Protocol):
     """A claim on a checkpoint URL."""
 
     def release(self) -> None:
-        """Give it up."""
+        """Release the claim."""
         ...
 
 
 class Storage(Protocol):
-    """Where manifests go. Blocking; called from threads."""
+    """Stores manifests. All methods block and are called from threads."""
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-        """Write the MANIFEST, point `latest` at it, drop old generations. Raises SaveToBusy where another job came."""
+        """Write the MANIFEST, point `latest` at it, drop old generations. Raises SaveToBusy if the claim was lost."""
         ...
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-        """Remember that the run is over."""
+        """Record that the run has ended at `step`."""
         ...
 
     def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
@@ -37,7 +37,7 @@ class Storage(Protocol):
 
 
 class NoStorage:
-    """For a master whose jobs have no `save_to`: refuses each claim, and nothing is committed without one."""
+    """For a master whose jobs have no `save_to`. Refuses every call, so no job can claim a URL and commit to it."""
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """See `Storage`."""
@@ -56,7 +56,7 @@ class NoStorage:
 
 
 def release(hold: HeldUrl) -> None:
-    """Give the claim up; trouble is only logged, since nobody could mend it now."""
+    """Release the claim. Errors are only logged: no caller could handle them."""
     try:
         hold.release()
     except (HooksError, OSError) as error:

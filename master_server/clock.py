@@ -1,4 +1,4 @@
-"""The clocks of a master: the machine's, and the time in which the master was able to work."""
+"""The clocks of a master: the machine's clocks, and the time during which the master was able to work."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REAL = Clock()
 
 
 class Uptime:
-    """Seconds in which this master could hear its workers and answer them. All leases and waits are measured by it.
+    """Seconds during which this master could process requests. All leases and waits are measured by it.
 
-    A worker cannot renew a lease while the master's process is stopped, or while a commit of the journal does not end:
-    of such a pause only `most_s` count. The owner calls `seconds` at least every `tick_s`, so that a longer time
-    between two calls means that the process was stopped.
+    A worker cannot renew a lease while the master's process is stopped, or while a commit of the journal blocks: at
+    most `most_s` of such a pause count. The owner calls `seconds` at least every `tick_s`, so a longer time between
+    two calls means that the process was stopped.
     """
 
     def __init__(self, monotonic: Callable[[], float], most_s: float) -> None:
@@ -34,7 +34,7 @@ class Uptime:
         self._missed_s = 0.0
 
     def seconds(self) -> float:
-        """Since the beginning; never goes back."""
+        """Seconds counted since the start; never decreases."""
         at = self._monotonic()
         last = min(self._seen + self.most_s, max(self._seen, self._commit_began + self.most_s))
         counted = min(at, last) - self._seen
@@ -44,16 +44,16 @@ class Uptime:
         return self._seconds
 
     def missed_s(self) -> float:
-        """Seconds that passed and were not counted, since this was asked last."""
+        """Seconds that passed without being counted, since the previous call."""
         missed, self._missed_s = self._missed_s, 0.0
         return missed
 
     def commit_begins(self) -> None:
-        """From now on replies wait for the journal."""
+        """A journal commit begins; replies wait for it."""
         self.seconds()
         self._commit_began = self._seen
 
     def commit_ended(self) -> None:
-        """They do not any more."""
+        """The journal commit has ended."""
         self.seconds()
         self._commit_began = math.inf

@@ -1,7 +1,7 @@
-"""Connections to the master, and what a peer may send and hold before it has shown the token.
+"""Connections to the master, and limits on what a peer may send and hold before it has sent the token.
 
-uvicorn limits neither the headers of a request nor the time they take, and its parser gathers a header that does not
-end in quadratic time. All methods are called in the loop.
+uvicorn limits neither the size nor the duration of request headers, and its parser takes quadratic time to collect a
+header that does not end. All methods are called in the event loop.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ log = logging.getLogger("dlrover_hooks.master")
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one peer may take of this process. A stranger is a connection that has not shown the token."""
+    """Limits on the resources that peers can use. A stranger is a connection that has not sent the token."""
 
     head_bytes: int = 64 * 2**10
-    """So much of a request that is neither its body nor a complete header block: headers, URL, chunk extensions."""
+    """Most bytes received without completing a header block or adding to a body: headers, URL, chunk extensions."""
     head_s: float = 20.0
     """From the first byte of a request to the end of its headers."""
     stranger_s: float = 30.0
@@ -30,8 +30,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Strangers:
-    """The connections that have not shown the token, the oldest first. A new one that is too many ends the oldest:
-    whoever has the token shows it at once.
+    """The connections that have not sent the token, oldest first. A new connection above the limit aborts the oldest:
+    clients that have the token send it at once.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -39,20 +39,20 @@ class Strangers:
         self._open: dict[Connection, asyncio.TimerHandle] = {}
 
     def add(self, connection: Connection) -> None:
-        """It was accepted."""
+        """Register an accepted connection."""
         while len(self._open) >= self.limits.strangers:
             next(iter(self._open)).abort("there are too many connections without the token")
         late = f"it has not shown the token within {self.limits.stranger_s:g} s"
         self._open[connection] = connection.loop.call_later(self.limits.stranger_s, connection.abort, late)
 
     def discard(self, connection: Connection) -> None:
-        """It has shown the token, or has ended. Idempotent."""
+        """Remove a connection that has sent the token or has ended. Idempotent."""
         if (timer := self._open.pop(connection, None)) is not None:
             timer.cancel()
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with `Limits`. The app finds it as `state["connection"]` of a request's scope."""
+    """uvicorn's HTTP protocol with `Limits`. The app finds it as `state["connection"]` in a request's scope."""
 
     def __init__(self, strangers: Strangers, **more: Any) -> None:
         super().__init__(**more)
@@ -61,11 +61,11 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def welcome(self) -> None:
-        """It has shown the token. Idempotent."""
+        """The peer has sent the token. Idempotent."""
         self._strangers.discard(self)
 
     def abort(self, why: str) -> None:
-        """End it without an answer."""
+        """Close the connection without a response."""
         log.info("the connection of %s is ended: %s", self.client, why)
         self._strangers.discard(self)
         self.transport.abort()
@@ -95,24 +95,24 @@ class Connection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self._limits.head_s, self._refuse, 408, late)
 
     def on_message_begin(self) -> None:
-        """Of the parser."""
+        """Parser callback."""
         super().on_message_begin()
         self.scope["state"]["connection"] = self  # pyright: ignore[reportTypedDictNotRequiredAccess]
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        """Of the parser."""
+        """Parser callback."""
         self._in_head, self._advanced = False, True
         self._stop_head_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Of the parser."""
+        """Parser callback."""
         self._advanced = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Of the parser."""
+        """Parser callback."""
         self._advanced = True
         super().on_message_complete()
 
@@ -122,7 +122,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Answer and close; only close while an earlier request is being answered."""
+        """Respond and close; only close while the response to an earlier request is incomplete."""
         log.info("a request of %s is refused: %s", self.client, detail)
         if self.cycle is None or self.cycle.response_complete:
             problem = Problem(type="MasterError", title="Request refused", status=status, detail=detail, hint=_HINT)

@@ -1,6 +1,6 @@
-"""Who lives, as the runtime sees it: the pure `nodes` with the master's uptime and one timer. Verdicts become events.
+"""Failure detection in the runtime: drives the pure `heartbeats` with the master's uptime and one timer.
 
-All methods are called in the runtime's loop.
+Verdicts become events. All methods are called in the runtime's event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("dlrover_hooks.master")
 
 
 class Liveness:
-    """Owns the timer. `state` gives the journaled state as it is now; `inform` takes an event of the master's own."""
+    """Owns the timer. `state` returns the current journaled state; `inform` accepts an internal event of the master."""
 
     def __init__(
         self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], uptime: Uptime
@@ -47,7 +47,7 @@ class Liveness:
         self._judged_at = -math.inf
 
     def start(self) -> None:
-        """A new life: everybody is to speak anew."""
+        """Start after a restart: every incarnation of the journaled state must show that it is alive."""
         self._loop = asyncio.get_running_loop()
         for name, job in sorted(self._state().jobs.items()):
             self._expect_all(name, job, self._now())
@@ -60,19 +60,19 @@ class Liveness:
             if member.live and (name, member.incarnation) not in self._nodes.pulses:
                 within_s = self._nodes.lease_s if trains else GRACE_S
                 heartbeats.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
-        # a free holder does not beat, but it connects again, and then it may be silent
+        # a free lease holder sends no heartbeats, but it reconnects, and may be silent from then on
         for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
             if (name, speaker) not in self._nodes.pulses:
                 heartbeats.expect(self._nodes, (name, speaker), now, self._nodes.lease_s)
 
     def rolled_back(self) -> None:
-        """Events were undone: whoever was forgotten because of them is waited for again."""
+        """Events were rolled back: expect the incarnations again that were forgotten because of these events."""
         for name, job in sorted(self._state().jobs.items()):
             self._expect_all(name, job, self._now())
         self._arm()
 
     def close(self) -> None:
-        """No more verdicts."""
+        """Stop the timer; no more verdicts."""
         self._cancel()
         self._at = -math.inf
 
@@ -83,18 +83,18 @@ class Liveness:
     # ---- signs of life -----------------------------------------------------------------------------------------------
 
     def received(self, request: Heartbeat) -> None:
-        """A heartbeat is here. It counts at once if its sender is known: the answer may have to wait for a commit."""
+        """A heartbeat was received. It counts at once if its sender is known: the reply may wait for a commit."""
         if (request.job, request.incarnation) in self._nodes.pulses:
             self.beat(request)
 
     def beat(self, request: Heartbeat) -> None:
-        """A heartbeat was answered: its sender may be silent for a whole lease again."""
+        """A heartbeat was answered: its sender's lease starts again."""
         name = (request.job, request.incarnation)
         heartbeats.beat(self._nodes, name, self._now(), step=request.step, vitals=request.vitals)
         self._arm()
 
     def heard_of(self, event: Message) -> None:
-        """Who sends an event lives."""
+        """An event shows that its sender is alive; `Leave` and `Exited` end the tracking of a process."""
         if isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, OpenLedger):
@@ -108,7 +108,7 @@ class Liveness:
             heartbeats.forget(self._nodes, (event.job, event.worker))
 
     def waits(self, request: Poll, for_s: float) -> None:
-        """A long-poll begins; a `Watch` is open until `waited`."""
+        """A long-poll begins. A `Watch` stays open until `waited` is called."""
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
             heartbeats.opened(self._nodes, name, self._now())
@@ -117,9 +117,9 @@ class Liveness:
             self._heard(name, for_s + self._nodes.lease_s)
 
     def waited(self, request: Poll, *, answered: bool) -> None:
-        """It is over: `answered`, or the client hung up.
+        """The long-poll ended: `answered`, or the client disconnected.
 
-        Who waits for a round or a lease asks again at once; with its plan a worker may be busy.
+        A client that waits for a round or a lease polls again at once; a worker that received its plan may be busy.
         """
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
@@ -130,7 +130,7 @@ class Liveness:
         self._arm()
 
     def round_formed(self, job: str) -> None:
-        """Whoever got a seat must attach in time; an agent need not speak until it waits again."""
+        """The members of a new round must attach in time; an agent need not send anything until its next poll."""
         found = self._state().jobs.get(job)  # it may be deleted by now
         current = found.rounds.round if found is not None else None
         now = self._now()
@@ -143,25 +143,25 @@ class Liveness:
         self._arm()
 
     def _worker_s(self, name: Name) -> float:
-        """How long a worker may be silent: it may not have begun its heartbeats."""
+        """Seconds a worker may be silent; longer if it has sent no heartbeat yet."""
         pulse = self._nodes.pulses.get(name)
         return self._nodes.lease_s if pulse is not None and pulse.beats else GRACE_S
 
     # ---- verdicts ----------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """Judge when the first lease runs out, and at every tick of the uptime."""
+        """Schedule `_judge` for the time when the first lease expires, and for each tick of the uptime before it."""
         at = heartbeats.next_at(self._nodes)
         if at >= self._at:
             return
         self._cancel()
         now, tick_s = self._now(), self._uptime.tick_s
-        delay_s = tick_s if now == self._judged_at else min(max(0.0, at - now), tick_s)  # the uptime may stand still
+        delay_s = tick_s if now == self._judged_at else min(max(0.0, at - now), tick_s)  # the uptime may not advance
         self._at = now + delay_s
         self._timer = self._loop.call_later(delay_s, self._judge)
 
     def _judge(self) -> None:
-        """Whoever could not be heard because this master was stopped, or waited for its journal, gets time to speak."""
+        """Issue verdicts. Leases are first extended by the time this master was stopped or waited for its journal."""
         self._timer, self._at = None, math.inf
         now = self._judged_at = self._now()
         if (missed_s := self._uptime.missed_s()) > 0.0:
@@ -175,12 +175,15 @@ class Liveness:
         self._arm()
 
     def _is_watched(self, job: str, launcher: str) -> bool:
-        """That launcher sees the end of a process that has not attached yet, or (a script without hooks) never will."""
+        """True if `launcher` has a watch connection open.
+
+        It then reports the end of a process that has not attached yet, or never will (a script without hooks).
+        """
         pulse = self._nodes.pulses.get((job, launcher))
         return pulse is not None and pulse.ears > 0
 
     def _matters(self, lost: Lost) -> bool:
-        """A seated agent that never promised to speak is not missed: its workers speak for themselves."""
+        """False if the loss has no effect, as for an agent that never sent heartbeats: its workers send their own."""
         job = self._state().jobs.get(lost.job)
         if job is None or not knows(job, lost.incarnation):
             return False

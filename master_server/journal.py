@@ -1,11 +1,12 @@
-"""The journal: every event in SQLite before it is answered, and now and then a snapshot in place of the old ones.
+"""The journal: stores every event in SQLite before it is answered; snapshots of the state replace old events.
 
-Write-ahead logging with `synchronous=FULL`: what was answered survives a power cut. A batch is one transaction. One
-process at a time has it open, by a lock that ends with that process. Not thread-safe: calls must not overlap, but may
-come from any thread.
+Write-ahead logging with `synchronous=FULL`: answered events survive a power cut. A batch is one transaction. Only one
+process has the journal open, which a lock ensures that ends with the process. Not thread-safe: calls must not overlap,
+but may come from any thread.
 
-Each record has a checksum, over its number, too. The newest snapshot and the one before stay, with all events since the
-latter: damage to the newest costs nothing. Any other damage that is found is named, and nothing is served.
+Each record has a checksum that includes its number. The newest two snapshots are kept, with all events since the older
+one: damage to the newest snapshot loses nothing. Any other damage that is found is reported, and no request is
+served.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dlrover_hooks.master.core.job_registry import Master
 log = logging.getLogger("dlrover_hooks.master")
 SNAPSHOT_EVERY = 10_000
 FORMAT = 2
-"""Of the tables and records. A release reads its own and older ones."""
+"""Version of the tables and records. A release reads its own format and older ones."""
 _TABLES = """
 CREATE TABLE events (seq INTEGER PRIMARY KEY, record BLOB NOT NULL, crc INTEGER NOT NULL);
 CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL, crc INTEGER NOT NULL);
@@ -50,13 +51,13 @@ DROP TABLE snapshot;
 UPDATE meta SET value = '2' WHERE name = 'format';
 COMMIT;
 """
-"""Format 1 had no checksums: what it has by now is taken for sound."""
+"""Format 1 had no checksums: its records are assumed to be undamaged."""
 _HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
 """Tables, by format."""
 
 
 class Journal:
-    """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and outlives restarts.
+    """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and kept.
 
     Raises:
         UsageError: another live process has it open.
@@ -67,7 +68,7 @@ class Journal:
         self.path = str(path) if path is not None else ":memory:"
         self.since_snapshot = 0
         self._last = self._sound = 0
-        """Number of the last event, and of the newest snapshot that is known to be sound."""
+        """Numbers of the last event and of the newest snapshot that is known to be undamaged."""
         self._lock: int | None = None
         try:
             if path is not None:
@@ -78,7 +79,7 @@ class Journal:
             raise
         except (sqlite3.Error, OSError, ValueError, TypeError) as error:
             self._unlock()
-            # of the errors below DatabaseError each has another reason
+            # the subclasses of DatabaseError have other reasons than damage
             if type(error) is sqlite3.DatabaseError or isinstance(error, (ValueError, TypeError)):
                 raise self._damaged(f"its database: {error}") from error
             raise JournalFailed(
@@ -119,7 +120,7 @@ class Journal:
         return {name.decode(errors="replace") for (name,) in names}
 
     def _begin(self) -> None:
-        """The tables of a new journal. Only there: a table that has gone from an old one is damage."""
+        """Create the tables of a new journal. Never for an existing one: a missing table there is damage."""
         self._db.executescript(_SCHEMA)
         self.owner = uuid.uuid4().hex
         for name, value in (("owner", self.owner), ("format", str(FORMAT))):
@@ -133,7 +134,7 @@ class Journal:
         return str(row[0])
 
     def _signature(self) -> str:
-        """Checksum of the owner and of what the tables are: with another word there SQLite finds other rows."""
+        """Checksum of the owner and of the tables' SQL: damage to that SQL changes which rows SQLite finds."""
         tables = self._db.execute("SELECT CAST(sql AS BLOB) FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
         return str(_crc(FORMAT, b"\0".join([self.owner.encode(), *(sql for (sql,) in tables)])))
 
@@ -141,24 +142,24 @@ class Journal:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('crc', ?)", (self._signature(),))
 
     def _check_pages(self) -> None:
-        """SQLite's own look at them: a row may have gone that nothing else speaks of. Raises ValueError."""
+        """SQLite's own check, which finds rows whose loss nothing else would show. Raises ValueError."""
         found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise ValueError(str(found))
 
     def load(self) -> Master:
-        """The state: the newest sound snapshot and what happened since.
+        """The state: the newest undamaged snapshot and the events since.
 
-        An event that this release refuses, and an older one did not, is passed over: it changes nothing.
+        Skips an event that this release refuses but an older release accepted.
 
         Raises:
-            UsageError: a part is damaged or missing, and nothing makes up for it. The file stays as it is.
+            UsageError: a part is damaged or missing and cannot be replaced by another one. The file is not changed.
         """
         try:
             if self.path != ":memory:":
                 self._check_pages()
             newest = int(self._db.execute("SELECT coalesce(max(seq), 0) FROM snapshots").fetchone()[0])
-        except Exception as error:  # whatever damage leads to
+        except Exception as error:  # damage may raise any exception
             raise self._damaged(f"its database: {error}") from error
         seq, state, bad = self._snapshot()
         try:
@@ -177,7 +178,7 @@ class Journal:
         return state
 
     def _snapshot(self) -> tuple[int, Master, str]:
-        """The newest sound one with its number, else the beginning; and what is wrong with the newest one."""
+        """Number and state of the newest undamaged snapshot (else 0 and an empty state); the damage of the newest."""
         bad = ""
         try:
             rows = self._db.execute("SELECT seq, state, crc FROM snapshots ORDER BY seq DESC").fetchall()
@@ -192,7 +193,7 @@ class Journal:
         return 0, Master(), bad
 
     def _since(self, seq: int, state: Master) -> int:
-        """Apply what came after event `seq` to `state`. Returns the number of the last one."""
+        """Apply the events after number `seq` to `state`. Returns the number of the last one."""
         try:
             rows = self._db.execute("SELECT seq, record, crc FROM events WHERE seq > ? ORDER BY seq", (seq,))
             for number, record, crc in rows:
@@ -201,7 +202,7 @@ class Journal:
                     raise LookupError(f"it is missing, the next one is {number}")
                 _check(number, record, crc)
                 self._replay(state, number, record)
-        except Exception as error:  # whatever a damaged part leads to
+        except Exception as error:  # a damaged part may raise any exception
             raise self._damaged(f"event {seq}: {type(error).__name__}: {error}") from error
         return seq
 
@@ -222,7 +223,7 @@ class Journal:
     def append(self, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
         """Make encoded envelopes durable, all or none.
 
-        `snapshot` is the encoded state right after them: it replaces them and everything before.
+        `snapshot` is the encoded state right after them; it makes old events and snapshots removable.
 
         Raises:
             JournalFailed: nothing was written.
@@ -239,13 +240,13 @@ class Journal:
             self._sound, self.since_snapshot = last, 0
 
     def probe(self) -> None:
-        """Write a little, as durably as events. Raises JournalFailed."""
+        """Write a small value, as durably as events. Raises JournalFailed."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', ?)", (uuid.uuid4().hex,))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or none. Raises JournalFailed."""
+        """A transaction around the block. Raises JournalFailed."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield
@@ -258,7 +259,7 @@ class Journal:
             ) from error
 
     def _replace(self, last: int, snapshot: bytes) -> None:
-        """The one before stays, and the events since: the new one may be damaged when it is needed."""
+        """Add a snapshot. Keep the one before and the events since that one, in case the new one gets damaged."""
         self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (last, snapshot, _crc(last, snapshot)))
         if last > self._sound:
             self._db.execute("DELETE FROM snapshots WHERE seq NOT IN (?, ?)", (last, self._sound))
@@ -270,12 +271,12 @@ class Journal:
                 self._db.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Let another process open it. Idempotent."""
+        """Close the database and release the lock, so that another process can open it. Idempotent."""
         self._db.close()
         self._unlock()
 
     def remove(self) -> None:
-        """Close it, and forget what it holds: nobody will ever ask again."""
+        """Close the journal and delete its files."""
         self._db.close()
         if self.path != ":memory:":
             Path(self.path).unlink(missing_ok=True)
@@ -289,7 +290,7 @@ class Journal:
 
 
 def _crc(seq: int, data: bytes) -> int:
-    """Checksum of a record under its number."""
+    """Checksum of a record and its number."""
     return zlib.crc32(data, zlib.crc32(b"%d" % seq))
 
 
@@ -299,14 +300,14 @@ def _check(seq: int, data: bytes, crc: int) -> None:
 
 
 def lock_path(journal: str) -> str:
-    """The file whose lock says that a process has `journal` open; it names that process. It stays when that ends."""
+    """The lock file of `journal`. It names the process that has the journal open, and is not deleted when that ends."""
     return os.path.realpath(journal) + ".lock"
 
 
 def _locked(journal: str) -> int:
-    """A descriptor that holds the lock until it is closed or the process ends, however it ends.
+    """A descriptor that holds the lock until it is closed or the process ends in any way.
 
-    Not a lock of the journal itself: on NFS it would collide with SQLite's own.
+    A separate file is locked, not the journal itself: on NFS that would collide with SQLite's own lock.
     """
     path = lock_path(journal)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""`/metrics`: what the master counts, in Prometheus' text form."""
+"""`/metrics`: the master's metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 
 class Metrics:
-    """One registry for one master life."""
+    """The metrics of one master process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -26,22 +26,24 @@ class Metrics:
             "dlrover_hooks_journal_commit_seconds", "Time of one journal commit.", buckets=_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
-        self._events = Counter("dlrover_hooks_journal_events", "Events journaled in this life.", registry=self.registry)
+        self._events = Counter(
+            "dlrover_hooks_journal_events", "Events journaled by this process.", registry=self.registry
+        )
 
     def committed(self, seconds: float, events: int) -> None:
-        """One batch is durable."""
+        """Count a durable batch of `events` events."""
         self._commits.observe(seconds)
         self._events.inc(events)
 
     def text(self, state: Master) -> bytes:
-        """All metrics; those of the jobs are read from the state."""
+        """All metrics; those of the jobs are computed from `state`."""
         registry = CollectorRegistry()
         registry.register(_Jobs(state))
         return generate_latest(self.registry) + generate_latest(registry)
 
 
 SERIES = 500
-"""Unfinished jobs with series of their own: those with the newest events. All are counted."""
+"""Most unfinished jobs that get series of their own: those with the newest events. `dlrover_hooks_jobs` counts all."""
 
 
 class _Jobs(Collector):

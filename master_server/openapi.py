@@ -1,4 +1,4 @@
-"""`/openapi.json`: OpenAPI 3.1 from the one table of routes."""
+"""`/openapi.json`: OpenAPI 3.1, generated from `ROUTES`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REF = "#/components/schemas/{name}"
 
 
 def document(server_url: str = "/") -> dict[str, Any]:
-    """The whole description, ready for JSON."""
+    """The complete OpenAPI document, ready to be encoded as JSON."""
     types = [*(kind for route in ROUTES for kind in (route.request, route.reply)), Problem]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     refs = dict(zip(types, schemas, strict=True))

@@ -1,8 +1,8 @@
-"""Around the pure core: an event comes in, is applied, journaled, and only then answered and its effects done.
+"""Runs the pure core: an event is applied, then journaled, and only then answered and its effects are performed.
 
-Everything here runs in one asyncio loop but two things: the journal's commit (one thread) and storage (`deposits`).
-While a batch commits the next one queues: that is the whole of group commit. Queries see applied state and are answered
-once all of it is durable.
+Everything runs in one asyncio loop except the journal's commit (one thread) and storage (`storage_worker`). Events that
+arrive during a commit form the next batch (group commit). Queries read the applied state and are answered once all of
+it is durable.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
 _PROBE_EVERY_S = 5.0
-"""Who asks whether the master is ready has the journal written no more often."""
+"""Shortest time between two writes of the journal that are caused by readiness checks."""
 _FORGET_EVERY_S = 60.0
-"""Jobs that may be forgotten are looked for no more often."""
+"""Shortest time between two searches for jobs that may be deleted."""
 
 
 class PendingEvent(msgspec.Struct):
@@ -59,7 +59,7 @@ class PendingEvent(msgspec.Struct):
 
 
 class Runtime:
-    """One life of a master. Create, `start` and use it in one running loop."""
+    """One process lifetime of a master. Create, `start` and use it in one running event loop."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class Runtime:
         self._committing: asyncio.Task[None] | None = None
         self._barrier: asyncio.Future[Message] | None = None
         self._reloading: asyncio.Future[None] | None = None
-        """Until it is done `state` may be anything: it is being read from the journal."""
+        """While it is pending, `state` must not be used: it is being read from the journal."""
         self._refuses = False
-        """The last write of the journal failed: events are refused, at no cost, until a probe succeeds."""
+        """The last write of the journal failed: events are refused without being applied until a probe succeeds."""
         self._written_at = -math.inf
-        """When the journal was written last, or failed to be, on the loop's clock."""
+        """Time of the last write of the journal, successful or not, on the loop's clock."""
         self._probing: asyncio.Task[None] | None = None
         self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
-        """By topic, in order. Each has a future of its own: to leave one that thousands share takes as many steps."""
+        """By topic, in order. Each waiter has its own future: removing a callback from a shared one is O(waiters)."""
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._forgetting: asyncio.TimerHandle | None = None
         self._forgot_at = -math.inf
@@ -105,13 +105,13 @@ class Runtime:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
         self.failed = False
-        """A commit ended in a bug, not in `JournalFailed`: nothing here is answered any more."""
+        """A commit raised something other than `JournalFailed`: every request is refused from then on."""
         self.on_failure: Callable[[], None] = lambda: None
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- start and end ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take up what the life before left: effects without an outcome, leases of all members, claims."""
+        """Continue after a restart: effects without a journaled outcome, leases of all members, claims."""
         self._loop = asyncio.get_running_loop()
         for name, job in sorted(self.state.jobs.items()):
             if job.writes and job.settings.save_to is not None:
@@ -123,22 +123,22 @@ class Runtime:
             self._forget_finished()
 
     def release_waiters(self) -> None:
-        """Send every long-poll home: the master is about to end. Call from the loop."""
+        """End every long-poll: the master is about to exit. Call from the loop."""
         self.closing = True
         for topic in list(self._waiters):
             self._wake(topic)
 
     async def close(self, patience_s: float = 4.0) -> None:
-        """Finish what is under way (storage within `patience_s`), then let go of everything."""
+        """Finish the work under way (storage within `patience_s`), then release all resources."""
         self.release_waiters()
         self._liveness.close()
         for timer in (*self._deadlines.values(), *([self._forgetting] if self._forgetting else ())):
             timer.cancel()
         until = self._loop.time() + patience_s
-        if self._committing is not None:  # its effects may begin something at storage
+        if self._committing is not None:  # its effects may start storage work
             await asyncio.wait([self._committing], timeout=patience_s)
         await self._deposits.drain(until - self._loop.time())
-        if self._committing is not None:  # how that went
+        if self._committing is not None:  # the outcome of that work
             await asyncio.wait([self._committing], timeout=patience_s)
         await self._deposits.close()
         self._writer.shutdown(wait=True)
@@ -147,14 +147,14 @@ class Runtime:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     async def event(self, event: Message, key: Key | None = None) -> Message:
-        """Apply, journal, answer. Raises a MasterError, then nothing was changed."""
+        """Apply and journal `event`, then return the reply. If this raises a MasterError nothing was changed."""
         await self._writable()
         if isinstance(event, Attach) and event.save_to is not None:
             return await self._attach(event, event.save_to.rstrip("/"), key)
         return await asyncio.shield(self._enqueue(event, key))
 
     async def _attach(self, event: Attach, url: str, key: Key | None) -> Message:
-        """The claim comes first. The job may have ended by then: nobody else would give it up."""
+        """Claim the URL first. If the event is then refused (the job may have ended) release the claim here."""
         job_registry.check_attach(self.state, event)
         await self._deposits.claim(event.job, url, event.storage_options)
         try:
@@ -188,17 +188,17 @@ class Runtime:
         return done
 
     def _go_on(self) -> None:
-        """Have what is queued committed, after a reload if one is due."""
+        """Start to commit the queue, after a reload if one is due, unless that is under way."""
         if self._committing is None:
             self._committing = self._loop.create_task(self._commit_all())
             self._committing.add_done_callback(self._committed)
 
     def _now(self) -> float:
-        """Goes on from the journal's last event, with this life's uptime: the wall clock may be set to anything."""
+        """Time of the journal's last event plus this process's uptime, independent of changes of the wall clock."""
         return self._began + self._uptime.seconds()
 
     def _answer_after_commits(self, done: asyncio.Future[Message], reply: Message) -> None:
-        """The first sending of this event may not be durable yet: answer no sooner than it."""
+        """Answer a repeated event. Its first occurrence may not be durable yet: wait for the newest queued event."""
         barrier = self._barrier
         if barrier is None or barrier.done():
             done.set_result(reply)
@@ -244,7 +244,7 @@ class Runtime:
         self._committing = None
 
     def _snapshot(self) -> bytes | None:
-        """The state for the journal. None if it cannot be encoded: the events alone give it, too."""
+        """The state for the journal. None if it cannot be encoded: it can still be replayed from the events."""
         try:
             return job_registry.encode(self.state)
         except Exception:
@@ -253,11 +253,11 @@ class Runtime:
 
     @property
     def _halted(self) -> bool:
-        """No event is applied now."""
+        """No event may be applied now."""
         return self._reloading is not None or self._refuses
 
     def _committed(self, task: asyncio.Task[None]) -> None:
-        """A commit that raised leaves state and journal apart: end this life, the next one replays the journal."""
+        """After a commit that raised, state and journal differ: end this process; the next one replays the journal."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.critical("the journal's commit failed within; this master ends", exc_info=error)
@@ -278,7 +278,7 @@ class Runtime:
             raise _ending()
 
     def _roll_back(self, batch: list[PendingEvent], error: JournalFailed) -> None:
-        """Nothing of this batch, nor of what was applied on top of it, has happened."""
+        """Undo this batch and the events applied after it: fail their requests and reload the state."""
         log.error("%s", error)
         self._wrote(failed=True)
         failed = batch + list(self._queue)
@@ -287,10 +287,10 @@ class Runtime:
         for entry in failed:
             if not entry.done.done():
                 entry.done.set_exception(JournalFailed(error.message, hint=error.hint))
-                entry.done.exception()  # internal events have nobody who asks
+                entry.done.exception()  # internal events have no request that retrieves it
 
     def _spoilt(self, event: Message, error: Exception) -> MasterError:
-        """A bug left the state half changed: it is read from the journal again, and the event never happened."""
+        """A bug may have left the state half changed: reload it from the journal, without the event."""
         kind = type(event).__name__
         log.critical("%s could not be applied: please report this", kind, exc_info=error)
         if self._reloading is None:
@@ -302,7 +302,7 @@ class Runtime:
         )
 
     async def _reload(self, done: asyncio.Future[None]) -> None:
-        """The state as the journal has it, and on top of it what is queued for the next commit."""
+        """Read the state from the journal and apply the queued events to it."""
         state = await self._loop.run_in_executor(self._writer, self.journal.load)
         for entry in self._queue:
             envelope = events.decode(entry.record)
@@ -312,7 +312,7 @@ class Runtime:
         done.set_result(None)
 
     async def _intact(self) -> None:
-        """Wait until `state` may be used. Raises MasterAway if that will never be."""
+        """Wait until `state` may be used. Raises MasterAway if this master has failed."""
         self._check_failed()
         while self._reloading is not None:
             await asyncio.wait([self._reloading])
@@ -321,7 +321,7 @@ class Runtime:
     # ---- a journal that cannot be written ----------------------------------------------------------------------------
 
     async def ready(self) -> str:
-        """Why events are refused; empty if they are not. A journal that was not written lately is written for it."""
+        """Why events are refused; empty if they are accepted. Writes to the journal if the last write is not recent."""
         if self.closing:
             return "closing"
         if self._loop.time() >= self._written_at + _PROBE_EVERY_S:
@@ -338,7 +338,7 @@ class Runtime:
             await self._intact()
 
     def _probe(self) -> asyncio.Task[None]:
-        """One at a time, for all that ask meanwhile."""
+        """The probe under way, else a new one: all callers share it."""
         if self._probing is None:
             self._probing = self._loop.create_task(self._write_probe())
             self._probing.add_done_callback(self._probed)
@@ -358,7 +358,7 @@ class Runtime:
     # ---- queries ----------------------------------------------------------------------------------------------------
 
     async def query(self, request: Message) -> Message:
-        """Answer without changing anything, as soon as what it shows is durable."""
+        """Answer without changing the state, once the state that was read is durable."""
         if isinstance(request, Heartbeat):
             self._liveness.received(request)
         reply = await self._ask(request)
@@ -379,7 +379,7 @@ class Runtime:
                 return reply
 
     async def wait(self, request: Poll) -> Message:
-        """A long-poll. Raises MasterAway when this master is ending: ask again."""
+        """Answer a long-poll. Raises MasterAway when this master is ending; the client then sends it again."""
         await self._ask(request)
         timeout_s = None if isinstance(request, Watch) else min(max(request.timeout_s, 0.0), LONGEST_POLL_S)
         self._liveness.waits(request, timeout_s or 0.0)
@@ -422,10 +422,10 @@ class Runtime:
         for woken in self._waiters.pop(topic, ()):
             _settle(woken, None)
 
-    # ---- the master's own events -------------------------------------------------------------------------------------
+    # ---- internal events ---------------------------------------------------------------------------------------------
 
     def _inform(self, event: Message) -> None:
-        """An event of the master's own. If the journal fails it is tried again: nobody else would."""
+        """Apply an internal event of the master. If the journal fails it is tried again: no client would resend it."""
         if self._reloading is not None:
             self._reloading.add_done_callback(lambda _: self._inform(event))
             return
@@ -450,7 +450,7 @@ class Runtime:
             self._loop.call_later(1.0, self._inform, event)
 
     def _forget_finished(self) -> None:
-        """Looks at all jobs now and then. It comes at each tick of the uptime, which would stand still without jobs."""
+        """Delete old finished jobs now and then. Runs at every tick: without jobs nothing else advances the uptime."""
         if self.closing:
             return
         now = self._now()
@@ -464,14 +464,14 @@ class Runtime:
     # ---- effects ----------------------------------------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        """Its event is journaled: a bug here is no reason to doubt the state."""
+        """Do `effect`. Its event is journaled, so an exception here is logged and does not affect the state."""
         try:
             self._do(effect)
         except Exception:
             log.critical("%s could not be done: please report this", type(effect).__name__, exc_info=True)
 
     def _do(self, effect: Effect) -> None:
-        """Called after the commit only."""
+        """Start `effect`. Called only after its event is committed."""
         if isinstance(effect, Wake):
             self._wake(effect.topic)
         elif isinstance(effect, Deadline):
@@ -499,7 +499,7 @@ def _ending() -> MasterAway:
 
 
 def _encoded(envelope: Envelope) -> bytes:
-    """Before it is applied: what cannot be journaled must not happen."""
+    """The record of an event, made before it is applied: one that cannot be journaled is refused with BadRequest."""
     try:
         return events.encode(envelope)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

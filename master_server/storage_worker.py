@@ -1,4 +1,4 @@
-"""What the master does at storage: manifests, the end of a run, and the claims that keep other masters off a URL."""
+"""The master's storage work: manifests, the end of a run, and the claims that keep other masters off a URL."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger("dlrover_hooks.master")
 
 
 class Deposits:
-    """Storage work, for each job one piece at a time. Call it from the loop; what blocks runs in a few threads.
+    """Storage work, one task at a time per job. Call it from the event loop; blocking calls run in a few threads.
 
-    `owner` names the journal; `inform` takes the events that say how it went, on the loop; `writes` says whether a job
-    needs its claims; `wall` dates manifests.
+    `owner` names the journal. `inform` is called on the loop with the events that report the outcome. `writes` returns
+    whether a job needs its claims. `wall` dates manifests.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Deposits:
         self._storage, self._journal, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
         self._claims: dict[tuple[str, str], HeldUrl] = {}
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        """By job, while somebody holds it or waits for it."""
+        """By job, while a task holds the lock or waits for it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="dlrover-hooks-storage")
 
@@ -49,19 +49,19 @@ class Deposits:
         self._spawn(self._commit(effect))
 
     def finish(self, effect: WriteFinished) -> None:
-        """Begin to write down the end; `FinishWritten` follows, unless it failed."""
+        """Begin to record the end of a run; `FinishWritten` follows, unless that fails."""
         self._spawn(self._finish(effect))
 
     def release(self, job: str) -> None:
-        """Begin to give the job's claims up, after what is under way for it, if it does not write by then."""
+        """Begin to release the job's claims: after its other storage work, and unless the job writes again by then."""
         self._spawn(self._release(job))
 
     def claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
-        """Begin to take over what a life before claimed."""
+        """Begin to take over the claim of an earlier process of this master."""
         self._spawn(self._claim_again(job, url, options))
 
     async def claim(self, job: str, url: str, options: dict[str, Any]) -> None:
-        """Take the URL before the job says that it saves there. Once per job and URL. Raises SaveToBusy."""
+        """Claim `url` before the job is recorded as saving there. Once per job and URL. Raises SaveToBusy."""
         if (job, url) in self._claims:
             return
         async with self._lock(job):
@@ -69,13 +69,13 @@ class Deposits:
                 self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner())
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for what is under way, and for what begins meanwhile."""
+        """Wait up to `patience_s` for the tasks under way, including those that start meanwhile."""
         until = asyncio.get_running_loop().time() + patience_s
         while self._tasks and (left_s := until - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left_s)
 
     async def close(self) -> None:
-        """Drop what is still under way and give all claims up."""
+        """Cancel the tasks still under way and release all claims."""
         for task in self._tasks:
             task.cancel()
         for hold in self._claims.values():
@@ -100,7 +100,7 @@ class Deposits:
         async with self._lock(effect.job):
             try:
                 await self._run(self._storage.commit, effect.url, effect.options, manifest, effect.keep)
-            except Exception as error:  # whatever storage raised, the job must hear of it
+            except Exception as error:  # whatever storage raised, the outcome must be journaled
                 log.warning("job %s: %s is not committed: %s", effect.job, generation, error)
                 self._inform(CommitFailed(job=effect.job, generation=generation, reason=str(error)))
             else:
@@ -110,7 +110,7 @@ class Deposits:
         async with self._lock(effect.job):
             try:
                 await self._run(self._storage.finish, effect.url, effect.options, effect.job, effect.run, effect.step)
-            except Exception as error:  # the job is over all the same; a next life tries again
+            except Exception as error:  # the job is finished anyway; the master tries again after its next restart
                 log.warning("job %s: its end is not written down: %s", effect.job, error)
             else:
                 self._inform(FinishWritten(job=effect.job))
@@ -129,5 +129,5 @@ class Deposits:
                 log.warning("job %s: %s", job, error)
 
     def _owner(self) -> str:
-        """Outlives a restart, so that the next life of this master takes its claims over."""
+        """The same after a restart, so that this master takes over its own claims."""
         return f"master {self._journal} on {socket.gethostname()}"

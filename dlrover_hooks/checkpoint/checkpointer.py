@@ -1,7 +1,7 @@
-"""The trainer's side of a checkpoint: copy into a slot, tell the keeper, load again (DL-90, DL-91).
+"""The trainer's side of a checkpoint: copy into a slot, notify the keeper, load again.
 
 A tree has up to four parts: `state` (replicated: model, optimizer, loop), `data` (replicated: cursors), `rank` (private
-to this global rank: random state) and `leases` (private, too: what it has consumed of leased datasets, no tensors).
+to this global rank: random state) and `leases` (also private: the consumed ranges of leased datasets, no tensors).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _log = logging.getLogger(__name__)
 
 
 class Saved(Message, frozen=True):
-    """One save: `copy_s` is how long it held up the caller."""
+    """One save. `copy_s`: seconds for which it blocked the caller."""
 
     generation: Generation
     copy_s: float
 
 
 class Checkpointer:
-    """One rank's checkpoints. Verbs on the training thread; `notify` is called on the keeper link's thread."""
+    """One rank's checkpoints. Methods run on the training thread; `notify` on the keeper connection's thread."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class Checkpointer:
         self.error: HooksError | None = None
         """Why the newest save was skipped, None after a good one."""
         self.skipped = 0
-        """Saves that were not made: no slot was free, or the keeper was away."""
+        """Saves that were not made because no slot was free or no keeper could be reached."""
         self._skipping_since: float | None = None
         self.stale: Stale | None = None
-        """Another process has this seat: what is saved here counts no more. Set by any thread."""
+        """Another process has taken over this worker: what this process saves no longer counts. Set by any thread."""
         self.damaged: keeper_messages.Damaged | None = None
-        """The newest word that a slot no longer holds what was left in it: everything must be copied again."""
+        """The newest notice that a slot no longer holds what was copied into it. The next save copies all again."""
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
         self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
@@ -95,12 +95,12 @@ class Checkpointer:
         self.others = Others()
         self._persisting: set[Generation] = set()
         self._ended = deque[Generation](maxlen=16)
-        """What is persisted, or never will be: the notice may be here before the answer that says it is under way."""
+        """Generations that were persisted or failed: their notice may precede the reply that lists them as pending."""
         self.parameters: Callable[[], Iterable[Any]] = tuple
-        """Of the models (torch). The frozen ones among them are not copied at every save."""
+        """The models' parameters (torch). The frozen ones are not copied at every save."""
         self._writer = self._make_writer(mode)
         self._opened: LoadedTree | None = None
-        """Opened and verified for the round that is forming, not copied yet."""
+        """Opened and verified for the round that is forming; not copied yet."""
 
     def _make_writer(self, mode: str) -> Writer:
         if "torch" not in sys.modules:
@@ -112,7 +112,7 @@ class Checkpointer:
     # ---- before training
 
     def held(self) -> tuple[Held, ...]:
-        """What this node's keeper holds, of all seats. Takes no seat.
+        """What this node's keeper holds of all workers. Does not register this worker.
 
         A worker that starts its keeper itself does not wait for it here: a new keeper holds nothing.
 
@@ -128,23 +128,25 @@ class Checkpointer:
         return welcome.held
 
     def take_seat(self) -> None:
-        """From here on this process saves for its seat; whoever had it is told. After `begin`; `save` does it, too.
+        """Register this worker at the keeper; a process that was registered before is notified.
+
+        Call it after `begin`; `save` does it as well.
 
         Raises:
             KeeperAway: there is no keeper.
-            UsageError: a living process of another launch saves there, or a newer life of this run.
+            UsageError: a living process of another launch saves there, or a newer incarnation of this run.
         """
         self._line.take()
 
     def drop(self) -> None:
-        """Forget what this node holds of other runs: a fresh one begins. Takes the seat; living ones are spared."""
+        """Discard what this node holds of other runs, except living processes' images. Calls `take_seat` first."""
         self.take_seat()
         self._line.ask(lambda ref: keeper_messages.Drop(ref=ref, run=self._run))
         if self._newest_complete is not None and self._newest_complete.run != self._run:
             self._newest_complete = None
 
     def begin(self, run: str, attempt: int, rank: int, world_size: int) -> None:
-        """What is saved from here on belongs to this run (uuid hex), attempt and global rank."""
+        """Assign all following saves to this run (uuid hex), attempt and global rank."""
         try:
             valid = uuid.UUID(hex=run).hex == run
         except ValueError:
@@ -156,15 +158,15 @@ class Checkpointer:
         self._whose = rank, world_size
 
     def load(self, restore: Restore, fitting: Fitting | None = None) -> LoadedTree:
-        """Load and verify what the round restores; nothing of it aliases shared memory or a file's buffer.
+        """Load and verify what the round restores. The result shares no memory with the segment or a file's buffer.
 
-        Tensors that `fitting` gives are written by `fill` only.
+        Tensors that `fitting` provides are written by `fill` only.
 
         Raises:
             UsageError: from `fitting`; the saved state does not fit.
-            Corrupt: it is not there whole, or does not match its hashes; says where.
+            Corrupt: the generation is incomplete or does not match its hashes; names the place.
             StorageFailed: `save_to` cannot be read.
-            KeeperAway: the memory is gone with its keeper.
+            KeeperAway: the keeper is gone, and the memory with it.
         """
         where = (self.seat, self._rank, self._world_size)
         means = (self._line, self._writer.copier, *where, self.save_to, self.storage_options, self.neighbours.fetch)
@@ -174,10 +176,10 @@ class Checkpointer:
         return found
 
     def fill(self) -> None:
-        """Write the adapter's tensors with what `load` opened and verified; nothing if that was done.
+        """Copy what `load` opened and verified into the adapter's tensors. Does nothing if that was done.
 
         Raises:
-            Corrupt: memory was overwritten meanwhile; the tensors are of no use then.
+            Corrupt: memory was overwritten during the copy; the tensors are unusable then.
         """
         if self._opened is not None:
             self._opened.fill()
@@ -191,16 +193,16 @@ class Checkpointer:
     # ---- while training
 
     def image_bytes(self, tree: Mapping[str, Any]) -> int:
-        """What an image of `tree` takes. Raises UnsupportedState if something in it cannot be saved."""
+        """Bytes of an image of `tree`. Raises UnsupportedState if something in it cannot be saved."""
         return self._shot(0, tree).recipe.layout.total_bytes
 
     def prepare(self, nbytes: int) -> None:
-        """Have memory for images of `nbytes` made ready in the background. Never blocks; the save tells (`error`)."""
+        """Prepare memory for images of `nbytes` in the background. Never blocks; the save reports errors (`error`)."""
         self._room.prepare(nbytes)
 
     @property
     def ready(self) -> bool:
-        """The memory of the newest `prepare`, or save, is there."""
+        """The memory of the newest `prepare` or `save` is ready."""
         return self._room.ready
 
     def save(
@@ -214,9 +216,9 @@ class Checkpointer:
     ) -> Saved | None:
         """Copy `tree` into a free slot and publish it; None if this save had to be skipped (`skipped`, `error`).
 
-        Training thread, at a quiet point; `tree` may change as soon as this returns. `behind`: an optimizer's step
-        follows, so parameters and its state may be copied until then (see `Mode`). `last`: no other save follows, and
-        the caller tries again until this one is made. A dead keeper never raises here.
+        Training thread, at a step boundary; `tree` may change as soon as this returns. `behind`: an optimizer step
+        follows, so parameters and optimizer state may be copied until then (see `Mode`). `last`: no other save follows,
+        and the caller retries until this one is made. A dead keeper never raises here.
 
         Raises:
             UnsupportedState: something in `tree` cannot be saved.
@@ -235,15 +237,15 @@ class Checkpointer:
                 self._skipping_since = None
                 return Saved(shot.generation, time.perf_counter() - began)
             except Changed:
-                shot = self._shot(step, tree, on_unsupported)  # looks at everything, now that something has changed
-            except (HooksError, OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
+                shot = self._shot(step, tree, on_unsupported)  # inspects all tensors: something has changed
+            except (HooksError, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 return self._skip(error)
 
     def save_lone(self, step: int, tree: Mapping[str, Any], within_s: float) -> bool:
-        """Copy `tree`, the same on all ranks, as the image of a world of one: every rank can go on with it.
+        """Copy `tree`, the same on all ranks, as a single-rank image, from which every rank can continue.
 
-        For the last quiet point of a round that broke: nobody votes for it, and of what lies here only the newest
-        complete generation and what is being persisted outlive it. False: it was not made, or not hashed `within_s`.
+        For the last step boundary of a round that broke. It needs no votes. Of the other generations here, only the
+        newest complete one and those being persisted are kept. False: it was not made, or not hashed `within_s`.
         """
         self._lone.want(Generation(self._attempt, step, self._run))
         before, self._whose = self._whose, WHOSE
@@ -257,7 +259,7 @@ class Checkpointer:
         self._writer.check()
         arena = self._room.take(shot.recipe.layout.total_bytes)
         hopeless = self.others.hopeless if self._world_size > 1 else None
-        if self._whose != (self._rank, self._world_size):  # lone: what others have no more is of no use
+        if self._whose != (self._rank, self._world_size):  # single-rank image: the other generations may be overwritten
             hopeless = frozenset(slot.generation for slot in arena.slots() if slot.generation is not None)
         heard = Heard(self._newest_complete, hopeless)
         slot = self.others.choose_slot(arena.slots, heard, tuple(self._persisting), shot.generation, last=last)
@@ -296,29 +298,29 @@ class Checkpointer:
 
     @property
     def skipping_s(self) -> float:
-        """For so long no save was made, though some were due; 0 after a good one."""
+        """Seconds since the first of the due saves that were not made; 0 after a good one."""
         return time.monotonic() - self._skipping_since if self._skipping_since is not None else 0.0
 
     def wait_copied(self) -> None:
-        """Return when the last save is copied: weights may be changed other than by an optimizer's step."""
+        """Return when the last save is copied. Weights may then be changed by other means than an optimizer step."""
         self._writer.wait()
 
     def took(self, seconds: float) -> None:
-        """The step that began with the last save took so long: what `Mode` learns from."""
+        """The step that began with the last save took `seconds`: the measurement that `Mode` uses."""
         self._writer.took(seconds)
 
     def _flatten(self, part: str, tree: Any, on_unsupported: OnUnsupported | None) -> Any:
-        where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique over the files of all ranks
+        where = f"rank.{self._rank}" if part == "rank" else part  # names must be unique across the files of all ranks
         return flatten(tree, where=where, on_unsupported=on_unsupported, memo=self._memo)
 
     def _allocated(self, reply: keeper_messages.Allocated) -> None:
-        """What the keeper says beside new memory. Any thread."""
+        """Take over what the keeper reports together with new memory. Any thread."""
         self._persisting |= set(reply.persisting).difference(self._ended)
         if reply.complete is not None and self._newest_complete is None:
             self._newest_complete = reply.complete
 
     def _skip(self, error: Exception) -> None:
-        """A save does not count. Any thread."""
+        """Count a save that was not made. Any thread."""
         self.skipped += 1
         if self._skipping_since is None:
             self._skipping_since = time.monotonic()
@@ -328,14 +330,15 @@ class Checkpointer:
         _log.debug("job %s, rank %d: not saved: %s", self.job, self._rank, self.error)
 
     def complete(self, generation: Generation) -> None:
-        """`generation` is memory-complete over all ranks. Any thread."""
+        """`generation` is complete in memory on all ranks. Any thread."""
         self._newest_complete = generation
         self._line.tell(keeper_messages.Complete(generation=generation))
 
     def hold(self, generation: Generation, *, last: bool = False) -> bool:
-        """`generation` is about to be persisted: its slot is not used again. Any thread; ends with its notice.
+        """Reserve the slot of `generation`, which is about to be persisted, until its notice arrives. Any thread.
 
-        False: an older one still is, and with two slots taken saves would stop. The `last` one is followed by none.
+        False: an older generation is still being persisted, and reserving two slots would stop the saves. That does not
+        apply to the `last` one, since no save follows it.
         """
         if self._persisting - {generation} and not last:
             return False
@@ -345,11 +348,11 @@ class Checkpointer:
         return True
 
     def release(self, generation: Generation) -> None:
-        """It is not going to be persisted after all. Any thread."""
+        """`generation` will not be persisted after all. Any thread."""
         self._persisting.discard(generation)
 
     def persist(self, generation: Generation) -> None:
-        """Have the keeper write this rank's file of `generation`; a notice tells how it went. Any thread."""
+        """Have the keeper write this rank's file of `generation`; a notice reports the result. Any thread."""
         if self.save_to is None:
             raise UsageError("nothing can be made durable without `save_to`")
         self._persisting.add(generation)
@@ -358,7 +361,7 @@ class Checkpointer:
             self._noticed(keeper_messages.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
 
     def close(self, finished: bool = False) -> None:
-        """Leave; `finished`: nobody will need what this node holds in memory. Idempotent; nothing in a forked child."""
+        """Disconnect. `finished`: this node's images are not needed any more. Idempotent; does nothing in a fork."""
         if not self._line.here:
             return
         self._writer.close()
@@ -366,7 +369,7 @@ class Checkpointer:
         self._line.close(finished=finished)
         self._room.close()
 
-    # ---- the line
+    # ---- the connection
 
     def _connect(self, deadline_s: float) -> KeeperLink:
         return KeeperLink.connect(
@@ -375,7 +378,7 @@ class Checkpointer:
         )  # fmt: skip
 
     def _forget(self) -> None:
-        """The keeper died, and with it what it held. Any thread."""
+        """The keeper died, and everything it held is lost. Any thread."""
         self._newest_complete = None
         self._keeper_gone()
         self._room.lose()
@@ -388,11 +391,12 @@ class Checkpointer:
         )  # fmt: skip
 
     def _noticed(self, notice: keeper_messages.Notice) -> None:
-        """Hand on what is about this life's saves; the keeper also tells how those of the life before went."""
+        """Pass on notices about this incarnation's saves; the keeper also reports those of the previous one."""
         if isinstance(notice, keeper_messages.Replaced):
             self.stale = Stale(
-                f"job {self.job}: process {notice.pid} has taken over seat {self.seat} of node {self.node}",
-                hint="this process is an old life of that worker: end it",
+                f"job {self.job}: process {notice.pid} has replaced this one as local rank {self.seat} of "
+                f"node {self.node}",
+                hint="this process is an older incarnation of that worker: end it",
             )
             return
         if isinstance(notice, (keeper_messages.Unreplicated, keeper_messages.Space, keeper_messages.Damaged)):
@@ -414,6 +418,6 @@ class Checkpointer:
             self._notify(notice)
 
     def _keeper_gone(self) -> None:
-        """What was to be persisted will never be answered for: report it. Any thread."""
+        """Report everything that was to be persisted as failed. Any thread."""
         for generation in tuple(self._persisting):
             self._noticed(keeper_messages.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))

@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command: one module for each subcommand, each only parses and prints.
+"""The `dlrover-hooks` command: one module per subcommand. They only parse arguments and print.
 
-The way in: `main.main`.
+Entry point: `main.main`.
 """

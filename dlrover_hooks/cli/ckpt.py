@@ -1,4 +1,4 @@
-"""`dlrover-hooks ckpt`: look at a checkpoint tree, verify it, prune it, take a generation out of it."""
+"""`dlrover-hooks ckpt`: list, verify, prune and export the generations of a checkpoint tree."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FORMS = ("torch", "dcp", "hf", "lightning")
 
 @click.group()
 def ckpt() -> None:
-    """Look at durable checkpoints, verify, prune or export them.
+    """List, verify, prune and export durable checkpoints.
 
-    URL is what `save_to` was: a folder, or an fsspec URL.
-    Exit codes: 0 done, 1 something is damaged or storage failed, 78 URL or options must be mended, 130 Ctrl-C.
+    URL is the value of `save_to`: a folder, or an fsspec URL.
+    Exit codes: 0 done, 1 something is damaged or storage failed, 78 wrong URL or options, 130 Ctrl-C.
 
     \b
     dlrover-hooks ckpt ls ckpt/
@@ -46,7 +46,7 @@ def _options(_: Any, __: Any, text: str | None) -> dict[str, Any]:
 
 
 def _tree(command: Callable[..., None]) -> Callable[..., None]:
-    """The arguments that say which tree."""
+    """Add the arguments that select a tree."""
     command = click.option(
         "--storage-options", "options", callback=_options, help="fsspec options of the URL, as JSON."
     )(command)
@@ -55,7 +55,7 @@ def _tree(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _said() -> Iterator[None]:
-    """An error of ours in a few lines and by exit code, not as a traceback."""
+    """Print a HooksError in a few lines, and exit with its code, without a traceback."""
     try:
         yield
     except HooksError as error:
@@ -67,7 +67,7 @@ def _said() -> Iterator[None]:
 @_tree
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of a table.")
 def ls(url: str, options: dict[str, Any], as_json: bool) -> None:
-    """List the generations at URL: which are whole, and why not."""
+    """List the generations at URL: which are complete, and what is wrong with the others."""
     from dlrover_hooks.checkpoint.storage import catalog
     from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
@@ -137,8 +137,8 @@ def _age(seconds: float) -> str:
 def verify(url: str, options: dict[str, Any], step: int | None) -> None:
     """Read every file of every generation at URL and compare each chunk with its hash.
 
-    Without --step the files beside them, such as latest.json, are looked at, too. Exit code 1 if anything is damaged;
-    each damage is named by file and chunk.
+    Without --step, the files beside the generations, such as latest.json, are checked, too. Exit code 1 if anything is
+    damaged; damage is reported by file and chunk.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -175,10 +175,10 @@ def verify(url: str, options: dict[str, Any], step: int | None) -> None:
 @click.option("--keep", required=True, help='What stays: "2", or "last=2,every_steps=1000,every=1h".')
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
-    """Remove generations of the newest run at URL that --keep does not keep, and older ones never committed.
+    """Remove generations of the newest run at URL that --keep does not keep, and older uncommitted ones.
 
-    The newest whole one always stays, and so do one that is being read, one that is a link, and what was never
-    committed but is newer: a keeper may still be writing it. Refused while a job saves there.
+    Never removed: the newest complete generation, one that is being read, one that is a link, and uncommitted ones that
+    are newer, because a keeper may still be writing them. Refused while a job saves there.
     """
     from dlrover_hooks import config
     from dlrover_hooks.checkpoint.storage import url_claim
@@ -198,7 +198,7 @@ def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
 
 
 def _prune(place: StorageFolder, newest: Manifest, rules: int | Retention, dry_run: bool) -> int:
-    """Say of each generation why it goes, or why it stays although no rule keeps it; the number of those that go."""
+    """Print why each generation is removed, or why it stays although no rule keeps it. Returns the number removed."""
     from dlrover_hooks.checkpoint.storage import catalog, retention
 
     rows, gone = catalog.listing(place), 0
@@ -216,7 +216,7 @@ def _prune(place: StorageFolder, newest: Manifest, rules: int | Retention, dry_r
         if not one.committed and (one.attempt, one.step) > catalog.age(newest):
             click.echo(
                 f"{one.folder} was never committed, but is newer than what is whole: it stays, since a keeper may "
-                "still be writing it. If none of that job lives, remove the folder by hand"
+                "still be writing it. If no process of that job runs, remove the folder by hand"
             )
     return gone
 
@@ -227,7 +227,7 @@ def _prune(place: StorageFolder, newest: Manifest, rules: int | Retention, dry_r
 @click.option("--to", "form", type=click.Choice(FORMS), required=True, help="The form to write.")
 @click.option("--step", type=int, help="The step to export; the newest whole one if not given.")
 def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | None) -> None:
-    """Write a generation at URL to DEST in a form that other tools read without dlrover-hooks.
+    """Write a generation at URL to DEST in a format that other tools read without dlrover-hooks.
 
     \b
     torch      one file for torch.load: the state as it was saved
@@ -252,7 +252,7 @@ def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | 
 
 
 def _rows(place: StorageFolder) -> list[Listed]:
-    """The generations at `place`. Raises UsageError that says what is there instead of them."""
+    """The generations at `place`. If there are none, raises UsageError that reports what is there instead."""
     from dlrover_hooks.checkpoint.storage import catalog
 
     if rows := catalog.listing(place):
@@ -262,9 +262,9 @@ def _rows(place: StorageFolder) -> list[Listed]:
 
 
 def _chosen(place: StorageFolder, options: dict[str, Any], step: int | None) -> Manifest:
-    """The newest whole generation of `step`, or of all, of the newest run; newer ones that are damaged are named.
+    """The newest complete generation of `step`, or of all steps, of the newest run. Prints the newer damaged ones.
 
-    Raises UsageError that says what there is.
+    Raises UsageError that lists the existing ones.
     """
     from dlrover_hooks.checkpoint.storage import generations
 
@@ -288,7 +288,7 @@ def _no_such(place: StorageFolder, step: int | None, rows: list[Listed]) -> Usag
 
 
 def _others(place: StorageFolder, step: int) -> str:
-    """What to take instead of `step`."""
+    """A hint that lists the complete generations of other steps."""
     from dlrover_hooks.checkpoint.storage import catalog
 
     steps = {one.step for one in catalog.listing(place) if one.fault is None} - {step}

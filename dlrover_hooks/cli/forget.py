@@ -1,4 +1,4 @@
-"""`dlrover-hooks forget`: have a master delete what it keeps of a job."""
+"""`dlrover-hooks forget`: deletes a job's data from a master."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PATIENCE_S = 30.0
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", help="The master's bearer token.")
 @click.option("--force", is_flag=True, help="Also if it has workers: the master then refuses them, and they end.")
 def forget(job: str, url: str, token: str | None, force: bool) -> None:
-    """Delete what a master keeps of JOB: its rounds, ledgers and votes. Its checkpoints stay.
+    """Delete a master's data of JOB: its rounds, ledgers and votes. Its checkpoints stay.
 
-    Exit codes: 0 done, 1 the master refused it or gave no answer, 78 address or options must be mended.
+    Exit codes: 0 done, 1 the master refused or did not answer, 78 wrong address or options.
     """
     from dlrover_hooks.client import MasterClient
     from dlrover_hooks.protocol import DeleteJob

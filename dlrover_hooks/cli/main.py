@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command: `run` or `rehearse` a script, serve a `master`, `forget` a job; checkpoints (`ckpt`)."""
+"""The `dlrover-hooks` command and its subcommands: `run`, `rehearse`, `master`, `forget` and `ckpt`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USAGE, _CTRL_C = 78, 130
 
 
 class Commands(click.Group):
-    """Ends with 78, not with click's 2, for a command line that must be mended, and with 130 after Ctrl-C."""
+    """Exits with 78 (click's default is 2) for a wrong command line, and with 130 after Ctrl-C."""
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         with _exit_code():
@@ -37,7 +37,7 @@ def _exit_code() -> Iterator[None]:
     except click.UsageError as error:
         error.exit_code = _USAGE  # pyright: ignore[reportAttributeAccessIssue]  # click reads the instance
         raise
-    except KeyboardInterrupt:  # click would make it 1, which has a meaning of its own
+    except KeyboardInterrupt:  # click would exit with 1, which has another meaning here
         click.echo("ended with Ctrl-C", err=True)
         sys.exit(_CTRL_C)
 

@@ -1,4 +1,4 @@
-"""`dlrover-hooks rehearse`: a user's own script, run under the launcher undisturbed, with faults and relaunched."""
+"""`dlrover-hooks rehearse`: runs a user's script three times: undisturbed, with faults, and with a relaunch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment, Target
 
 
 def rehearse(plan: RehearsalPlan, folder: Path, console: Console) -> list[Verdict]:
-    """All runs, and what they show.
+    """Run all trials, and judge them.
 
     Raises:
         HooksError: there is nothing to compare: the undisturbed run failed, took too long, or used no hook.
@@ -58,7 +58,7 @@ def rehearse(plan: RehearsalPlan, folder: Path, console: Console) -> list[Verdic
 
 
 def _relaunched(plan: RehearsalPlan, folder: Path, last: int) -> Trial | None:
-    """The launcher is killed in the middle, and started again with another number of workers."""
+    """The trial whose launcher is killed halfway and started again with another number of workers; None if disabled."""
     if not plan.relaunched:
         return None
     step = max(2, min(plan.steps, last) // 2)
@@ -79,7 +79,7 @@ def _refuse_useless(calm: Trial) -> None:
 
 
 def show(verdicts: list[Verdict], console: Console) -> bool:
-    """The table. True if nothing is broken, and a fault was seen."""
+    """Print the table. Returns True if nothing is broken, and a fault was seen."""
     rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("promise", "", "what was seen"):
         rows.add_column(name, justify="left")
@@ -106,13 +106,13 @@ _COUNTS: tuple[tuple[str, Kind, Target, str], ...] = (
 
 
 def _counts(command: Any) -> Any:
-    """One option for each kind of fault: how many of it."""
+    """Add one option per kind of fault: how many of them."""
     for name, _, _, text in reversed(_COUNTS):
         command = click.option(f"--{name}", type=click.IntRange(min=0), default=0, metavar="N", help=text)(command)
     return command
 
 
-@click.command("rehearse", short_help="Shoot a script, and see what it breaks.",
+@click.command("rehearse", short_help="Run a script with and without injected faults, and compare the results.",
                context_settings={"ignore_unknown_options": True})  # fmt: skip
 @click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=2,
               show_default=True, help="Workers of each run.")  # fmt: skip
@@ -138,27 +138,27 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, relaun
             out: str | None, module: bool, script: str, arguments: tuple[str, ...], **counts: int) -> None:  # fmt: skip
     """Run SCRIPT three times with N workers and compare the runs step by step.
 
-    The first run is left alone. The second meets faults: without any option for them three workers are killed. In the
-    third the launcher is killed half-way and started again with M workers.
+    The first run is undisturbed. The second gets faults: without any fault option, three workers are killed. In the
+    third the launcher is killed halfway and started again with M workers.
 
-    All runs end at --steps. The script is run as it is: what it writes, it writes in each run; only its checkpoints
-    (save_to) go to a folder of the rehearsal, and what stands behind its training loop is not run when --steps ends it.
+    All runs end at --steps. The script runs unchanged, so each run writes its own output again. Only its checkpoints
+    (save_to) go to a folder of the rehearsal. If --steps ends a run, the code after the training loop is not run.
 
     \b
     dlrover-hooks rehearse train.py --kill 3 --steps 50
     dlrover-hooks rehearse --kill 1 --kill-master 1 -n 4 train.py --lr 1e-3
     dlrover-hooks rehearse --faults faults.txt -- train.py --steps 10000
 
-    Options with names that are not ours go to SCRIPT, and so does everything behind a --.
+    Unknown options, and everything after a --, are passed to SCRIPT.
 
     \b
-    The table at the end says of each promise whether the script keeps it:
+    The table at the end shows which promises the script keeps:
       1  each sample exactly once: the positions that each step trained
-      2  the newest checkpoint is whole: what was restored, against what was there
-      3  a dead worker is replaced: the run came to its end
+      2  the newest checkpoint is complete: the restored state, against the saved one
+      3  a dead worker is replaced: the run reached its end
       4  each step is the same step: hashes of all parameters after each step
-      5  a relaunch goes on: the positions of each step, with M workers from half-way on
-    and whether files in this folder got lines twice. For a broken one it names the first step, rank and tensor.
+      5  a relaunch continues: the positions of each step, with M workers from halfway on
+    and whether files in this folder got lines twice. For a broken promise it names the first step, rank and tensor.
 
     \b
     Exit codes: 0 all kept, 1 one is broken, or there was nothing to compare, 78 usage, 130 Ctrl-C.
@@ -187,7 +187,7 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, relaun
 
 
 def _rehearsed(plan: RehearsalPlan, out: str | None, console: Console) -> bool:
-    """Traces are kept where they were asked for, and where something is broken."""
+    """Run the rehearsal. Keeps the traces with `out`, or if a promise is broken."""
     folder = Path(tempfile.mkdtemp(prefix="dlrover-hooks-rehearsal-") if out is None else out).absolute()
     if out is not None:
         _make(folder)

@@ -1,4 +1,4 @@
-"""The command line of `dlrover-hooks run`: torchrun's flags where it has them, ours where it has none."""
+"""The command line of `dlrover-hooks run`: torchrun's flags where they exist, and additional ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _USAGE, _GAVE_UP = 78, 77
 _INSTEAD = {
     "--rdzv-conf": "its timeouts are --replace-timeout here",
     "--start-method": "every worker is a process of its own that executes SCRIPT: leave it out",
-    "--event-log-handler": "the master tells: GET /v1/jobs/JOB, /metrics",
+    "--event-log-handler": "the master shows it: GET /v1/jobs/JOB, /metrics",
     "--role": "there is one role, ROLE_NAME=default",
     "--run-path": "name the script itself",
     "--local-ranks-filter": "print on LOCAL_RANK 0 only, in the script",
@@ -30,7 +30,7 @@ _INSTEAD = {
     "--duplicate-stdout-filters": "pipe the launcher's output through grep",
     "--duplicate-stderr-filters": "pipe the launcher's output through grep",
 }
-"""Flags of torchrun that we do not have, and the way out."""
+"""Unsupported flags of torchrun, and what to use instead."""
 _TORCHRUNS = {
     *("nnodes", "nproc-per-node", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank", "local-addr"),
     *("max-restarts", "shutdown-timeout", "log-dir", "redirects", "tee", "standalone", "rdzv-backend"),
@@ -40,7 +40,7 @@ _TORCHRUNS = {
 
 
 class _Torchruns(click.Command):
-    """Tells what to do instead of a flag that only torchrun has."""
+    """Reports what to use instead of a flag that only torchrun has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -156,12 +156,12 @@ _flag = functools.partial(click.option, cls=_Flag)
               help="Give up (exit 77) when the job, on all its nodes, has failed more often than that.")  # fmt: skip
 @_flag("--standby", type=click.IntRange(min=0),
               help="Keep so many idle processes on each node that have imported what the workers did: one takes the "
-              "seat of a worker that died at once. 0: none, replacements start cold.  [default: one for each worker, "
+              "rank of a worker that died at once. 0: none, replacements start cold.  [default: one for each worker, "
               "while there is memory to spare]")  # fmt: skip
 @_flag("--job", "--rdzv-id", default="",
               help="Name of the job: started again under it, an unfinished run resumes. "
               "All nodes give the same.")  # fmt: skip
-@_flag("--fresh", is_flag=True, help="Start anew even if this job has checkpoints.")
+@_flag("--fresh", is_flag=True, help="Start over even if this job has checkpoints.")
 @_flag("--port", type=click.IntRange(0, 65535), default=0,
               help="Port of one machine's own master; 0 picks a free one.")  # fmt: skip
 @_flag("--journal", type=click.Path(dir_okay=False),
@@ -191,9 +191,9 @@ _flag = functools.partial(click.option, cls=_Flag)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, **flags: Any) -> None:
-    """Run SCRIPT with N workers per node under a master, and replace what dies.
+    """Run SCRIPT with N workers per node under a master, and replace workers that die.
 
-    Everything after SCRIPT goes to the script. The workers get the environment torchrun would give them. Each flag is
+    Everything after SCRIPT is passed to it. The workers get the same environment as under torchrun. Each flag is
     also read from DLROVER_HOOKS_RUN_<FLAG>, and torchrun's from PET_<FLAG>.
 
     \b
@@ -217,7 +217,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
 
 
 def _by_slurm(flags: dict[str, Any], owned: contextlib.ExitStack) -> None:
-    """What SLURM knows and the command line does not say. Raises UsageError, LaunchError."""
+    """Fill in from SLURM the values that the command line leaves out. Raises UsageError, LaunchError."""
     from dlrover_hooks.launcher.options import Bounds
     from dlrover_hooks.launcher.slurm import allocation, shared_token, token_path
 
@@ -268,7 +268,7 @@ _SAME = (
     ),
     *("token", "port", "journal", "grace_s", "preemption", "requeue", "standby", "log_dir", "temporary"),
 )
-"""Flags that are options as they stand."""
+"""Flags that are passed to `LaunchOptions` unchanged."""
 
 
 def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:

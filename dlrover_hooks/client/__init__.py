@@ -1,6 +1,6 @@
-"""The way to the master: over HTTP, by the liveness connection, or to its core in this process.
+"""Connections to the master: HTTP calls, the liveness connection, and the master's core run in this process.
 
-It knows messages only, neither data nor checkpoints. The way in: `client.MasterClient`.
+This package handles messages only, neither data nor checkpoints. Entry point: `client.MasterClient`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The client of the master: one `call(request) -> reply` for every row of `ROUTES`.
+"""The master's HTTP client: one `call(request) -> reply` for every row of `ROUTES`.
 
-Events carry an idempotency key: a call without an answer is sent again, with the same key, until its deadline.
-Threads may share a client; a forked child may go on using it (its connections are made anew there).
+Events carry an idempotency key: an unanswered call is sent again with the same key until its deadline. Threads may
+share a client. A forked child may keep using it: the client opens new connections there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its 
 
 
 class Caller(Protocol):
-    """A `MasterClient`, or the core in this process (`Alone`)."""
+    """A `MasterClient`, or the master's core in this process (`Alone`)."""
 
     def call(
         self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
@@ -46,14 +46,14 @@ class Caller(Protocol):
 
 
 class MasterClient:
-    """Talks to the master at `url` as `incarnation`.
+    """Calls the master at `url` as `incarnation`.
 
     Args:
         url: such as `http://127.0.0.1:8780`.
-        token: bearer token, if the master wants one.
-        incarnation: this process's life; speaks in every idempotency key.
-        deadline_s: a call is repeated for so long before it gives up.
-        tls: for https; by default what the environment says, see `config.tls`.
+        token: bearer token, if the master requires one.
+        incarnation: identifies this process lifetime; part of every idempotency key.
+        deadline_s: how long a call is repeated before it fails.
+        tls: for https; by default from the environment, see `config.tls`.
 
     Raises:
         UsageError: a file of `tls` cannot be used.
@@ -74,16 +74,16 @@ class MasterClient:
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._met = False
-        """A master has answered: another kind of answer is a fault on the way to it."""
+        """A master has answered before. A non-master answer after that is a fault on the route and is retried."""
         self._silent_since: float | None = None
-        """No master has answered yet, since then (monotonic seconds)."""
+        """Monotonic time of the first failed call, while no master has answered yet."""
         self._seqs: collections.Counter[str] = collections.Counter()
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._renew()
         _CLIENTS.add(self)
 
     def _renew(self) -> None:
-        """Also in a forked child: locks and sockets of the parent are not ours."""
+        """Resets locks and connections. Also called in a forked child, which must not use those of the parent."""
         self._guard = threading.Lock()
         self._channels: dict[str, threading.Lock] = {}
         self._local = threading.local()
@@ -91,7 +91,7 @@ class MasterClient:
         self._closed = threading.Event()
 
     def key(self, channel: str) -> str:
-        """The next idempotency key of `channel`, for an event that several calls may have to send."""
+        """The next idempotency key of `channel`, for an event that may need several calls."""
         with self._channel(channel):
             self._seqs[channel] += 1
             return f"{self.incarnation}/{channel}/{self._seqs[channel]}"
@@ -105,19 +105,20 @@ class MasterClient:
         again: bool = True,
         key: str | None = None,
     ) -> Any:
-        """Send `request`, return the reply of its route's type. Any thread; events of one channel go out in order.
+        """Send `request`, return the reply of its route's type. Any thread; events of one channel are sent in order.
 
         Args:
             request: a request type of `ROUTES`.
             channel: events of one channel wait for each other.
-            timeout_s: give up after so long instead of after `deadline_s`.
-            again: False gives up where the master cannot be reached, instead of sending it again until then.
-            key: of an event that a call before has sent without an answer, see `key`.
+            timeout_s: overrides `deadline_s`.
+            again: False raises MasterAway at the first failure instead of retrying until the deadline.
+            key: the key of an event that an earlier call sent without receiving an answer, see `key`.
 
         Raises:
-            UsageError: no master has answered yet, and TLS fails: a certificate, its name, or no TLS there.
+            UsageError: no master has answered yet, and TLS fails: the certificate, its host name, or no TLS on that
+                port.
             MasterAway: no answer in time. The event may or may not have been applied.
-            MasterError: the master's refusal, by its class in `errors`.
+            MasterError: the master refused the request; the class is the one named in the reply, see `errors`.
         """
         row = Routes.by_request[type(request)]
         until = time.monotonic() + (self.deadline_s if timeout_s is None else timeout_s)
@@ -136,10 +137,10 @@ class MasterClient:
         on_notice: Callable[[Notice], None],
         on_error: Callable[[MasterError], None] | None = None,
     ) -> Watcher:
-        """Hold the liveness connection open from a daemon thread, through restarts of the master, until closed.
+        """Keep the liveness connection open from a daemon thread, across restarts of the master, until closed.
 
-        `on_notice` is called in that thread, once for each broken round and for the end of the job; `on_error` if the
-        master refuses this incarnation (it was declared dead), after which the watch is over.
+        That thread calls `on_notice` once for each broken round and for the end of the job. It calls `on_error` if the
+        master refuses this incarnation because it was declared dead; the watch then ends.
         """
         wire = MasterAddress(url=self.url, headers=dict(self._headers), tls=self._tls)
         watcher = Watcher(wire, job, self.incarnation, on_notice, on_error)
@@ -212,7 +213,7 @@ class MasterClient:
         raise away
 
     def _say_silence(self, why: str) -> None:
-        """Once, where no master has ever answered: a wrong address is waited for as long as one that comes up."""
+        """Logs one warning if no master has answered for 3 s since the first call: the address may be wrong."""
         now = time.monotonic()
         self._silent_since = self._silent_since or now
         if not self._met and now > self._silent_since + _SILENT_S:
@@ -239,13 +240,13 @@ class MasterClient:
 
 
 def _unconnected(error: requests.RequestException) -> bool:
-    """Nothing can have been sent: there was no connection to send it on."""
+    """Nothing was sent: the connection was never established."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     return isinstance(reason, (NewConnectionError, ConnectTimeoutError))
 
 
 def _usable(tls: Tls) -> Tls:
-    """With the CA's place: one for calls and watches. Raises UsageError."""
+    """`tls` with the path of the default CA bundle filled in, for calls and watches alike. Raises UsageError."""
     tls = msgspec.structs.replace(tls, ca=tls.ca or DEFAULT_CA_BUNDLE_PATH)
     try:
         context(tls)
@@ -260,7 +261,7 @@ def _usable(tls: Tls) -> Tls:
 
 
 def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
-    """What is wrong with TLS, but for a connection that ended in it, which may come right."""
+    """The TLS error behind `error`; None without one, or if the connection just ended, which may be transient."""
     while error is not None:
         cause = error.args[0] if error.args and isinstance(error.args[0], BaseException) else error
         if isinstance(cause, ssl.SSLError):
@@ -276,13 +277,13 @@ _TLS = (
 
 
 def _within(request: Message, left: float) -> Message:
-    """A long-poll that is answered before the caller gives up."""
+    """Limits a long-poll's timeout so that its answer arrives before the caller's deadline."""
     timeout_s = getattr(request, "timeout_s", None)
     return request if timeout_s is None else msgspec.structs.replace(request, timeout_s=min(timeout_s, 0.8 * left))
 
 
 class _Foreign(HooksError):
-    """An answer that is not a master's."""
+    """The answer does not come from a dlrover-hooks master."""
 
 
 def _reply(row: Route, response: requests.Response) -> Any:

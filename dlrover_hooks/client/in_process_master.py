@@ -1,4 +1,4 @@
-"""The master's pure core in this process: one worker without a master, and the fake for tests.
+"""The master's pure core in this process: for a single worker without a master, and as the fake for tests.
 
 Same interface as `MasterClient`. There is no journal and no network; one lock makes it safe for any thread. A forked
 child must not use it.
@@ -37,14 +37,14 @@ _STORAGE_END_S = 30.0
 
 
 class TimeSource(Protocol):
-    """What time it is."""
+    """The clock of an in-process master."""
 
     def now(self) -> float:
         """Seconds since the epoch; never goes back."""
         ...
 
     def wait(self, changed: threading.Condition, timeout_s: float) -> None:
-        """Wait, the lock held, until `changed` or `timeout_s` of this clock passed. May return early."""
+        """Wait, with the lock held, for `changed` or until `timeout_s` of this clock has passed. May return early."""
         ...
 
 
@@ -64,7 +64,7 @@ class WallClock:
 
 
 class InProcessWatch:
-    """One watch; `close` ends it like a connection."""
+    """One watch; `close` ends it, as closing a liveness connection does."""
 
     def __init__(self, alone: Alone, request: Watch, on_notice: Callable[[Notice], None]) -> None:
         self.alone, self.request, self.on_notice = alone, request, on_notice
@@ -75,13 +75,13 @@ class InProcessWatch:
 
 
 class Alone:
-    """A whole master for this process.
+    """A complete master in this process.
 
     Args:
-        clock: real time unless a test brings its own.
-        storage: where manifests go; None: no job of this master may have a `save_to`.
-        lease_s: a worker silent for so long is dead; by default never, since it is this process.
-        inline: write manifests in the calling thread instead of one of its own.
+        clock: real time unless a test passes its own.
+        storage: where manifests are written; None: no job of this master may have a `save_to`.
+        lease_s: a worker without heartbeats for this long is declared dead; by default never, since it is this process.
+        inline: write manifests in the calling thread instead of a separate one.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Alone:
         again: bool = True,
         key: Key | None = None,
     ) -> Any:
-        """The reply of the request's route. Raises the errors a master would answer."""
+        """The reply of the request's route. Raises the same errors as a call to a remote master."""
         del channel, again
         row = Routes.by_request[type(request)]
         if isinstance(request, Attach) and request.save_to is not None:
@@ -139,7 +139,7 @@ class Alone:
         *,
         incarnation: str = "",
     ) -> InProcessWatch:
-        """Tell of broken rounds and the end of `job`. Called in whichever thread caused it, no lock held."""
+        """Report broken rounds and the end of `job`. Callbacks run in the thread that caused them, without locks."""
         del on_error
         ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation), on_notice)
         with self._changed:
@@ -149,14 +149,14 @@ class Alone:
         return ear
 
     def unwatch(self, ear: InProcessWatch) -> None:
-        """End of a watch."""
+        """Remove a watch."""
         with self._changed:
             if ear in self._ears:
                 self._ears.remove(ear)
                 heartbeats.closed(self.nodes, (ear.request.job, ear.request.incarnation), self.clock.now())
 
     def close(self) -> None:
-        """Wait for what is being stored, give claims up. Idempotent."""
+        """Wait for pending writes to storage, release claims. Idempotent."""
         if self._storer is not None:
             for future in list(self._storing):
                 try:
@@ -172,7 +172,7 @@ class Alone:
             release(hold)
 
     def step(self) -> None:
-        """Do what has become due by the clock: deadlines, verdicts. Tests call it after moving a clock."""
+        """Process deadlines and failure verdicts that are due by now. Tests call it after moving their clock."""
         with self._changed:
             self._catch_up()
             self._changed.notify_all()
@@ -243,7 +243,7 @@ class Alone:
         generation = effect.manifest.generation
         try:
             self._storage.commit(effect.url, effect.options, effect.manifest, effect.keep)
-        except Exception as error:  # whatever storage raised, the job must hear of it
+        except Exception as error:  # whatever storage raised is reported to the job
             outcome: Message = CommitFailed(job=effect.job, generation=generation, reason=str(error))
         else:
             outcome = Committed(job=effect.job, generation=generation)
@@ -254,7 +254,7 @@ class Alone:
     def _finish(self, effect: WriteFinished) -> None:
         try:
             self._storage.finish(effect.url, effect.options, effect.job, effect.run, effect.step)
-        except Exception as error:  # the job is over all the same; the master says so, too
+        except Exception as error:  # the job is over regardless; the log has the reason
             log.warning("job %s: its end is not written down: %s", effect.job, error)
             return
         with self._changed:
@@ -263,7 +263,7 @@ class Alone:
     # ---- watchers ----------------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Notices go out with no lock held; one break is told once."""
+        """Delivers pending notices without holding the lock; each broken round is delivered once."""
         due: list[tuple[InProcessWatch, Notice]] = []
         with self._changed:
             for ear in self._ears:

@@ -1,7 +1,7 @@
-"""The liveness connection: one open request per worker, whose end tells the master that the worker ended.
+"""The liveness connection: one open request per worker. When it closes, the master detects the worker's end.
 
-A forked child (a DataLoader worker) inherits the socket, and while it holds it the kernel does not report the parent's
-death. So the child closes its copy at once, without touching any lock.
+A forked child (a DataLoader worker) inherits the socket. While the child holds it, the kernel does not report the
+parent's death. The child therefore closes its copy at once, without taking any lock.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _AGAIN = (500, 502, 503, 504)
 
 
 class MasterAddress(msgspec.Struct, frozen=True):
-    """How to reach the master."""
+    """URL, headers and TLS files of the master."""
 
     url: str
     headers: dict[str, str]
     tls: Tls | None = None
-    """For https; with the name of the CA file or folder."""
+    """For https; `ca` is filled in with a file or folder."""
 
 
 class LivenessConnection:
-    """One connection whose descriptor is known from its birth, so that a fork at any moment can close it."""
+    """One connection whose descriptor is recorded as soon as it exists, so that a fork at any moment can close it."""
 
     def __init__(self, wire: MasterAddress) -> None:
         parts = urlsplit(wire.url)
@@ -49,7 +49,7 @@ class LivenessConnection:
         self._http: http.client.HTTPConnection | None = None
 
     def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer, however long it takes. Raises OSError or HTTPException."""
+        """Status and body of the answer; waits without a time limit. Raises OSError or HTTPException."""
         self.connect()
         assert self._http is not None
         self._http.request(method, path, body, self._wire.headers)
@@ -57,7 +57,7 @@ class LivenessConnection:
         return response.status, response.read()
 
     def connect(self) -> None:
-        """Once. Raises OSError."""
+        """Connects unless connected already. Raises OSError."""
         if self._http is None:
             self._http = self._connected()
 
@@ -78,7 +78,7 @@ class LivenessConnection:
         return connection
 
     def _dialled(self) -> socket.socket:
-        """Connected to the first address of the name that accepts, as the calls do it. Raises the first OSError."""
+        """A socket connected to the first address of the host that accepts. Raises the first OSError."""
         refused: OSError | None = None
         for family, kind, _, _, address in socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM):
             with _FORKING:
@@ -94,20 +94,20 @@ class LivenessConnection:
         raise refused or OSError(f"{self._host} has no address")
 
     def hang_up(self) -> None:
-        """Wake whoever waits in `ask`; any thread."""
+        """Shut the socket down, which wakes a thread blocked in `ask`. Any thread."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Only the thread that asks."""
+        """Only on the thread that calls `ask`."""
         if self._http is not None:
             self._http.close()
         if self._sock is not None:
             self._sock.close()
 
     def let_go_in_child(self) -> None:
-        """After a fork, in the child: close the inherited descriptor, take no lock, say nothing on the wire."""
+        """After a fork, in the child: close the inherited descriptor without taking a lock or sending anything."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 os.close(self._sock.detach())
@@ -121,16 +121,16 @@ _KEEPALIVE = tuple(
 
 
 def context(tls: Tls) -> ssl.SSLContext:
-    """Raises OSError, of which ssl.SSLError is one, where a file cannot be used."""
+    """The SSL context for `tls`. Raises OSError (which includes ssl.SSLError) if a file cannot be used."""
     folder = os.path.isdir(tls.ca)
     made = ssl.create_default_context(capath=tls.ca if folder else None, cafile=None if folder else tls.ca)
     if tls.cert:
-        made.load_cert_chain(tls.cert, tls.key or None, password="")  # an encrypted key is refused, nobody is asked
+        made.load_cert_chain(tls.cert, tls.key or None, password="")  # fails for an encrypted key instead of prompting
     return made
 
 
 class Watcher:
-    """Owns the daemon thread `dlrover-hooks-watch`. Callbacks run in it and must be short."""
+    """Keeps the liveness connection open in the daemon thread `dlrover-hooks-watch`. Its callbacks must be short."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Watcher:
     ) -> None:
         self.error: MasterError | None = None
         self.away_since: float | None = None
-        """Since when the master cannot be reached (monotonic seconds); None: it can."""
+        """Since when the master has been unreachable (monotonic seconds); None: it is reachable."""
         self._wire, self._request = wire, Watch(job=job, incarnation=incarnation)
         self._on_notice, self._on_error = on_notice, on_error
         self._line: LivenessConnection | None = None
@@ -188,13 +188,13 @@ class Watcher:
             self._on_error(refusal)
 
     def _ask(self) -> Notice | None:
-        """One request, answered when there is something to tell. None: ask again later."""
+        """Sends one request; the master answers when there is a notice. None: try again later."""
         row = Routes.by_request[Watch]
         try:
             if self._line is None:
                 self._line = LivenessConnection(self._wire)
             self._line.connect()
-            if self._closed.is_set():  # `close` found nothing connected that it could hang up
+            if self._closed.is_set():  # `close` ran before there was a connection to shut down
                 return None
             self.away_since = None
             status, body = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
@@ -216,8 +216,8 @@ class Watcher:
             line.close()
 
     def let_go_in_child(self) -> None:
-        """After a fork, in the child: the parent's connection is none of ours."""
-        self._closed = threading.Event()  # the lock in the old one may be held by a thread that is not here
+        """After a fork, in the child: drop the parent's connection."""
+        self._closed = threading.Event()  # a thread missing in the child may hold the old one's lock
         self._closed.set()
         line, self._line = self._line, None
         if line is not None:
@@ -228,7 +228,7 @@ _WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 _FORKING = threading.Lock()
-"""No fork while a descriptor is nobody's yet."""
+"""Held while a descriptor is created but not recorded yet, and acquired before every fork."""
 
 
 def _let_go_in_child() -> None:

@@ -1,6 +1,6 @@
 """Settings: keyword arguments over environment variables over defaults; the only reader of the environment.
 
-It starts nothing and contacts nothing. The way in: `from dlrover_hooks import config`.
+Importing it has no side effects and contacts no service. Entry point: `from dlrover_hooks import config`.
 """
 
 from __future__ import annotations

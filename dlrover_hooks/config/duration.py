@@ -1,4 +1,4 @@
-"""How often something is done, and what is kept of it: as users write it, and in canonical form."""
+"""Intervals and retention rules: parsed from the forms that users write into canonical form."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _bad_interval(name: str, value: object) -> UsageError:
 def retention(value: Any, *, name: str = "keep") -> int | Retention:
     """`value` (`2`, `"last=2,every_steps=1000,every=1h"`, the same as a dict, a `Retention`) in canonical form.
 
-    A plain number where that says it all. Raises `UsageError` with examples.
+    A plain int if only `last` is given. Raises `UsageError` with examples.
     """
     try:
         rules = msgspec.convert(_rules(value), Retention, strict=False)
@@ -79,7 +79,7 @@ def retention(value: Any, *, name: str = "keep") -> int | Retention:
 
 
 def _rules(value: Any) -> dict[str, Any]:
-    """What was given, by rule. Raises ValueError."""
+    """`value` as a dict of rules. Raises ValueError."""
     if isinstance(value, str) and "=" in value:
         pairs = [part.split("=", 1) for part in value.split(",")]
         value = {name.strip(): text.strip() for name, text in pairs}

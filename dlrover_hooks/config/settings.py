@@ -1,7 +1,7 @@
 """Settings: keyword arguments over environment over defaults. This is the only reader of the environment.
 
-Every shared keyword can be given as `DLROVER_HOOKS_<NAME>`. The launcher, torchrun, SLURM and Kubernetes are read here
-too, so that identity (job, node, rank) has one source.
+Every shared keyword can be given as `DLROVER_HOOKS_<NAME>`. The variables of the launcher, torchrun, SLURM and
+Kubernetes are read here too, so that identity (job, node, rank) has one source.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlrover_hooks.protocol import AGAIN, Retention
 
 PREFIX = "DLROVER_HOOKS_"
 LAST_WORDS = PREFIX + "LAST_WORDS"
-"""Where a worker's last words go: descriptor and inode of a pipe that it inherited, see `runtime.last_words`."""
+"""The pipe for a worker's final error: its descriptor and inode, see `launcher.processes.worker_errors`."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = "auto"
     job: str = ""
     named: bool = False
-    """False: `job` was made up for this start, so no later start can find it."""
+    """False: `job` was generated for this start, so no later start can find it."""
     global_batch_size: int | None = None
     master: str | None = None
     token: str | None = None
@@ -56,24 +56,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disable: bool = False
     fresh: bool = False
     preempt_signals: str = "SIGTERM,SIGUSR1"
-    """Names with commas between them, or empty: they say that this worker is to go."""
+    """Comma-separated signal names, or empty. Such a signal announces that this worker will be preempted."""
     grace_s: float = 25.0
-    """So long after the first of them it is killed."""
+    """Seconds from the first such signal until the worker is killed."""
 
     @property
     def signals(self) -> list[str]:
-        """`preempt_signals`, one by one."""
+        """`preempt_signals` as a list."""
         names = self.preempt_signals.upper().replace(" ", "").split(",")
         return [name for name in names if name not in ("", "NONE")]
 
     @property
     def linger_s(self) -> float:
-        """A keeper without a launcher waits so long for a successor of its last trainer: none finds an unnamed job."""
+        """How long a keeper without a launcher waits for a new trainer after its last one; 0 for an unnamed job."""
         return 600.0 if self.named else 0.0
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this process stands in its job."""
+    """Rank, node and launcher of this process within its job."""
 
     rank: int = 0
     world_size: int = 1
@@ -82,26 +82,26 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     domain: str = ""
     """The node's failure domain: a rack, a zone."""
     incarnation: str = ""
-    """Set by `dlrover-hooks run`, which has already joined for this seat; empty: this process joins for itself."""
+    """Set by `dlrover-hooks run`, which has already joined for this rank; empty: this process joins for itself."""
     launcher: str = ""
-    """Incarnation of the launcher that reaps this process; empty: no launcher of ours."""
+    """Incarnation of the launcher that reaps this process; empty: not started by a dlrover-hooks launcher."""
     host: str = ""
-    """Where the other nodes reach this one, for the process group's store."""
+    """Address at which other nodes reach this one, for the process group's store."""
     min_workers: int = 0
-    """Of the job, as its launcher says; 0 with no launcher of ours, like the next two."""
+    """Of the job, from its launcher; 0 without a dlrover-hooks launcher, like the next two."""
     max_workers: int = 0
     local_world_size: int = 0
     master_away_s: float = 120.0
-    """A master that was not heard for so long has gone."""
+    """A master that has not answered for this long is treated as gone."""
     round: int = 0
-    """The round that the seat is of; 0: no seat yet."""
+    """The round in which the rank was assigned; 0: none assigned yet."""
 
 
 def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     """A `Config` from keyword arguments (None means not given), the environment, and defaults.
 
     Raises:
-        UsageError: a keyword that is none, a value of the wrong type or meaning, or another job than the launcher's.
+        UsageError: an unknown keyword, a value of the wrong type or meaning, or a job other than the launcher's.
     """
     refuse_unknown(given, _KEYWORDS)
     env = os.environ if environ is None else environ
@@ -130,7 +130,7 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     job = values.get("job") or _job(env)
     if _launched(env) and job != _job(env):
         raise UsageError(
-            f"{said.get('job', 'job')}={job!r}, but the launcher runs job {_job(env)!r}: its master knows no other",
+            f"{said.get('job', 'job')}={job!r}, but the launcher runs job {_job(env)!r}: its master keeps no other",
             hint=f"give the launcher --job {job}, or leave job= out",
         )
     values |= {"job": job or f"job-{uuid.uuid4().hex[:12]}", "named": job is not None}
@@ -140,7 +140,7 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
 
 
 def _keep_apart(values: dict[str, Any], home: str) -> None:
-    """A rehearsal keeps its checkpoints in `home`: it never touches those of the job that it rehearses."""
+    """A rehearsal keeps its checkpoints in `home`, so it never touches those of the job that it rehearses."""
     if values.get("save_to"):
         values["save_to"] = os.path.join(home, f"saved-{zlib.crc32(os.fsencode(values['save_to'])):08x}")
     values |= {"storage_options": {}} | ({"resume": "auto"} if values.get("resume") == "require" else {})
@@ -157,15 +157,15 @@ _VARIABLES = [PREFIX + name.upper() for name in (*_KEYWORDS, *_LAUNCHERS, *_TLS,
 
 
 def _launched(env: Mapping[str, str]) -> bool:
-    """`dlrover-hooks run` has started this process, and its seat is not used yet."""
+    """`dlrover-hooks run` started this process, and its rank assignment is unused."""
     return bool(env.get(PREFIX + "INCARNATION") and env.get(PREFIX + "JOB"))
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """A keyword's value; paths become text, intervals and retention are looked at later."""
+    """A keyword's value as its type; paths become text. Intervals and retention are parsed later."""
     if name in ("save_every", "persist_every", "keep"):
         return value
-    if isinstance(value, os.PathLike):  # a path to resume from is never one of the words
+    if isinstance(value, os.PathLike):  # a path given to `resume` is never one of its keywords
         value = os.path.abspath(value) if name == "resume" else os.fspath(value)
     try:
         return msgspec.convert(value, kind, strict=False)
@@ -174,20 +174,22 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 
 
 def tell_launcher() -> None:
-    """Let the exit code of this worker say what only it knows: 78, a setting must be mended, so a restart is in vain;
-    AGAIN, the master has declared it dead by mistake, or it cannot outlive its round, so a restart is right. Tracebacks
-    are printed as ever."""
-    if not _LastWords.installed:  # torch puts its own over it in each `init_process_group`
+    """Install the hook that sets this worker's exit code, from which the launcher decides whether to restart it.
+
+    78: a setting must be corrected, so a restart is useless. AGAIN: the master declared this worker dead by mistake, or
+    it cannot survive the end of its round, so a restart helps. Tracebacks are still printed.
+    """
+    if not _LastWords.installed:  # torch installs its own hook over it in each `init_process_group`
         sys.excepthook, _LastWords.installed = _LastWords(sys.excepthook), True
 
 
 class _LastWords:
     installed = False
-    """In this process. Twice they would say everything twice."""
+    """Installed once per process; a second hook would report every error twice."""
 
     @staticmethod
     def step() -> int:
-        """How many steps this worker has made; -1: none, or nobody knows."""
+        """Number of steps that this worker has made; -1: none, or unknown."""
         return -1
 
     def __init__(self, before: Any) -> None:
@@ -203,19 +205,19 @@ class _LastWords:
 
 
 def _let_out(stderr: Any) -> None:
-    """torch.distributed's hook gathers what the one before prints, to put the rank ahead; an exit code loses it all."""
+    """Prints output that torch.distributed's hook has buffered to prefix the rank; raising SystemExit would lose it."""
     if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
         sys.__stderr__.write(stderr.getvalue())
         sys.__stderr__.flush()
 
 
 def last_words_to(fd: int, *, prints: bool = False) -> dict[str, str]:
-    """What tells a worker where its last words go: a descriptor that it has. `prints`: and all are printed, too."""
+    """The variable that passes descriptor `fd` to a worker. `prints`: the worker also prints all tracebacks."""
     return {LAST_WORDS: f"{fd}:{os.fstat(fd).st_ino}" + (":prints" if prints else "")}
 
 
 def of_lost_peer(error: BaseException) -> bool:
-    """A collective failed since another worker was gone, as gloo, NCCL or torch's store say it."""
+    """True if a collective failed because a peer was gone, judged by the messages of gloo, NCCL and torch's store."""
     found = error.__class__
     if found.__name__.startswith("Dist") and found.__module__.startswith("torch."):
         return True
@@ -228,15 +230,15 @@ _TRACE_CHARACTERS = 8000
 
 
 def step_for_last_words(step: Callable[[], int]) -> None:
-    """What tells how many steps this worker has made."""
+    """Set the function that returns the number of steps this worker has made."""
     _LastWords.step = staticmethod(step)
 
 
 def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
-    """Into the launcher's pipe: only if it is that one, and not another file with its number, in a grandchild.
+    """Writes the error to the launcher's pipe. The inode check skips another file with that number, in a grandchild.
 
-    True: the traceback went there, too. That of a worker whose peer is gone would hide the first failure on the screen;
-    the launcher shows it if there is no other one.
+    True: the traceback went there, too, and is not printed here. The traceback of a worker whose peer is gone would
+    hide the first failure on the screen; the launcher prints it if there is no other one.
     """
     fd, _, rest = os.environ.get(LAST_WORDS, "").partition(":")
     inode, _, prints = rest.partition(":")
@@ -270,7 +272,7 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
 
 
 def _job(env: Mapping[str, str]) -> str | None:
-    """The job's name as a launcher gave it: ours, torchrun's (not its default "none"), SLURM's."""
+    """The job's name from a launcher: dlrover-hooks, torchrun (except its default "none"), or SLURM."""
     for name in ("DLROVER_HOOKS_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         if (value := env.get(name)) and value != "none":
             return value
@@ -278,7 +280,7 @@ def _job(env: Mapping[str, str]) -> str | None:
 
 
 def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, world_size: int | None = None) -> Place:
-    """This process's place; `rank` and `world_size` given by a framework win over the environment."""
+    """This process's place; `rank` and `world_size` given by a framework override the environment."""
     env = os.environ if environ is None else environ
     return Place(
         rank=int(env.get("RANK", 0)) if rank is None else rank,
@@ -298,8 +300,10 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):
-    """Files for a master at `https://`. `ca`: a file or folder with those who may sign its certificate, empty: those
-    that the public trusts. `cert`, `key`: this process's own certificate; empty: none, or the key is in `cert`.
+    """Files for a master at `https://`.
+
+    `ca`: a file or folder with the CAs that may sign the master's certificate; empty: the public CAs. `cert`, `key`:
+    this process's own certificate; empty `cert`: none; empty `key`: the key is in `cert`.
     """
 
     ca: str = ""
@@ -308,7 +312,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tls(environ: Mapping[str, str] | None = None) -> Tls:
-    """From `DLROVER_HOOKS_CA_FILE`, `_CLIENT_CERT` and `_CLIENT_KEY`; the CA also as other programs are told of it."""
+    """From `DLROVER_HOOKS_CA_FILE`, `_CLIENT_CERT` and `_CLIENT_KEY`; the CA also from variables of other programs."""
     env = os.environ if environ is None else environ
     cas = (PREFIX + "CA_FILE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
     return Tls(
@@ -319,12 +323,12 @@ def tls(environ: Mapping[str, str] | None = None) -> Tls:
 
 
 def seats_itself(environ: Mapping[str, str] | None = None) -> bool:
-    """A launcher started this process and leaves it to the process to ask the master for its seat."""
+    """A launcher started this process, but the process itself requests its rank from the master."""
     return (os.environ if environ is None else environ).get(PREFIX + "JOIN") == "1"
 
 
 def use_seat(environ: MutableMapping[str, str] | None = None) -> None:
-    """Forget the launcher's seat: it serves one session; a second `fit` in the same process joins for itself."""
+    """Forget the launcher's rank assignment: it serves one session; a second `fit` in this process joins for itself."""
     (os.environ if environ is None else environ).pop(PREFIX + "INCARNATION", None)
 
 
@@ -334,24 +338,25 @@ def visible_gpus() -> str | None:
 
 
 def slurm_environment() -> dict[str, str]:
-    """What srun says of this process."""
+    """The SLURM_* variables of this process."""
     return {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
 
 
 def preload_file(environ: Mapping[str, str] | None = None) -> str | None:
-    """Where the launcher lets its first worker write what it has imported, for those that come later."""
+    """The file where the launcher's first worker lists the modules it has imported, for workers started later."""
     return (os.environ if environ is None else environ).get(PREFIX + "PRELOAD") or None
 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS, of the outermost level; None if it is not set to a number."""
+    """OMP_NUM_THREADS of the outermost level; None if it is not set to a number."""
     text = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(text) if text.isdigit() and int(text) else None
 
 
 def gpu() -> str:
-    """The GPU of this process: its index or UUID for the driver; empty: none is visible. One for each local rank, or
-    one for the process alone.
+    """The GPU of this process: its index or UUID for the driver; empty: none is visible.
+
+    `CUDA_VISIBLE_DEVICES` may list one GPU for each local rank, or one for this process alone.
     """
     local_rank, visible = int(os.environ.get("LOCAL_RANK") or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -361,23 +366,23 @@ def gpu() -> str:
 
 
 def replace_environment(values: Mapping[str, str]) -> None:
-    """This process's environment becomes `values`, as if it had been started with them."""
+    """Replace this process's environment by `values`."""
     os.environ.clear()
     os.environ.update(values)
 
 
 def change_environment(values: Mapping[str, str]) -> None:
-    """Set `values` in this process's environment, for itself and what it starts."""
+    """Set `values` in the environment of this process and its future children."""
     os.environ.update(values)
 
 
 _OF_ONE_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", PREFIX)
-"""Variables that begin or end so are set by a launcher, and differ from worker to worker."""
+"""Names that begin or end with one of these are set by a launcher and differ between workers."""
 
 
 @contextlib.contextmanager
 def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """`values` are set meanwhile. Yields what else is set in that time and stays: complete at the end."""
+    """Sets `values` within the block. Yields a dict, complete at the end, of other variables set there that remain."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     own, touched, putenv = dict[str, str](), set[str](), os.putenv
@@ -386,12 +391,12 @@ def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
         touched.add(os.fsdecode(name))
         putenv(name, value)
 
-    os.putenv = noted  # what os.environ calls
+    os.putenv = noted  # called by os.environ
     try:
         yield own
     finally:
         os.putenv = putenv
-        own |= {name: os.environ[name] for name in touched if name in os.environ}  # NumPy sets some and takes them back
+        own |= {name: os.environ[name] for name in touched if name in os.environ}  # NumPy removes some it set
         for name, value in before.items():
             if name not in own:
                 os.environ.pop(name, None)
@@ -399,7 +404,7 @@ def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def changed_environment() -> dict[str, str]:
-    """What this process has set in its environment since it was started, its rank and the like left out."""
+    """Variables that this process has set since it was started, except rank and other per-worker ones."""
     with open("/proc/self/environ", "rb") as file:
         began = set(os.fsdecode(file.read()).split("\0"))
     return {
@@ -410,7 +415,7 @@ def changed_environment() -> dict[str, str]:
 
 
 def worker_environment(**values: str) -> dict[str, str]:
-    """This process's environment for a child, with `values` set and one thread per worker unless the user chose."""
+    """This process's environment for a child, with `values` set and OMP_NUM_THREADS=1 unless the user set it."""
     return {"OMP_NUM_THREADS": "1"} | dict(os.environ) | values
 
 
@@ -420,19 +425,19 @@ def environment() -> dict[str, str]:
 
 
 def tell_workers(master: str, token: str | None) -> None:
-    """Children of this process find that master without being configured (torchrun hands its environment down)."""
+    """Pass the address of the master to this process's children (torchrun copies its environment to them)."""
     os.environ[PREFIX + "MASTER"] = master
     if token is not None:
         os.environ[PREFIX + "TOKEN"] = token
 
 
 def runtime_dir() -> str:
-    """A folder of this user alone (mode 0700) for sockets and locks, made if need be.
+    """A folder of this user alone (mode 0700) for sockets and locks, created if missing.
 
-    What a launcher started looks where the launcher did: XDG_RUNTIME_DIR may be gone by then (its user logged out).
+    Children of a launcher use the launcher's folder: XDG_RUNTIME_DIR may be gone by then (its user logged out).
 
     Raises:
-        KeeperAway: somebody else owns that name, or it cannot be made.
+        KeeperAway: another user owns that folder, or it cannot be created.
     """
     path = os.environ.get(PREFIX + "RUNTIME_DIR") or _own_dir()
     try:
@@ -448,7 +453,7 @@ def runtime_dir() -> str:
 
 
 def stay_in_runtime_dir() -> None:
-    """From here on this process and its children use the folder of now, whatever becomes of XDG_RUNTIME_DIR."""
+    """Fix the current folder for this process and its children, even if XDG_RUNTIME_DIR changes later."""
     os.environ[PREFIX + "RUNTIME_DIR"] = runtime_dir()
 
 
@@ -460,21 +465,21 @@ def _own_dir() -> str:
 
 
 def drill(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What this worker is to do in a drill, see `dlrover_hooks.testing.faults.drill`; empty where it is none."""
+    """This worker's instructions in a drill, see `dlrover_hooks.testing.faults.drill`; empty outside a drill."""
     env = os.environ if environ is None else environ
     return {name: env[PREFIX + name.upper()] for name in _DRILL if env.get(PREFIX + name.upper())}
 
 
 def global_seed() -> int:
-    """Lightning's `seed_everything` leaves its seed here; 0 as Lightning itself does."""
+    """The seed that Lightning's `seed_everything` put into the environment; 0 if unset, as in Lightning."""
     return int(os.environ.get("PL_GLOBAL_SEED") or 0)
 
 
 def global_batch_size() -> int | None:
-    """What the environment says of a loop whose loader is made before any adapter hears of it.
+    """The global batch size from the environment, for a loop whose loader is created before any adapter.
 
     Raises:
-        UsageError: that is no number of samples.
+        UsageError: it is not a positive number of samples.
     """
     text = os.environ.get(PREFIX + "GLOBAL_BATCH_SIZE")
     size: int | None = _parsed("global_batch_size", text, int) if text else None

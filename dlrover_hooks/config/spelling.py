@@ -1,4 +1,4 @@
-"""Settings under names that mean nothing: a misspelt keyword is refused, a misspelt variable is warned of."""
+"""Unknown settings: an unknown keyword raises an error, an unknown environment variable logs a warning."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from dlrover_hooks.errors import UsageError
 
 _COMMANDS = ("RUN_", "MASTER_", "CKPT_")
-"""How variables for the options of the commands go on, which click reads."""
+"""Prefixes, after `PREFIX`, of the variables for command options, which click reads."""
 _said = set[str]()
 _log = logging.getLogger("dlrover_hooks")
 
 
 def keywords(local: Mapping[str, Any], misspelt: Mapping[str, Any]) -> dict[str, Any]:
-    """Out of its `locals()` the arguments of an `__init__` that ends with `**misspelt`. Raises as `refuse_unknown`."""
+    """The arguments in the `locals()` of an `__init__` that ends with `**misspelt`. Raises as `refuse_unknown`."""
     given = {name: value for name, value in local.items() if name not in ("self", "__class__", "misspelt")}
     refuse_unknown(misspelt, list(given))
     return given
 
 
 def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
-    """Raises UsageError if one of the names `given` is not `known`; names the one that is near."""
+    """Raises UsageError if one of the names `given` is not `known`; suggests the closest known name."""
     for name in sorted(set(given) - set(known)):
         near = difflib.get_close_matches(name, known, 1)
         raise UsageError(
@@ -33,7 +33,7 @@ def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
 
 
 def warn_of_unknown(env: Mapping[str, str], prefix: str, known: list[str]) -> None:
-    """A variable that begins with `prefix` and is not `known`: once. Not an error, a cluster may set more of them."""
+    """Warns once of each variable that begins with `prefix` and is not `known`. No error: a cluster may set others."""
     for name in sorted(set(env) - set(known) - _said):
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith(_COMMANDS):
             _said.add(name)

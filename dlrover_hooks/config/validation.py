@@ -1,4 +1,4 @@
-"""Which values of the shared keywords make no sense, and what to write instead. Pure."""
+"""Checks the shared keywords for unusable values; each error suggests a usable one. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WANTED = {
 
 
 def _check_save_to(save_to: str, name: str) -> None:
-    """Keeper, master and trainer are three processes, and a later start is another one."""
+    """The location must be visible to keeper, master and trainer, which are three processes, and to later starts."""
     if not save_to.strip():
         raise UsageError(
             f"{name}={save_to!r} names no folder",
@@ -46,7 +46,7 @@ def _check_save_to(save_to: str, name: str) -> None:
 
 
 def check(config: Config, said: Mapping[str, str]) -> None:
-    """`said`: the variables that values came from, by keyword."""
+    """Raises UsageError for an unusable value. `said`: the variable that each keyword came from, if any."""
 
     def refuse(name: str, why: str, hint: str) -> None:
         raise UsageError(f"{said.get(name, name)}={getattr(config, name)!r} {why}", hint=hint)

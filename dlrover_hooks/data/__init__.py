@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: order, batches and the place of a run in them, without a master.
+"""Determines which samples a rank trains on: order, batches and position of a run, without a master.
 
-The way in: `loader.elastic_loader`.
+Entry point: `loader.elastic_loader`.
 """

@@ -1,13 +1,13 @@
-"""Gradient accumulation for a loop that is written without it: backward, then `optimizer.step()`, after each batch.
+"""Gradient accumulation for a loop that has none: backward, then `optimizer.step()`, after each batch.
 
-At another world size a step may take several micro-batches on this rank. `Accumulation` then makes such a loop right:
+At another world size a step may take several micro-batches on this rank. `Accumulation` then makes such a loop correct:
 
 - `optimizer.step()` does nothing until the step's last micro-batch;
 - gradients of the earlier micro-batches are taken out of `parameter.grad`, weighted, and put back when the backward of
-  the last one begins. So `zero_grad` loses nothing, whichever way it is called, and clipping sees the whole gradient;
-- what is given to `hold` (schedulers, GradScaler, averaged models) acts only where the step ends.
+  the last one begins. So `zero_grad` loses nothing, however it is called, and clipping is applied to the full gradient;
+- objects passed to `hold` (schedulers, GradScaler, averaged models) act only where the step ends.
 
-A loop that does what cannot be made right this way gets a UsageError before any weight is changed.
+A loop that cannot be made correct this way gets a UsageError before any weight is changed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _MANUAL = (
 def leader(loaders: Sequence[Any]) -> Any:
     """Of loaders that step together, the one whose `weight`, `loss_scale` and `step_ends` are those of the step.
 
-    A step has one weight per rank, since the losses of all loaders are one sum. In full steps all loaders agree; where
-    one ends its epoch with a short step it leads. Else it is the first that is not over. None if there is none.
+    A step has one weight per rank, since the losses of all loaders are one sum. In full steps all loaders agree; a
+    loader that ends its epoch with a short step determines the weight. Otherwise it is the first that is not over. None
+    if there is none.
     """
     if len(loaders) < 2:
         return loaders[0] if loaders else None
@@ -55,7 +56,7 @@ def _is_short(loader: Any) -> bool:
 
 
 def accumulation_of(optimizer: Optimizer) -> Accumulation:
-    """The optimizer's own: all loaders that step it share it."""
+    """The optimizer's `Accumulation`: all loaders that step it share it."""
     if not hasattr(optimizer, _ATTRIBUTE):
         made = Accumulation()
         made.add_optimizer(optimizer)
@@ -63,13 +64,13 @@ def accumulation_of(optimizer: Optimizer) -> Accumulation:
 
 
 class Accumulation:
-    """The micro-batches of one optimizer step on this rank, seen from a loop that steps after each. Training thread."""
+    """The micro-batches of one optimizer step on this rank, for a loop that steps after each. Training thread."""
 
     def __init__(self) -> None:
         self.ends = True
-        """The micro-batch last received is the last one of its step; true outside of the loop, too."""
+        """The micro-batch last received is the last one of its step; also true outside of the loop."""
         self.needs_extra = False
-        """Schedulers must be given to `hold`: somebody has said that it will pass them on."""
+        """Schedulers must be passed to `hold`: the caller has announced that it will pass them on."""
         self._reduction: str | None = None
         self._loaders: list[weakref.ref[ElasticLoader]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -84,10 +85,10 @@ class Accumulation:
         self._scheduled = weakref.WeakSet[Optimizer]()
         self._arrived = self._called = False
 
-    # ---- who takes part ---------------------------------------------------------------------------------------------
+    # ---- participants -----------------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Hold back its `step`. The optimizer keeps this alive, not the other way round."""
+        """Suppress its `step` until the step ends. The optimizer keeps this object alive, not vice versa."""
         if any(ref() is optimizer for ref in self._optimizers):
             return
         self._optimizers.append(weakref.ref(optimizer))
@@ -96,21 +97,21 @@ class Accumulation:
         _wrap(optimizer, "zero_grad", self._zero_grad)
 
     def add_loader(self, loader: ElasticLoader) -> None:
-        """Its micro-batches are those of the step."""
+        """Its micro-batches are counted for the step."""
         self._loaders.append(weakref.ref(loader))
         self._known = None
 
     def remove_loader(self, loader: ElasticLoader) -> None:
-        """Without a loader nothing is held back."""
+        """Remove a loader. Without a loader, no step is suppressed."""
         self.over()
         self._loaders = [ref for ref in self._loaders if ref() is not loader]
 
     def reduced(self, *, weighed: bool) -> None:
-        """Ranks' gradients are reduced once in a step: summed with the loader's weights (`weighed`), or averaged."""
+        """Ranks' gradients are reduced once per step: summed with the loader's weights (`weighed`), or averaged."""
         self._reduction, self._known = "weighed" if weighed else "averaged", None
 
     def hold(self, part: Any) -> None:
-        """Have a scheduler, a GradScaler or an averaged model act only where a step ends. Others are left alone."""
+        """Let a scheduler, a GradScaler or an averaged model act only where a step ends. Ignores other objects."""
         if isinstance(part, LRScheduler):
             self._scheduled.add(part.optimizer)
             hold_back(part, ("step",), self)
@@ -120,12 +121,12 @@ class Accumulation:
             hold_back(part, ("update",), self)
             _hold_back_scaler(part, self)
 
-    # ---- what the loader says ---------------------------------------------------------------------------------------
+    # ---- called by the loader ---------------------------------------------------------------------------------------
 
     def received(self, loader: ElasticLoader) -> None:
-        """The loop is about to get a micro-batch."""
+        """The loop is about to receive a micro-batch."""
         plan = loader.sampler.progress.plan
-        if plan is self._known:  # a step is one micro-batch, and the weights are somebody else's
+        if plan is self._known:  # a step is one micro-batch, and weights are applied elsewhere
             return
         loaders = [one for ref in self._loaders if (one := ref()) is not None]
         if all(one.sampler.plan.micro_batches == 1 for one in loaders) and self._reduction != "averaged":
@@ -157,7 +158,7 @@ class Accumulation:
             )
 
     def requested(self) -> None:
-        """The loop asks for the next micro-batch. UsageError if it accumulates by itself."""
+        """The loop requests the next micro-batch. UsageError if the loop accumulates itself."""
         if self._arrived and not self._called:
             self._arrived = False
             raise UsageError(
@@ -168,7 +169,7 @@ class Accumulation:
             )
 
     def over(self) -> None:
-        """The loop over the loader ended. Gradients of a step that was broken off belong to no step."""
+        """The iteration ended. Gradients of an interrupted step are discarded."""
         self.ends, self._active, self._arrived, self._known = True, False, False, None
         self._held, self._calls, self._rates = {}, {}, {}
         while self._hooks:
@@ -180,7 +181,7 @@ class Accumulation:
     def _install(self) -> None:
         me: weakref.ref[Accumulation] = weakref.ref(
             self
-        )  # a cycle through the hooks, which lie in C++, would never be collected
+        )  # the hooks are in C++: a cycle through them would never be collected
         for ref in self._optimizers:
             for parameter in _parameters(ref()):
                 if parameter.requires_grad:
@@ -190,13 +191,13 @@ class Accumulation:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, me)))
 
     def incoming(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient on its way into `parameter.grad`, weighted. In the last micro-batch those before are put there."""
+        """Weight a gradient on its way into `parameter.grad`. In the last micro-batch, put the earlier ones back."""
         if self.ends:
             self._put_back(parameter)
         return _times(grad, self._factor)
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """It is in `parameter.grad`: take it out unless the step ends."""
+        """The gradient is in `parameter.grad`: take it out unless the step ends."""
         if self._called and not self.ends:
             raise UsageError(
                 f"a backward after step() in micro-batch {self._number} of a step of several: its loss is computed "
@@ -217,7 +218,7 @@ class Accumulation:
         if (before := self._held.pop(parameter, None)) is not None:
             parameter.grad = before if parameter.grad is None else parameter.grad + before
 
-    # ---- what the loop calls ----------------------------------------------------------------------------------------
+    # ---- called by the loop -----------------------------------------------------------------------------------------
 
     def _step(self, plain: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
@@ -254,10 +255,10 @@ class Accumulation:
         return once
 
     def keep(self, optimizer: Optimizer) -> None:
-        """`step()` was called, and the step goes on: what it would have seen counts."""
+        """`step()` was called before the step ends: take the present gradients out."""
         self._check(optimizer)
         for parameter in _parameters(optimizer):
-            if parameter.grad is not None:  # not by a backward, or of a parameter that was frozen
+            if parameter.grad is not None:  # not set by a backward, or of a frozen parameter
                 parameter.grad = _times(parameter.grad, self._factor)
                 self._take(parameter)
 
@@ -267,7 +268,7 @@ class Accumulation:
         self.stepped(optimizer)
 
     def complete(self, optimizer: Optimizer) -> None:
-        """The step ends: put back also what had no gradient in its last micro-batch."""
+        """The step ends: also put back gradients of parameters that had none in the last micro-batch."""
         for parameter in _parameters(optimizer) if self._active else ():
             if parameter not in self._held:
                 continue
@@ -283,7 +284,7 @@ class Accumulation:
             self._put_back(parameter)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """The step is made, or left out (GradScaler): nothing of it is kept."""
+        """The step was made or skipped (GradScaler): discard its gradients."""
         self._called = True
         for parameter in _parameters(optimizer):
             self._held.pop(parameter, None)
@@ -297,12 +298,12 @@ class Accumulation:
         plain(optimizer, *args, **kwargs)
 
     def _check(self, optimizer: Optimizer) -> None:
-        """Refuse what one step for several micro-batches cannot stand for."""
+        """Refuse loops for which one step over several micro-batches would be wrong."""
         key = self._index(optimizer)
         self._called = True
         if self._reduction is None and self._world > 1:
             raise UsageError(
-                f"a step has several micro-batches on a rank of {self._world}, and nobody reduces gradients once in it",
+                f"a step has several micro-batches on a rank of {self._world}, and gradients are never reduced in it",
                 hint="make AsyncCheckpointer(model=DistributedDataParallel(model), ...) before the loop, " + _MANUAL,
             )
         calls = self._calls[key] = self._calls.get(key, 0) + 1
@@ -324,7 +325,7 @@ class Accumulation:
         if self.needs_extra and scheduled:
             raise UsageError(
                 f"a scheduler of {type(optimizer).__name__} is not known here: stepped once for each micro-batch it "
-                "would be ahead, and after a restart it would begin anew",
+                "would be ahead, and after a restart it would begin at its start",
                 hint="AsyncCheckpointer(..., extra=[scheduler])",
             )
 
@@ -351,7 +352,7 @@ def _arrived(window: weakref.ref[Accumulation], parameter: torch.Tensor) -> None
 def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1.0:
         return grad
-    return grad * factor if factor else torch.zeros_like(grad)  # NaN and inf of a sample that does not count
+    return grad * factor if factor else torch.zeros_like(grad)  # removes NaN and inf of a sample with weight 0
 
 
 def _parameters(optimizer: Optimizer | None) -> list[torch.Tensor]:
@@ -359,8 +360,8 @@ def _parameters(optimizer: Optimizer | None) -> list[torch.Tensor]:
 
 
 def _wrap(optimizer: Optimizer, name: str, act: Callable[..., Any]) -> None:
-    """Put `act(plain, optimizer, ...)` in the place of a method. Without a cycle, and so that schedulers, which wrap
-    `step.__func__`, may come before it or after it.
+    """Replace a method by `act(plain, optimizer, ...)`, without a reference cycle. Schedulers, which wrap
+    `step.__func__`, may be created before or after it.
     """
     now = getattr(optimizer, name)
     plain = now.__func__ if hasattr(now, "__func__") else _unbound(now)
@@ -379,12 +380,12 @@ def _wrap(optimizer: Optimizer, name: str, act: Callable[..., Any]) -> None:
 
 
 def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As schedulers leave it on the instance: it knows its optimizer."""
+    """Of a method that a scheduler has put on the instance, already bound to its optimizer."""
     return lambda _, *args, **kwargs: function(*args, **kwargs)
 
 
 def hold_back(part: Any, names: Sequence[str], window: Any) -> None:
-    """Methods of `part` do nothing unless `window.ends`. By its class: a scheduler's state is all its attributes."""
+    """Suppress methods of `part` unless `window.ends`. Done by its class: all attributes of a scheduler are state."""
     _as_subclass(part, {name: _where_a_step_ends(getattr(type(part), name), window) for name in names})
 
 
@@ -409,7 +410,7 @@ def _hold_back_scaler(scaler: GradScaler, window: Accumulation) -> None:
             return window.keep(optimizer)
         window.complete(optimizer)
         result = kind.step(self, optimizer, *args, **kwargs)
-        window.stepped(optimizer)  # the optimizer is not called where a gradient is infinite
+        window.stepped(optimizer)  # `step` is not called if a gradient is infinite
         return result
 
     _as_subclass(scaler, {"unscale_": unscale_, "step": step})

@@ -1,27 +1,27 @@
-"""Who computes which samples of a step, and with what weight. Pure arithmetic, no torch.
+"""Which rank computes which samples of a step, and with which weight. Pure arithmetic, no torch.
 
-A step at global batch G takes the G positions from q on, whatever the world size is (DL-87: B = N * b). Its N = G / b
-micro-batches are dealt out as DL-88 says: rank i runs `m_i = N // W + (i < N % W)` of them, a contiguous slice.
+A step at global batch G takes the G positions from q on, whatever the world size is: G = N * b. Its N = G / b
+micro-batches are distributed in contiguous slices: rank i runs `m_i = N // W + (i < N % W)` of them.
 
-Where G does not divide n, `tail` says what the epoch's last step is:
+If G does not divide n, `tail` defines the epoch's last step:
 
-- `ghost` (default): short. The L samples left are dealt out in proportion to m_i (evenly, where W divides N), so that
-  no rank runs *more* micro-batches than in a full step; a rank left with nothing repeats one sample with weight 0, so
-  that the collectives stay in step;
+- `ghost` (default): short. The L remaining samples are distributed in proportion to m_i (evenly, if W divides N), so
+  that no rank runs *more* micro-batches than in a full step. A rank without samples repeats one sample with weight 0,
+  so that it takes part in the collectives;
 - `drop`: the epoch ends with its last full step;
-- `carry`: full, completed with the head of the next epoch, whose own steps then begin behind it. Every step is full,
-  every sample comes once per epoch, but epochs differ in length by a step: `BatchPlan.fixed_length` is False, and loops
-  that compare counts with `len(loader)` cannot have it.
+- `carry`: full, completed with the first samples of the next epoch, whose own steps begin after them. Every step is
+  full, every sample is used once per epoch, but epochs differ in length by a step: `BatchPlan.fixed_length` is False,
+  and loops that compare counts with `len(loader)` cannot use it.
 
 Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.pytorch.ddp.weigh_gradients`), given a
 training loop that takes the mean loss of each micro-batch and divides it by m_r, as Lightning, Accelerate and
 Transformers do:
 
 - full step: `m_r / N`, the exact mean over G samples;
-- short step: `(m_r / j_r) * (c_r / L)`, c_r samples in j_r = ceil(c_r / b) micro-batches. Exact when j_r = 1 or b
-  divides c_r; else this rank's share is a mean of the means of unequal micro-batches (its last, smaller one weighs
-  more), unless the loop also multiplies each loss by `ElasticSampler.loss_scale`. Without accumulation (m_r = 1) it
-  is always exact.
+- short step: `(m_r / j_r) * (c_r / L)`, c_r samples in j_r = ceil(c_r / b) micro-batches. Exact if j_r = 1 or b
+  divides c_r; else this rank's share is a mean of the means of unequal micro-batches (samples of its last, smaller one
+  weigh more), unless the loop also multiplies each loss by `ElasticSampler.loss_scale`. Without accumulation (m_r = 1)
+  it is always exact.
 
 A loop with a loss per sample needs none of this: `ElasticSampler.sample_weights` is 1 / samples of the step.
 """
@@ -38,13 +38,13 @@ from dlrover_hooks.errors import UsageError
 Tail = Literal["ghost", "drop", "carry"]
 TAILS = ("ghost", "drop", "carry")
 GOOD = 0.9
-"""The busy share of the ranks from which on `BatchPlan.suggestion` has nothing to say."""
+"""From this busy share of the ranks on, `BatchPlan.suggestion` is None."""
 
 
 class Slice(msgspec.Struct, frozen=True):
     """One rank's part of one step: in-epoch positions [lo, hi), run as `micro_batches`.
 
-    The step covers the `samples` positions before `end`. With tail "carry" positions run on behind the epoch's n.
+    The step covers the `samples` positions before `end`. With tail "carry" positions continue after the epoch's n.
     """
 
     lo: int
@@ -59,7 +59,7 @@ class Slice(msgspec.Struct, frozen=True):
 class BatchPlan(msgspec.Struct, frozen=True):
     """How `world_size` ranks share every step of an epoch of n samples, seen from `rank`.
 
-    Errors: UsageError for sizes that cannot work, with the nearest that can.
+    Errors: UsageError for invalid sizes, with the nearest valid ones.
     """
 
     n: int
@@ -81,7 +81,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
     @property
     def micro_batches(self) -> int:
-        """m_r, the micro-batches of this rank in a full step: what the loop accumulates over (DL-88)."""
+        """m_r, the micro-batches of this rank in a full step: the number that the loop accumulates over."""
         return self.total // self.world_size + (self.rank < self.total % self.world_size)
 
     @property
@@ -102,7 +102,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
     @property
     def suggestion(self) -> str | None:
-        """A smaller batch that keeps the ranks busier, in words; None where they are busy (or nothing is better)."""
+        """A smaller batch that keeps the ranks busier, as text; None if they are busy, or nothing is better."""
         if self.efficiency >= GOOD:
             return None
         G, W = self.global_batch_size, self.world_size
@@ -126,7 +126,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
     @property
     def fixed_length(self) -> bool:
-        """Is every epoch equally long? Not with tail "carry", unless the global batch divides n."""
+        """Whether all epochs are equally long. Not with tail "carry", unless the global batch divides n."""
         return self.tail != "carry" or self.n % self.global_batch_size == 0
 
     def full_steps(self, q: int = 0) -> int:
@@ -135,23 +135,23 @@ class BatchPlan(msgspec.Struct, frozen=True):
         return -(-left // G) if self.tail == "carry" else left // G
 
     def first(self, q: int) -> int:
-        """In-epoch position of the first step of an epoch that has a step at q: 0, or what the last epoch took."""
+        """In-epoch position of the first step of an epoch with a step at q: 0, or after what the last epoch took."""
         return q % self.global_batch_size if self.tail == "carry" else 0
 
     def has_tail(self, q: int = 0) -> bool:
-        """True when a short step ends an epoch that is run from q on."""
+        """True if an epoch that is run from q on ends with a short step."""
         return self.tail == "ghost" and (self.n - q) % self.global_batch_size > 0
 
     def over(self, q: int) -> bool:
-        """True when no step of this epoch begins at q."""
+        """True if no step of this epoch begins at q."""
         return self.n - q < (self.global_batch_size if self.tail == "drop" else 1)
 
     def behind(self, q: int) -> int:
-        """Where the next epoch's first step begins, in positions of this epoch, when it is run from q to its end."""
+        """Where the next epoch's first step begins, in positions of this epoch, if it is run from q to its end."""
         return q + self.full_steps(q) * self.global_batch_size if self.tail == "carry" else self.n
 
     def step(self, q: int) -> Slice:
-        """This rank's part of the step that begins at in-epoch position q. UsageError past the last step."""
+        """This rank's part of the step that begins at in-epoch position q. UsageError after the last step."""
         if q < 0 or self.over(q):
             raise UsageError(f"no step begins at position {q} of an epoch of {self.n} samples (tail={self.tail!r})")
         left = self.n - q
@@ -171,13 +171,13 @@ class BatchPlan(msgspec.Struct, frozen=True):
         return Slice(lo, hi, self.n, left, runs, False, m / runs * (hi - lo) / left)
 
     def length(self, q: int = 0) -> int:
-        """Micro-batches of this rank from in-epoch position q to the end; from 0: of a whole epoch."""
+        """Micro-batches of this rank from in-epoch position q to the end; from 0: of a complete epoch."""
         full = self.full_steps(q)
         tail = self.step(q + full * self.global_batch_size).micro_batches if self.has_tail(q) else 0
         return full * self.micro_batches + tail
 
     def samples(self, q: int = 0) -> int:
-        """Samples this rank fetches from q to the end of the epoch, a ghost's one sample included."""
+        """Samples this rank fetches from q to the end of the epoch, including a ghost's one sample."""
         full = self.full_steps(q)
         if not self.has_tail(q):
             return full * self.micro_batches * self.batch_size
@@ -186,7 +186,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
 
 def fitting(batch_size: int, global_batch_size: int, world_size: int) -> int:
-    """The largest micro-batch up to `batch_size` of which a step has a whole number, at least one for each rank; 0 if
+    """The largest micro-batch up to `batch_size` that divides the global batch, with at least one for each rank; 0 if
     there is none.
     """
     largest = min(batch_size, global_batch_size // world_size)

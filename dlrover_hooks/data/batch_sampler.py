@@ -1,4 +1,4 @@
-"""What the DataLoader inside an `ElasticLoader` is fed with: the ids of one micro-batch at a time."""
+"""The batch sampler inside an `ElasticLoader`: yields the ids of one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ END = object()
 
 
 class Batches(BatchSampler):
-    """The micro-batches of an `ElasticSampler`: lists of ids, or arrays where it was made with `yield_batches`.
+    """The micro-batches of an `ElasticSampler`: lists of ids, or arrays if it was made with `yield_batches`.
 
-    A BatchSampler, because frameworks look for one, but a chunk of ids is cut at once: no Python step per id.
-    seeded: the ids bring their seeds along, see `dlrover_hooks.data.sample_seeds`. workers: other processes fetch.
+    It is a BatchSampler, because frameworks look for one, but it slices a chunk of ids at once, without a Python step
+    per id. seeded: the ids carry their seeds, see `dlrover_hooks.data.sample_seeds`. workers: other processes fetch.
     """
 
     def __init__(self, sampler: ElasticSampler, *, seeded: bool, workers: bool) -> None:
@@ -42,7 +42,7 @@ class Batches(BatchSampler):
         return self.elastic.micro_batches()
 
     def fetch(self, source: Iterator[Any]) -> Any:
-        """The next batch of the DataLoader's iterator, END behind the last; the loop's random state stays as it is."""
+        """The next batch of the DataLoader's iterator, END after the last. The loop's random state does not change."""
         if self.watch is None:
             return next(source, END)
         return self.watch.fetch(partial(next, source, END), self._repeat)

@@ -1,8 +1,8 @@
-"""Where one rank is in the endless order of positions: begun, yielded, marked, committed. Pure; one thread.
+"""The place of one rank in the endless order of positions: begun, yielded, marked, committed. Pure; one thread.
 
 `issued >= fetched >= yielded >= marked >= committed`. Only what is committed may enter a checkpoint; the rest is
-replayed by a restore (ED-25: what of the epoch is unprocessed is known from one integer). All ranks commit together,
-so what is committed is always a prefix of the order and one integer says it all, at any world size.
+replayed by a restore. All ranks commit together, so the committed part is always a prefix of the order, and one
+integer describes it at any world size.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dlrover_hooks.data.batch_plan import BatchPlan, Slice
 class Progress:
     """The data position of one rank. `cursor`: first position not in a finished step.
 
-    `on_batch` counts a micro-batch that the training loop received, `mark` remembers the whole steps received so far
-    (the optimizer stepped), `commit` moves the cursor to the mark (a quiet point). `begin` starts an epoch, or what
-    is left.
+    `on_batch` counts a micro-batch that the training loop received. `mark` records the complete steps received so far
+    (the optimizer stepped). `commit` moves the cursor to the mark (a step boundary). `begin` starts an epoch, or the
+    rest of one.
     """
 
     def __init__(self, plan: BatchPlan) -> None:
@@ -23,12 +23,12 @@ class Progress:
         self.rewind(plan, 0)
 
     def rewind(self, plan: BatchPlan, cursor: int) -> None:
-        """Put everything at `cursor` (a restore): the next `begin` continues there, in mid-epoch too."""
+        """Put everything at `cursor` (a restore): the next `begin` continues there, also in mid-epoch."""
         self.cursor = self.marked = cursor
         self._stand(plan, cursor)
 
     def replan(self, plan: BatchPlan) -> None:
-        """Go on with another plan behind the whole steps received. What is marked and committed stays so."""
+        """Continue with another plan after the complete steps received. Mark and cursor do not change."""
         self._stand(plan, self.position())
 
     def _stand(self, plan: BatchPlan, base: int) -> None:
@@ -40,16 +40,16 @@ class Progress:
         self._last = self._full - (not plan.has_tail(q))
         self._end = base - q + plan.behind(q)
         self._current: tuple[int, Slice] | None = None
-        """Number and part of the step that was asked for last: it is asked for several times."""
+        """Number and part of the step requested last, which is requested several times."""
 
     @property
     def consumed(self) -> bool:
-        """True when the loop received something since `begin`; if nobody counts, when anything was issued."""
+        """True if the loop received something since `begin`; without `on_batch`, if anything was issued."""
         return self.yielded > 0 if self.counted else self.issued > 0
 
     @property
     def finished(self) -> bool:
-        """True when every micro-batch of the epoch begun was received."""
+        """True if every micro-batch of the current epoch was received."""
         return self.yielded >= self._length
 
     @property
@@ -59,16 +59,16 @@ class Progress:
 
     @property
     def peeked(self) -> bool:
-        """True when something was received, but no step was made of it and the epoch goes on: so it has not begun."""
+        """True if something was received, but no step was made of it and the epoch continues: so it has not begun."""
         return self.counted and self.yielded > 0 and not self.finished and self.marked <= self.base
 
     @property
     def leaves(self) -> bool:
-        """True when the next `begin` leaves an epoch in the middle."""
+        """True if the next `begin` leaves an epoch in the middle."""
         return self.counted and self.yielded > 0 and not self.finished and self.marked > self.base
 
     def following(self) -> int:
-        """The position the next `begin` starts at: the cursor after a restore, the next epoch after a consumed one."""
+        """The start of the next `begin`: the cursor after a restore, the next epoch after a consumed one."""
         q = self.base % self.plan.n
         if not self.consumed or self.peeked:
             return self.base - q + self.plan.behind(q) if self.plan.over(q) else self.base
@@ -78,7 +78,7 @@ class Progress:
     def begin(self) -> int:
         """Start iterating; returns the position.
 
-        Leaving an epoch early is a decision: the rest of it counts as done, once a step of it was made.
+        If an epoch is left early after at least one step, the rest of it counts as done.
         """
         start = self.following()
         if start > self.base:
@@ -92,17 +92,17 @@ class Progress:
         self.yielded += 1
 
     def mark(self) -> int:
-        """The optimizer stepped: remember the position behind the whole steps received so far."""
+        """The optimizer stepped: record the position after the complete steps received so far."""
         self.marked = max(self.marked, self.position())
         return self.marked
 
     def commit(self) -> int:
-        """A quiet point: what is marked is now in the model for good. Returns the cursor."""
+        """A step boundary: the marked steps are final. Returns the cursor."""
         self.cursor = self.marked
         return self.cursor
 
     def position(self) -> int:
-        """The position behind the whole steps received since `begin`; the next epoch's start after the last one."""
+        """The position after the complete steps received since `begin`; the next epoch's start after the last one."""
         if self.yielded >= self._length:
             return self._end
         return self.base + min(self.yielded // self._micro_batches, self._full) * self.plan.global_batch_size
@@ -110,7 +110,7 @@ class Progress:
     def current(self) -> tuple[Slice, int]:
         """(the step that the last received micro-batch belongs to, its number in that step counted from 1).
 
-        Before the first micro-batch: the step to come, and 0.
+        Before the first micro-batch: the first step, and 0.
         """
         number = min(max(self.yielded - 1, 0) // self._micro_batches, self._last)
         if self._current is None or self._current[0] != number:
@@ -120,18 +120,18 @@ class Progress:
 
     @property
     def weight(self) -> float:
-        """`Slice.weight` of `current`. Asked for in each step: that of a full one is known without its slice."""
+        """`Slice.weight` of `current`. Needed in each step, so that of a full step is computed without its slice."""
         full = max(self.yielded - 1, 0) // self._micro_batches < self._full
         return self._full_weight if full else self.current()[0].weight
 
     @property
     def step_ends(self) -> bool:
-        """The last received micro-batch is the last one of its step."""
+        """Whether the last received micro-batch is the last one of its step."""
         if self._micro_batches == 1:
             return self.yielded > 0
         step, number = self.current()
         return number == step.micro_batches
 
     def first(self) -> int:
-        """In-epoch position at which the epoch that is on began, or the one ahead when the last is finished."""
+        """In-epoch position at which the current epoch began, or the next one if the current is finished."""
         return self.plan.first((self.following() if self.finished else self.base) % self.plan.n)

@@ -1,7 +1,8 @@
 """The data state that belongs to exactly one model state: named datasets, marked and committed together.
 
-A *watched* dataset is one cursor, the same on every rank. Of a *leased* one each rank knows only what it consumed
-itself; the union over all ranks is what the model holds, and goes back to the master with a restore. No torch.
+A *watched* dataset is one cursor, the same on every rank. Of a *leased* one each rank has only the positions that it
+consumed itself. The union over all ranks is what the model was trained on, and is sent to the master with a restore. No
+torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dlrover_hooks.protocol.shapes import require
 
 
 class DatasetPosition(Protocol):
-    """A dataset's place in the run. `mark`: a step ended; `commit`: it is entirely over."""
+    """A dataset's place in the run. `mark`: the optimizer stepped; `commit`: the step is entirely over."""
 
     def mark(self) -> object: ...
     def commit(self) -> object: ...
@@ -33,7 +34,7 @@ class Leased(DatasetPosition, Protocol):
 
 
 class _LeaseForm(msgspec.Struct):
-    """What a leased dataset's `state_dict` has for `united`: encoded ranges by partition."""
+    """The part of a leased dataset's `state_dict` that `united` needs: encoded ranges by partition."""
 
     own: dict[str, str]
     base: dict[str, str] = {}
@@ -69,10 +70,10 @@ class Cut:
 
 
 def united(parts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """By dataset and partition: all that some of the saved ranks' `leases` parts say is in the model, encoded.
+    """By dataset and partition: all positions in the model according to the saved ranks' `leases` parts, encoded.
 
     Raises:
-        Corrupt: a part is no encoding of ranges, or two say that they trained the same positions.
+        Corrupt: a part is not a valid encoding of ranges, or two parts contain the same positions.
     """
     parts = list(parts)
     require(parts, list[dict[str, _LeaseForm]], "the leases of leased datasets")

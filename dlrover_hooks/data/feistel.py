@@ -1,6 +1,6 @@
 """A keyed permutation of range(n) that is computed, not stored: a Feistel network. Pure numpy.
 
-It is part of the saved order (`dlrover_hooks.data.order`): whatever changes a value here needs a new name there.
+It is part of the saved order (`dlrover_hooks.data.order`): any change of the values here needs a new name there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MUL_OUT = np.uint64(0xD6E8FEB86659FD93)
 
 
 class Feistel:
-    """Alternating Feistel network on the smallest 2**bits >= n; values >= n walk on along their cycle.
+    """Alternating Feistel network on the smallest 2**bits >= n; values >= n are permuted again until they are below n.
 
-    key: [rounds] words, or [rounds, size], a key for every position asked for. 6 rounds pass the shuffle tests
+    key: [rounds] words, or [rounds, size], a key for every requested position. 6 rounds pass the shuffle tests
     for n above 2**17; small n need 12.
     """
 
@@ -31,7 +31,7 @@ class Feistel:
         self.high, self.low = bits // 2, bits - bits // 2
 
     def forward(self, positions: Indices, key: Words) -> Indices:
-        """The values, in [0, n), at `positions`, in [0, n); same shape. Ask for >= 4096 at a time."""
+        """The values, in [0, n), at `positions`, in [0, n); same shape. Efficient for >= 4096 at a time."""
         return self._walk(positions, key, self._pass)
 
     def backward(self, values: Indices, key: Words) -> Indices:
@@ -62,7 +62,7 @@ class Feistel:
 
 
 def _mix(half: Words, key: np.uint64 | Words, bits: int) -> Words:
-    """The round function: `bits` well mixed bits of `half` and `key`. Overflow is meant."""
+    """The round function: `bits` well mixed bits of `half` and `key`. Overflow is intended."""
     mixed = (half + key) * _MUL_IN
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MUL_OUT

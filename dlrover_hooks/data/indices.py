@@ -32,22 +32,22 @@ log = logging.getLogger(__name__)
 class ElasticIndices(ElasticLoader):
     """One iteration is one optimizer step: it yields an int64 tensor of sample indices per micro-batch of this worker.
 
-    Which indices a step has depends on the seed and the step's position only, never on the world size. The order has
-    no end: after `n` indices the next permutation of `range(n)` begins, and every step is full. How many steps are
-    trained is the loop's to say. Everything else is as for an `ElasticLoader`. Main thread only.
+    The indices of a step depend on the seed and the step's position only, never on the world size. The order has no
+    end: after `n` indices the next permutation of `range(n)` begins, and every step is full. The loop decides how many
+    steps are trained. Everything else is as for an `ElasticLoader`. Main thread only.
 
-    A step is given again if the loop leaves it (`break`, `next(iter(indices))`) before the optimizer stepped.
+    A step is yielded again if the loop leaves it (`break`, `next(iter(indices))`) before the optimizer stepped.
 
     Args:
         n: indices are drawn from `range(n)`. A loop that draws its batches from random generators may ignore them:
             then `n` is any number not below the global batch.
-        batch_size: indices per micro-batch. global_batch_size: indices per optimizer step over all workers; None = the
-            environment's (`DLROVER_HOOKS_GLOBAL_BATCH_SIZE`), else what the first start had.
-        optimizer: its steps count.
+        batch_size: indices per micro-batch. global_batch_size: indices per optimizer step over all workers; None = from
+            the environment (`DLROVER_HOOKS_GLOBAL_BATCH_SIZE`), else as at the first start.
+        optimizer: its steps are counted.
         order: see `dlrover_hooks.data.order`; "sequential" for 0, 1, 2, ...
-        num_replicas, rank: None = of the process group or of the environment.
+        num_replicas, rank: None = from the process group or the environment.
 
-    Raises UsageError for sizes that cannot work.
+    Raises UsageError for invalid sizes.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ElasticIndices(ElasticLoader):
             rank=rank,
         )
         super().__init__(with_sampler(DataLoader(range(n), batch_size), sampler, seeded=False), sampler, name=name)  # pyright: ignore[reportArgumentType]
-        self.by_hand, self.leads = True, False  # the loop makes one step of an iteration, and counts no epochs
+        self.by_hand, self.leads = True, False  # one iteration is one step, and there are no epochs
         self._pass: Iterator[torch.Tensor] | None = None
         self._over = True
         self.attach(optimizer)
@@ -100,7 +100,7 @@ class ElasticIndices(ElasticLoader):
         self._over = True
 
     def _next(self) -> torch.Tensor:
-        """The next micro-batch, of the next permutation where one is used up."""
+        """The next micro-batch; from the next permutation if the current one is used up."""
         while True:
             if self._pass is None or not self.live:
                 self._pass = super().__iter__()
@@ -113,7 +113,7 @@ class ElasticIndices(ElasticLoader):
         self._marks.append(mark_on_step(optimizer, self))
 
     def mark(self) -> int:
-        """The optimizer stepped. Raises UsageError in the middle of this worker's micro-batches."""
+        """The optimizer stepped. Raises UsageError if micro-batches of this worker's step are still to come."""
         progress = self.sampler.progress
         if not progress.whole:
             raise UsageError(

@@ -1,11 +1,11 @@
-"""`elastic_loader(loader)`: the user's DataLoader, made able to stop at any step and go on at any world size.
+"""`elastic_loader(loader)`: lets a DataLoader stop at any step and continue at any world size.
 
     loader = elastic_loader(loader, optimizer=optimizer)
     for epoch in loader.epochs(3):
         for batch in loader: ...
 
 Batches are counted as the loop receives them, so prefetching and worker processes do not matter. The optimizer's
-step marks, the next request of a batch commits: this is the *quiet point*, the moment a step is entirely over (ED-25).
+step marks, the next request of a batch commits: this is the *step boundary*, the moment a step is entirely over.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def elastic_loader(
     num_replicas: int | None = None,
     rank: int | None = None,
 ) -> ElasticLoader:
-    """`loader` with an `ElasticSampler` in it; everything else of it is kept, and the one given is left as it was.
+    """`loader` with an `ElasticSampler`; everything else is kept, and the given loader is not changed.
 
     Args:
         loader: over a map-style dataset or a ShardDataset; see `ElasticLoader` for samplers that yield batches.
         optimizer: its steps mark; without it, call `sampler.mark()`.
-        accumulation: "auto": the loop steps after each batch, see `Accumulation`; "manual": where `step_ends`.
-        global_batch_size: samples per step over all ranks; None = the environment's, else what the first start had.
+        accumulation: "auto": the loop steps after each batch, see `Accumulation`; "manual": it steps at `step_ends`.
+        global_batch_size: samples per step over all ranks; None = from the environment, else as at the first start.
         order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
-        tail: None = "drop" where the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
+        tail: None = "drop" if the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
         seed_samples: random numbers drawn by the dataset come from (seed, position), see `data.sample_seeds`.
         fixed_length: refuse a loader whose epochs differ in length.
 
-    An ElasticSampler that is there is kept, with its sizes, order, seed and tail. Raises UsageError, see `supports`.
+    A present ElasticSampler is kept, with its sizes, order, seed and tail. Raises UsageError, see `supports`.
     """
-    if is_leased(loader):  # the same verbs, but no sampler; all else that is asked for here its ShardDataset says
+    if is_leased(loader):  # same methods, no sampler; the other arguments are ShardDataset's
         return cast(Any, leased_loader(cast(Any, loader), optimizer))
     if isinstance(loader, ElasticLoader):
         made = loader
@@ -94,7 +94,7 @@ def _no_fixed_length(name: str) -> UsageError:
 
 
 def supports(loader: object) -> str | None:
-    """None if `elastic_loader` takes this loader, else why it must be left alone and what to do (one text)."""
+    """None if `elastic_loader` supports this loader, else the reason and a hint (one text)."""
     if isinstance(loader, ElasticLoader):
         return None
     refused = refusal(loader)
@@ -102,13 +102,13 @@ def supports(loader: object) -> str | None:
 
 
 class ElasticLoader:
-    """A DataLoader whose position is one integer. Main thread only. Attributes it lacks are the inner DataLoader's.
+    """A DataLoader whose position is one integer. Main thread only. Other attributes are the inner DataLoader's.
 
-    With an `ElasticSampler(..., yield_batches=True)` the dataset is asked for a micro-batch at once, by an int64 array:
-    `dataset.__getitems__(ids)` if it has that (a list in return is collated, anything else is a batch), else
-    `dataset[ids]`.
+    With an `ElasticSampler(..., yield_batches=True)` an entire micro-batch is requested from the dataset, by an int64
+    array: `dataset.__getitems__(ids)` if the dataset has that (a returned list is collated, anything else is a batch),
+    else `dataset[ids]`.
 
-    before_batch: called at every quiet point, after the commit and before the next batch is fetched.
+    before_batch: called at every step boundary, after the commit and before the next batch is fetched.
     """
 
     def __init__(self, inner: DataLoader[Any], sampler: ElasticSampler, *, name: str = "train") -> None:
@@ -119,11 +119,11 @@ class ElasticLoader:
         self._feed = cast(Batches, inner.sampler if isinstance(inner.sampler, Batches) else inner.batch_sampler)
         self._marks: list[RemovableHandle] = []
         self.leads = True
-        """The epochs of the loop are this loader's, not those of another that it is zipped with."""
+        """The loop's epochs are this loader's, not those of another loader that it is zipped with."""
         self._counting, self._said = False, set[str]()
         self._accumulation: Accumulation | None = None
         self.by_hand = False
-        """The loop steps where `step_ends`, and weighs its losses."""
+        """The loop steps at `step_ends`, and weights its losses."""
         self._source: Iterator[Any] | None = None
         self._live: object | None = None
         self._fetching = False
@@ -135,7 +135,7 @@ class ElasticLoader:
         return getattr(self.inner, name)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a WHOLE epoch, after a resume too (loops compare restored counts with it)."""
+        """Micro-batches of this rank in a COMPLETE epoch, also after a resume: loops compare saved counts with it."""
         return self.sampler.micro_batches()
 
     @property
@@ -144,11 +144,11 @@ class ElasticLoader:
         return self.sampler.fixed_length
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after a restore, else an epoch. A newer iterator ends an older one.
+        """Iterate the rest of the epoch after a restore, else an epoch. A newer iterator ends an older one.
 
-        An epoch begins with its first step: to look at a batch (`next(iter(loader))`) changes nothing.
+        An epoch begins with its first step: looking at a batch (`next(iter(loader))`) changes nothing.
         """
-        self.close()  # before the new one: with num_workers > 0 making it already draws from the sampler
+        self.close()  # before the new iterator, which with num_workers > 0 draws from the sampler at once
         self._begin()
         token = self._live = object()
         self._renewed()
@@ -180,7 +180,7 @@ class ElasticLoader:
                 self._quiet()
                 yield self._fetch(self._renewed() if self._source is None else self._source)
             if self._source is not None:
-                next(self._source, None)  # lets DataLoader end its workers; the epoch's validation is still to come
+                next(self._source, None)  # lets DataLoader end its workers before the epoch's validation
         finally:
             if self._live is token:
                 self.close()
@@ -193,8 +193,8 @@ class ElasticLoader:
             call()
 
     def _renewed(self) -> Iterator[Any]:
-        """A new inner iterator. Making it must not spend the loop's random numbers: a restored run may make another
-        number of iterators than the run that was not disturbed.
+        """A new inner iterator. Creating it must not consume the loop's random numbers: a restored run may create
+        more or fewer iterators than an undisturbed run.
         """
         state = torch.get_rng_state()
         self._source = iter(self.inner)
@@ -214,9 +214,9 @@ class ElasticLoader:
         return batch
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs left of n, an interrupted one included: over restarts exactly n (`range(n)` would repeat).
+        """The remaining epochs of n, including an interrupted one: over restarts exactly n (`range(n)` would repeat).
 
-        Iterate the loader once in each. Behind the last one is a quiet point too.
+        Iterate the loader once in each. After the last one there is a step boundary too.
         """
         began, self._counting = -1, True
         while (epoch := (start := self.sampler.progress.following()) // self.sampler.plan.n) < n:
@@ -228,19 +228,19 @@ class ElasticLoader:
             began = start
             yield epoch
         if began >= 0:
-            self._begin()  # the last epoch may have been left early: it is over all the same
+            self._begin()  # the last epoch may have been left early: it is over too
             self.finish()
 
     def finish(self) -> None:
-        """Training ended: the last quiet point. `epochs` calls it; other loops should, before their last save.
+        """Training ended: the last step boundary. `epochs` calls it; other loops should, before their last save.
 
         After a loop that was left in mid-epoch (max_steps) the state continues in mid-epoch.
         """
         self._quiet()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Mark at each step of `optimizer`, and make its steps whole (`accumulation`). The optimizer does not keep the
-        loader alive. `detach` undoes it.
+        """Mark at each step of `optimizer`, and accumulate the gradients of its micro-batches (`accumulation`). The
+        optimizer does not keep the loader alive. `detach` undoes it.
         """
         self._marks.append(mark_on_step(optimizer, self.sampler))
         if self._accumulation is None and not self.by_hand:
@@ -248,7 +248,7 @@ class ElasticLoader:
             self._accumulation.add_loader(self)
 
     def take_part(self, optimizer: Optimizer | None, *, by_hand: bool) -> None:
-        """`attach` and `accumulate_by_hand`, as far as they are asked for."""
+        """Call `accumulate_by_hand` and `attach` as requested."""
         if by_hand:
             self.accumulate_by_hand()
         if optimizer is not None:
@@ -261,7 +261,7 @@ class ElasticLoader:
         self._leave_accumulation()
 
     def accumulate_by_hand(self) -> None:
-        """The loop steps where `step_ends`, and weighs its losses: as `accumulation="manual"`."""
+        """The loop steps at `step_ends` and weights its losses: as `accumulation="manual"`."""
         self.by_hand = True
         self._leave_accumulation()
 
@@ -272,12 +272,12 @@ class ElasticLoader:
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """What makes several micro-batches one step; None where the loop does."""
+        """Makes several micro-batches one step; None if the loop does that itself."""
         return self._accumulation
 
     @property
     def live(self) -> bool:
-        """Is it being iterated? False before, and when the end was reached."""
+        """Whether it is being iterated. False before, and when the end was reached."""
         return self._live is not None
 
     @property
@@ -300,9 +300,9 @@ class ElasticLoader:
         return self.sampler.step_ends
 
     def resize(self, world_size: int, rank: int) -> None:
-        """See `ElasticSampler.resize`. A live iterator goes on in the new world, behind the steps it yielded.
+        """See `ElasticSampler.resize`. A live iterator continues in the new world, after the steps it yielded.
 
-        What was prefetched for the old world is thrown away. Call it between two steps, in the loop's body or in
+        Batches prefetched for the old world are discarded. Call it between two steps, in the loop's body or in
         `before_batch`, at the same step on every rank.
         """
         self.sampler.close()
@@ -327,7 +327,7 @@ class ElasticLoader:
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """End a live iterator, after an exception that keeps it alive for example. A no-op when there is none."""
+        """End a live iterator, for example after an exception that keeps it alive. Does nothing if there is none."""
         self._live, self._fetching, self._source = None, False, None
         if self._accumulation is not None:
             self._accumulation.over()
@@ -336,7 +336,7 @@ class ElasticLoader:
     def _must_be_idle(self, verb: str) -> None:
         if self._live is not None and self._fetching:
             raise UsageError(
-                f"{verb}() while loader {self.name!r} is being iterated: the loop would go on with old batches",
+                f"{verb}() while loader {self.name!r} is being iterated: the loop would continue with old batches",
                 hint="leave the loop first (or close()), then restore, then iterate",
             )
 
@@ -352,7 +352,7 @@ def _elastic(
     num_replicas: int | None,
     rank: int | None,
 ) -> ElasticSampler:
-    assert loader.batch_size is not None  # `refusal` refused it
+    assert loader.batch_size is not None  # `refusal` refuses None
     old, shuffle = loader.sampler, True
     if isinstance(old, SequentialSampler):
         shuffle = False
@@ -376,18 +376,18 @@ def _elastic(
 
 
 def with_sampler(loader: DataLoader[Any], sampler: ElasticSampler, seeded: bool) -> DataLoader[Any]:
-    """A copy with another sampler. Copied, not constructed anew: options of newer torch and of subclasses survive."""
+    """A copy with another sampler. Not constructed, so that options of newer torch and of subclasses are kept."""
     made = copy.copy(loader)
     batches = Batches(sampler, seeded=seeded, workers=loader.num_workers > 0)
     parts: dict[str, Any] = {"sampler": sampler, "batch_sampler": batches}
     if sampler.yield_batches and not callable(getattr(loader.dataset, "__getitems__", None)):
-        parts = {"sampler": batches, "batch_sampler": None}  # so torch asks for dataset[ids]
+        parts = {"sampler": batches, "batch_sampler": None}  # so torch calls dataset[ids]
     elif sampler.yield_batches and loader.collate_fn is default_convert:
         parts["collate_fn"] = collate_samples
-    vars(made).update(drop_last=False, _iterator=None, **parts)  # the sampler itself drops
+    vars(made).update(drop_last=False, _iterator=None, **parts)  # the sampler drops the tail
     return made
 
 
 def collate_samples(fetched: Any) -> Any:
-    """What a dataset's `__getitems__` returned, as a batch: a list holds samples, anything else is one."""
+    """The batch of a dataset's `__getitems__` result: a list has samples, anything else is a batch already."""
     return default_collate(fetched) if isinstance(fetched, list) else default_convert(fetched)

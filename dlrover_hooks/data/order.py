@@ -1,18 +1,17 @@
 """The order of the samples: a keyed permutation of range(n) for every epoch, computed from positions. Pure numpy.
 
-A position q is endless: `epoch, place = divmod(q, n)`, sample = `Order.indices(epoch, place)`. Any place can be
-asked for directly, so a restore costs nothing and memory does not grow with n (issue 2 item 5; DL-64: indices
-travel, samples do not).
+A position q is endless: `epoch, place = divmod(q, n)`, sample = `Order.indices(epoch, place)`. Any position can be
+requested directly, so a restore costs nothing and memory does not grow with n. Only indices are sent, never samples.
 
 | order          | algo           | used for       | memory        |
 |----------------|----------------|----------------|---------------|
 | `"shuffle"`    | `keysort`      | n <= 2**17     | n words, 1 MiB at most |
-|                | `feistel6`     | n above        | six keys      |
-| `"blocks"`     | `blocks12`     | every n        | 13 keys; the table where one window holds all |
+|                | `feistel6`     | larger n       | six keys      |
+| `"blocks"`     | `blocks12`     | every n        | 13 keys; a table if one window has all samples |
 | `"sequential"` | `sequential`   | every n        | nothing       |
 
-The names are part of the saved state: changing what one of them computes is a new name. Only numpy's Philox *raw
-stream* is used, which numpy keeps stable; `Generator.permutation` is not promised to stay.
+The names are part of the saved state: a changed algorithm needs a new name. Only numpy's Philox *raw stream* is used,
+which numpy keeps stable; `Generator.permutation` is not guaranteed to stay the same.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ KINDS = ("shuffle", "blocks", "sequential")
 
 
 class Order:
-    """The order of n samples in every epoch. Keeps the key or table of the epoch asked for last, no other.
+    """The order of n samples in every epoch. Keeps only the key or table of the epoch requested last.
 
     order: `"shuffle"`, a permutation of all samples; `"blocks"`, see `dlrover_hooks.data.block_shuffle`;
-    `"sequential"`. True and False mean the first and the last. block, window: samples in a block and blocks in a
-    window, for `"blocks"` only; None = 1024 and 64. Raises UsageError for others.
+    `"sequential"`. True means "shuffle", False "sequential". block, window: samples in a block and blocks in a
+    window, for `"blocks"` only; None = 1024 and 64. Raises UsageError for other values.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class Order:
 
     @property
     def shuffle(self) -> bool:
-        """Does each epoch have an order of its own?"""
+        """Whether each epoch has its own order."""
         return self.kind != "sequential"
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that decides which sample a position is. Two orders with equal fingerprints are equal."""
+        """Everything that determines which sample is at a position. Two orders with equal fingerprints are equal."""
         return {
             "n": self.n,
             "seed": self.seed,
@@ -74,7 +73,7 @@ class Order:
         }
 
     def indices(self, epoch: int, positions: Indices) -> Indices:
-        """Sample ids (int64, same shape) at `positions`, each in [0, n), of `epoch`. Ask for >= 4096 at a time."""
+        """Sample ids (int64, same shape) at `positions`, each in [0, n), of `epoch`. Best for >= 4096 at a time."""
         if not self.shuffle:
             return positions
         if epoch != self._epoch:
@@ -83,7 +82,7 @@ class Order:
         return self._permute(positions)
 
     def onward(self, epoch: int, positions: Indices) -> Indices:
-        """`indices` for ascending `positions` that may run on into later epochs: position n is the next one's first."""
+        """`indices` for ascending `positions` that may reach into later epochs: n is the first of the next epoch."""
         if not positions.size or positions[-1] < self.n:
             return self.indices(epoch, positions)
         inside = int(np.searchsorted(positions, self.n))
@@ -118,8 +117,9 @@ def algo_for(n: int, order: Kind | bool) -> str:
 def table(n: int, key: list[int]) -> Indices:
     """A shuffle of range(n), n <= 2**17: sorted by random keys, from the raw Philox stream of `key` (two words).
 
-    A key is 47 random bits over the 17 of the index: no ties, so no sorting algorithm can give another order. Four
-    times faster than swapping one by one, and each rank makes the whole table, whatever the world size.
+    Each sort key has 47 random bits above the 17 bits of the index. There are no ties, so every sorting algorithm gives
+    the same order. This is four times faster than swapping one by one. Each rank makes the entire table at any world
+    size.
     """
     raw = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(n)
     low = np.uint64(17)
@@ -128,7 +128,7 @@ def table(n: int, key: list[int]) -> Indices:
 
 
 def _block_sizes(kind: Kind, block: int | None, window: int | None) -> tuple[int, int]:
-    """(block, window) as they count: (0, 0) where the order has no blocks."""
+    """(block, window) as used; (0, 0) if the order has no blocks."""
     if kind != "blocks":
         if block is not None or window is not None:
             raise UsageError(

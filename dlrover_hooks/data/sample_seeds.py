@@ -1,20 +1,20 @@
-"""A sample's random numbers come from (seed, epoch, position): augmentation replays, whoever loads the sample.
+"""A sample's random numbers come from (seed, epoch, position): augmentation is the same in whatever process it runs.
 
 Before a sample is fetched, the generators that datasets draw from (`dlrover_hooks.rng.generators`) are seeded for its
 position in the endless order. So a sample is augmented alike with 0 or any number of DataLoader workers, at any world
-size, and again after a restore. What is drawn
+size, and again after a restore. The random numbers
 
-- in `__getitem__`, also through `torch.utils.data.Subset`, comes from (seed, position of the sample);
-- in `__getitems__` or in `__getitem__` of an array, from (seed, position of the micro-batch's first sample), and in
-  `collate_fn` it goes on behind what was drawn last: alike at every world size that runs the same micro-batches, so in
-  the full steps of an unchanged batch_size.
+- in `__getitem__`, also through `torch.utils.data.Subset`, come from (seed, position of the sample);
+- in `__getitems__` or in `__getitem__` of an array, from (seed, position of the micro-batch's first sample);
+- in `collate_fn`, from the same generators, after the last numbers drawn. The last two are alike at every world size
+  that runs the same micro-batches, that is in the full steps of an unchanged batch_size.
 
-Generators that a dataset keeps for itself (`numpy.random.default_rng()`) are its own.
+A dataset's own generators (`numpy.random.default_rng()`) are not seeded.
 
-In a DataLoader worker everything is seeded for each sample (7 us). With 0 workers the dataset draws from the training
-loop's own generators: they are put back behind each fetch, and only the ones that the dataset was seen to draw from
-are seeded. The first batch is watched sample by sample. If a generator that was quiet is drawn from later, that batch
-is fetched once more, seeded.
+In a DataLoader worker all generators are seeded for each sample (7 us). With 0 workers the dataset draws from the
+training loop's own generators: they are restored after each fetch, and only those that the dataset was observed to draw
+from are seeded. The first batch is observed sample by sample. If the dataset draws from another generator later, that
+batch is fetched once more, with that generator seeded.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Dice:
 
 
 class WatchedDice(Dice):
-    """The dice of a process that has other use of its generators too: a loop that fetches by itself (0 workers)."""
+    """The dice of a process that also uses its generators for other things: a loop that fetches itself (0 workers)."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key, generators())
-        self._drawn: list[Generator] | None = []  # from, in the first batch; None behind it
+        self._drawn: list[Generator] | None = []  # generators used in the first batch; None after it
         self._fresh: list[tuple[Generator, Any]] = []
         self._listen([])
 
     def fetch(self, take: Callable[[], Any], repeat: Callable[[], None]) -> Any:
-        """`take()` fetches a micro-batch, the same again after `repeat()`; here on generators of its own."""
+        """`take()` fetches a micro-batch, and the same one again after `repeat()`. The loop's random state is kept."""
         if self._drawn is not None:
             return self._first_fetch(take)
         marks = list(map(_value, self._marks))
@@ -95,12 +95,12 @@ class WatchedDice(Dice):
                 one.restore(state)
 
     def _listen(self, quiet: list[Generator]) -> None:
-        """To those that the dataset was not seen to draw from. `_before`: their states when `_marks` were `_seen`."""
+        """Observe the generators that are not seeded. `_before`: their states when `_marks` were `_seen`."""
         self._quiet, self._marks = quiet, [one.words.mark for one in quiet]
         self._seen, self._before = [mark.value for mark in self._marks], [one.words.copy() for one in quiet]
 
     def _wake(self, marks: list[Any]) -> None:
-        """Seed from now on what was drawn from, after all, and undo that."""
+        """Restore the generators that were drawn from although they were not seeded, and seed them from now on."""
         still: list[Generator] = []
         for one, mark, before in zip(self._quiet, marks, self._before, strict=True):
             if one.words.mark.value == mark:
@@ -118,14 +118,14 @@ class WatchedDice(Dice):
         self._fresh = [(one, one.words.mark.value) for one in self.seeded]
 
     def _note(self, drawn: list[Generator]) -> None:
-        """Who was drawn from since it was seeded last?"""
+        """Add the generators that were drawn from since they were last seeded."""
         drawn += [one for one, mark in self._fresh if one not in drawn and one.words.mark.value != mark]
 
 
 class SeededIds(list[int]):
-    """The ids of one micro-batch. Taking one out seeds the generators for its sample.
+    """The ids of one micro-batch. Taking one id out seeds the generators for its sample.
 
-    Goes to DataLoader workers; what arrives there has the dice of that process.
+    When it is sent to a DataLoader worker, it gets the dice of that process.
     """
 
     __slots__ = ("dice", "first")
@@ -144,7 +144,7 @@ class SeededIds(list[int]):
 
 
 class PickedArray(np.ndarray[Any, Any]):
-    """`SeededIds` for a dataset that is asked for whole micro-batches. What arrives in a worker is a plain array."""
+    """`SeededIds` for a dataset that takes entire micro-batches. A worker receives a plain array."""
 
     first: int
     key: int
@@ -170,7 +170,7 @@ def _dice_here(key: int) -> Dice:
 
 
 def _arrived(ids: list[int], first: int, key: int) -> SeededIds:
-    """A worker reads its next task, right before the fetch: the one moment where `__getitems__` can be seeded."""
+    """A worker unpickles its next task right before the fetch: the only moment where `__getitems__` can be seeded."""
     dice = _dice_here(key)
     dice.for_batch(first)
     return SeededIds(ids, first, dice)

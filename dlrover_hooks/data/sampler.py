@@ -1,8 +1,8 @@
-"""`ElasticSampler`: one line for a DataLoader that can stop anywhere and go on at any world size (ED-34, ED-25, DL-64).
+"""`ElasticSampler`: lets a DataLoader stop anywhere and continue at any world size.
 
 It subclasses torch's `DistributedSampler` because Lightning replaces or re-shards every other sampler, and reads the
-same attributes. It yields ints, so any map-style dataset and collate function works, or whole micro-batches as arrays;
-it computes them in chunks, so 10**9 samples need no more memory than a thousand. Main process only: DataLoader workers
+same attributes. It yields ints, so any map-style dataset and collate function works, or entire micro-batches as arrays.
+It computes them in chunks, so 10**9 samples need no more memory than a thousand. Main process only: DataLoader workers
 get indices, never the sampler.
 """
 
@@ -33,22 +33,22 @@ log = logging.getLogger(__name__)
 
 
 class ElasticSampler(DistributedSampler[Any]):
-    """This rank's samples, a step of `global_batch_size` at a time, in an order that no world size changes.
+    """This rank's samples, a step of `global_batch_size` at a time, in an order that does not depend on the world size.
 
-    dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank; fewer where the
-    global batch must be shared by more ranks, or was another at the first start.
-    global_batch_size: samples per optimizer step over all ranks; None = what the first start had (batch_size * world
-    size), or what a loaded state says. order, block, window: see `dlrover_hooks.data.order`; None = as `shuffle` says.
+    dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank; smaller if more
+    ranks must share the global batch, or if it was another at the first start.
+    global_batch_size: samples per optimizer step over all ranks; None = as at the first start (batch_size * world
+    size), or from a loaded state. order, block, window: see `dlrover_hooks.data.order`; None = according to `shuffle`.
     tail: the last step of an epoch, see `dlrover_hooks.data.batch_plan`. yield_batches: yield micro-batches, each an
     int64 array of at most batch_size ids, for `DataLoader(dataset, batch_size=None, sampler=sampler)` and a dataset
     that takes arrays. num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
 
-    Somebody must count: `on_batch()` for each micro-batch the loop received, `mark()` when the optimizer stepped,
-    `commit()` at a quiet point. `elastic_loader` and the framework callbacks do. Iterating anew after an epoch of which
-    a step was made starts the next epoch; after a restore it goes on at the cursor, after `resize` behind the steps
-    received.
+    The caller must call `on_batch()` for each micro-batch the loop received, `mark()` after each optimizer step and
+    `commit()` at each step boundary. `elastic_loader` and the framework callbacks do that. After an epoch with at least
+    one step, a new iterator starts the next epoch. After a restore it continues at the cursor, after `resize` after the
+    steps received.
 
-    Raises UsageError for sizes that cannot work, DataMismatch for a state of other data.
+    Raises UsageError for invalid sizes, DataMismatch for a state of other data.
     """
 
     def __init__(  # DistributedSampler.__init__ is not called: it needs a process group and fixes what is computed here
@@ -80,21 +80,21 @@ class ElasticSampler(DistributedSampler[Any]):
         self.seed, self.yield_batches = seed, yield_batches
         self.order = Order(self.plan.n, seed, shuffle if order is None else order, block=block, window=window)
         self.restored = False
-        """A state that is not of the beginning was loaded."""
+        """A state was loaded whose cursor is not 0."""
         self._live: object | None = None
         self._warned = False
 
     @property
     def plan(self) -> BatchPlan:
-        """Who runs how many micro-batches of a step: `shares`, `efficiency`, `suggestion`, `summary`."""
+        """How many micro-batches of a step each rank runs: `shares`, `efficiency`, `suggestion`, `summary`."""
         return self.progress.plan
 
     @property
     def fixed_length(self) -> bool:
-        """Is every epoch equally long? False with tail "carry": loops that compare counts with a length must refuse."""
+        """Whether all epochs are equally long. If False (tail "carry"), loops that rely on a length must refuse."""
         return self.plan.fixed_length
 
-    # What others read of a DistributedSampler ---------------------------------------------------------------
+    # The attributes of a DistributedSampler -----------------------------------------------------------------
 
     @property
     def num_replicas(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -108,45 +108,45 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @property
     def shuffle(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Does each epoch have an order of its own?"""
+        """Whether each epoch has its own order."""
         return self.order.shuffle
 
     @property
     def epoch(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The epoch the cursor is in. It is not set: see `set_epoch`."""
+        """The epoch of the cursor. It is not set: see `set_epoch`."""
         return self.progress.cursor // self.plan.n
 
     @property
     def drop_last(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Is the short last step left out of each epoch?"""
+        """Whether the short last step is left out of each epoch."""
         return self.plan.tail == "drop"
 
     @property
     def num_samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Samples of this rank in a whole epoch."""
+        """Samples of this rank in a complete epoch."""
         return self.plan.samples()
 
     @property
     def total_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Samples of an epoch over all ranks (ghosts not counted)."""
+        """Samples of an epoch over all ranks, without ghosts."""
         n, G = self.plan.n, self.plan.global_batch_size
         return n // G * G if self.drop_last else n
 
     def __len__(self) -> int:
-        """What a WHOLE epoch yields on this rank, after a resume too: loops compare their restored count with it.
+        """Length of a COMPLETE epoch on this rank, also after a resume: loops compare their restored count with it.
 
-        Samples, or micro-batches with `yield_batches`. With tail "carry" it is the length of the epoch that is on.
+        Samples, or micro-batches with `yield_batches`. With tail "carry" it is the length of the current epoch.
         """
         if self.yield_batches:
             return self.micro_batches()
         return self.plan.samples(self.progress.first())
 
     def micro_batches(self) -> int:
-        """Micro-batches of this rank in a whole epoch; with tail "carry" in the one that is on."""
+        """Micro-batches of this rank in a complete epoch; with tail "carry" in the current one."""
         return self.plan.length(self.progress.first())
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the cursor owns the epoch.
+        """Does nothing: the cursor determines the epoch.
 
         Accelerate counts from 0 again after a resume and would rewind the data.
         """
@@ -176,7 +176,7 @@ class ElasticSampler(DistributedSampler[Any]):
         token, b = self._take_over(), self.plan.batch_size
         try:
             for positions, ids in chunks:
-                row, lo = ids if self.yield_batches else ids.tolist(), 0  # a Python step per micro-batch, none per id
+                row, lo = ids if self.yield_batches else ids.tolist(), 0  # one Python step per micro-batch, none per id
                 for first in positions[::b].tolist():
                     if self._live is not token:
                         raise UsageError(_ENDED)
@@ -200,7 +200,7 @@ class ElasticSampler(DistributedSampler[Any]):
             self._give_back(token)
 
     def _chunks(self, start: int) -> Iterator[tuple[Indices, Indices]]:
-        """(in-epoch positions, ids), whole micro-batches, from `start` to the end of its epoch."""
+        """(in-epoch positions, ids), complete micro-batches, from `start` to the end of its epoch."""
         epoch, q = divmod(start, self.plan.n)
         for positions in _positions(self.plan, q):
             yield positions, self.order.onward(epoch, positions)
@@ -214,7 +214,7 @@ class ElasticSampler(DistributedSampler[Any]):
             self._live = None
 
     def close(self) -> None:
-        """End a live iterator: whoever still holds it gets a UsageError from it."""
+        """End a live iterator: its next call raises UsageError."""
         self._live = None
 
     # Accounting ---------------------------------------------------------------------------------------------
@@ -229,11 +229,11 @@ class ElasticSampler(DistributedSampler[Any]):
         self.progress.on_batch()
 
     def mark(self) -> int:
-        """The optimizer stepped: the whole steps received so far are marked. Returns the marked position."""
+        """The optimizer stepped: the complete steps received so far are marked. Returns the marked position."""
         return self.progress.mark()
 
     def commit(self) -> int:
-        """A quiet point: the marked steps are committed. Returns the cursor."""
+        """A step boundary: the marked steps are committed. Returns the cursor."""
         return self.progress.commit()
 
     @property
@@ -250,7 +250,7 @@ class ElasticSampler(DistributedSampler[Any]):
     def loss_scale(self) -> float:
         """Factor for the last received micro-batch's mean loss (besides 1 / m_r) that makes a short step exact.
 
-        1.0 except where a rank's part of a short step is cut into micro-batches of unequal size.
+        1.0 unless a rank's part of a short step is cut into micro-batches of unequal size.
         """
         step, number = self.progress.current()
         b, count = self.plan.batch_size, step.hi - step.lo
@@ -260,7 +260,7 @@ class ElasticSampler(DistributedSampler[Any]):
         """Weight of each sample of the last received micro-batch in its step's mean over all ranks; a ghost has 0.0.
 
         They add up to 1 over the micro-batches and ranks of a step. For a loop with a loss per sample:
-        `(losses * weights).sum().backward()` and gradients SUMmed over ranks (times world size where they are averaged)
+        `(losses * weights).sum().backward()` and gradients SUMmed over ranks (times world size if they are averaged)
         is exact in every step, and needs neither `weight` nor `loss_scale`.
         """
         step, number = self.progress.current()
@@ -270,17 +270,17 @@ class ElasticSampler(DistributedSampler[Any]):
 
     @property
     def step_ends(self) -> bool:
-        """True when the last received micro-batch was this rank's last in its step: now the optimizer may step."""
+        """True if the last received micro-batch was this rank's last in its step: the optimizer may step now."""
         return self.progress.step_ends
 
     # State and world ----------------------------------------------------------------------------------------
 
     def resize(self, world_size: int, rank: int) -> None:
-        """Another world, in a live run: the next iterator continues behind the steps received, committed or not.
+        """Change the world in a live run: the next iterator continues after the steps received, committed or not.
 
-        Every rank calls it at the same step. Raises UsageError in the middle of a step, whose micro-batches are shared
-        out for the old world. Where the model goes back to the last commit, `rollback` first. `ElasticLoader.resize`
-        also works while it is iterated, and the loop goes on.
+        Every rank calls it at the same step. Raises UsageError in the middle of a step, whose micro-batches are
+        distributed for the old world. If the model is rolled back to the last commit, call `rollback` first.
+        `ElasticLoader.resize` also works during an iteration, and the loop continues.
         """
         self._must_be_idle("resize")
         if not self.progress.whole:
@@ -297,7 +297,7 @@ class ElasticSampler(DistributedSampler[Any]):
         """The micro-batch: as given, or smaller, so that the global batch stays and each rank has its share."""
         size = fitting(self._batch_size, global_batch_size, world_size)
         if not size:
-            return self._batch_size  # no plan has that, and it says why
+            return self._batch_size  # not valid: `BatchPlan` raises with the reason
         if size != self._batch_size:
             log.warning(
                 "micro-batches of %d instead of batch_size=%d: so %d workers can share the global batch of %d (to "
@@ -306,19 +306,19 @@ class ElasticSampler(DistributedSampler[Any]):
         return size
 
     def rollback(self) -> None:
-        """Back to the last commit, as the model goes: what came behind it is replayed by the next iterator."""
+        """Return to the last commit, together with the model. The next iterator replays everything after it."""
         self._must_be_idle("rollback")
         self.progress.rewind(self.plan, self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed position and what it is a position in. The same on every rank; save it once.
+        """The committed position and the order that it refers to. The same on every rank; save it once.
 
         ~150 bytes of JSON.
         """
         if self.progress.issued and not self.progress.counted and not self._warned:
             self._warned = True
             log.warning(
-                "the sampler's state does not move: nobody calls on_batch, mark and commit (use elastic_loader)"
+                "the sampler's state does not move: on_batch, mark and commit are not called (use elastic_loader)"
             )
         moving = {"cursor": self.cursor, "tail": self.plan.tail, "G": self.plan.global_batch_size}
         return self._fingerprint() | moving
@@ -327,8 +327,8 @@ class ElasticSampler(DistributedSampler[Any]):
         return {"v": VERSION} | self.order.fingerprint()
 
     def handover(self) -> dict[str, Any]:
-        """The state for a sampler that takes this one's place between two steps (a reloaded loader): what is marked
-        counts, an epoch that was trained on is over, and one of which nothing was trained (trial steps) begins again.
+        """The state for a sampler that replaces this one between two steps (a reloaded loader). Marked steps count. An
+        epoch with at least one step is over; one without (trial steps) begins again.
         """
         progress = self.progress
         trained = progress.marked > progress.base
@@ -354,7 +354,7 @@ class ElasticSampler(DistributedSampler[Any]):
     def _must_be_idle(self, verb: str) -> None:
         if self._live is not None:
             raise UsageError(
-                f"{verb}() while an iterator of this sampler is live: it would go on with the old order",
+                f"{verb}() while an iterator of this sampler is live: it would continue with the old order",
                 hint="leave the loop first (or close()), then restore, then iterate",
             )
 
@@ -370,7 +370,7 @@ def _length(dataset: Sized) -> int:
 
 
 def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """(world size, rank): as given, else of the process group, else of the environment, else one process."""
+    """(world size, rank): as given, else from the process group, else from the environment, else one process."""
     if dist.is_available() and dist.is_initialized():
         found = dist.get_world_size(), dist.get_rank()
     else:
@@ -382,7 +382,7 @@ def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def _positions(plan: BatchPlan, q: int) -> Iterator[Indices]:
-    """In-epoch positions of this rank's samples from q to the end of the epoch, whole steps at a time."""
+    """In-epoch positions of this rank's samples from q to the end of the epoch, complete steps at a time."""
     width, G = plan.micro_batches * plan.batch_size, plan.global_batch_size
     steps, first = plan.full_steps(q), q + plan.before * plan.batch_size
     chunk, place = max(1, CHUNK // width), np.arange(width)

@@ -1,4 +1,4 @@
-"""The one place where an optimizer's step becomes a mark."""
+"""Marks the data position when an optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLoaders that `elastic_loader` leaves alone: which promise could not be kept, and a way out."""
+"""DataLoaders that `elastic_loader` does not support, with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dlrover_hooks.data.sampler import ElasticSampler
 
 
 class LoaderRefusal(NamedTuple):
-    """Why a loader must be left alone, and what to do."""
+    """Why a loader is not supported, and what to do."""
 
     reason: str
     hint: str
 
 
 def refusal(loader: object) -> LoaderRefusal | None:
-    """None if exactly-once can be promised for `loader`."""
+    """None if `loader` is supported, that is if each sample can be visited exactly once."""
     for wrong, reason, hint in _REFUSALS:
         if wrong(loader):
             return LoaderRefusal(reason, hint)

@@ -1,4 +1,4 @@
-"""Recovery in process for torch: survivors keep their process, groups are rebuilt, the step goes on.
+"""In-process recovery for torch: surviving workers keep their process, and the process groups are rebuilt.
 
-It knows no training framework. The way in: `in_process_recovery.elastic_run`.
+Independent of any training framework. Entry point: `in_process_recovery.elastic_run`.
 """

@@ -1,7 +1,8 @@
-"""Batch statistics: small buffers that a forward changes on each rank by itself, and DDP then takes from rank 0.
+"""Batch statistics: small buffers that each rank changes in its own forward pass, and that DDP then copies from rank 0.
 
-Parameters and optimizer state are the same on all ranks. These are not, between two steps, so a lone image of another
-rank has the wrong ones. Rank 0 notes them as it goes (`drawn`), and all put them back.
+Parameters and optimizer state are equal on all ranks. Between two steps these buffers are not, so the snapshot of
+another rank holds wrong values for them. Rank 0 records them in its journal (`rng.rank_journal`), and all ranks restore
+them from there.
 """
 
 from __future__ import annotations
@@ -15,29 +16,32 @@ from torch import nn
 from dlrover_hooks.rng.rank_journal import Statistics
 
 EACH_BYTES, ALL_BYTES = 64 << 10, 2 << 20
-"""Larger buffers are taken for constants. Models with more of the small ones (ResNet-152 has 0.6 MB) have them from the
-image. Taking 159 of them (ResNet-50) costs 0.2 ms, twice a step."""
+"""Larger buffers are assumed to be constants. If a model's small buffers exceed the total (ResNet-152 has 0.6 MB),
+they come from the snapshot. Copying 159 buffers (ResNet-50) costs 0.2 ms, twice a step."""
 
 
 class BatchStatistics:
-    """Of models in host memory. `take` on the thread that steps, or while it waits; `put_back` before training."""
+    """Reads and restores the batch statistics of models in host memory.
+
+    Call `take` on the training thread, or while that thread waits. Call `put_back` before training.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = [module for model in models for module in model.modules()]
         self._buffers = [(index, one._buffers) for index, one in enumerate(modules) if one._buffers]
         nbytes = sum(len(name) + tensor.nbytes + 16 for name, tensor in self._small())
         self.nbytes = nbytes if nbytes <= ALL_BYTES else 0
-        """Of what is taken, at most."""
+        """Upper bound for the size of what `take` returns."""
 
     def take(self) -> Statistics:
-        """As they are now."""
+        """Copy the current values."""
         if not self.nbytes:
             return ()
         return tuple((name, ctypes.string_at(one.data_ptr(), one.nbytes)) for name, one in self._small())
 
     @torch.no_grad()
     def put_back(self, taken: Statistics) -> bool:
-        """All of them, or none where the models have others."""
+        """Restore all buffers, or none if the models have other buffers. Returns whether it restored them."""
         here = dict(self._small())
         if [(name, len(data)) for name, data in taken] != [(name, one.nbytes) for name, one in here.items()]:
             return False

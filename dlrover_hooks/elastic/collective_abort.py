@@ -1,9 +1,9 @@
-"""The TCP connections of this process's collectives: found, cut when a peer hangs, given up in forked children.
+"""Finds the TCP connections of this process's collectives, shuts them down when a peer hangs, and closes them in forks.
 
-torch 2.13 has no call that ends a pending gloo collective: all wait for the group's timeout. `shutdown(2)` of its
-connections does, at once (facts: elastic, 4). Each gloo group watches its connections by an epoll instance of its own,
-made with the group; so those that appear in /proc/self/fd while a group is made tell exactly which sockets are gloo's.
-The store's connections are told by its port. Linux only; relies on gloo connecting at once (TORCH_GLOO_LAZY_INIT off).
+torch 2.13 has no call that aborts a pending gloo collective: it waits for the group's timeout. `shutdown(2)` on its
+connections ends it at once. Each gloo group watches its connections with its own epoll instance, created with the
+group. So the epoll instances that appear in /proc/self/fd while a group is created identify gloo's sockets. The store's
+connections are identified by their port. Linux only. Requires that gloo connects eagerly (TORCH_GLOO_LAZY_INIT off).
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ _TARGET = re.compile(r"^tfd:\s+(\d+)", re.MULTILINE)
 
 
 class Connections:
-    """Of one life of the training function. `opening` on the training thread, `cut` on any."""
+    """The connections of one call of the training function.
+
+    `opening` runs on the training thread, `cut` on any thread.
+    """
 
     def __init__(self) -> None:
         self._pollers = set[int]()
-        """The epoll instances of groups that are made."""
+        """The epoll instances of the groups created so far."""
         self._before: set[int] | None = None
-        """Those that were there when the group began that is being made."""
+        """The epoll instances that existed before the group now being created; None outside `opening`."""
         self._made = 0
-        """So many connections the groups had when they were made."""
+        """Number of peer connections when the last group was created."""
         self._store_port = 0
         self._lock = threading.Lock()
         _ALL.add(self)
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """A process group is made inside."""
+        """Context in which a process group is created."""
         with self._lock:
             self._before = _pollers()
         try:
@@ -48,25 +51,26 @@ class Connections:
                 self._made = len(self._peers())
 
     def store(self, port: int) -> None:
-        """The groups' store listens at `port`, here or on another host."""
+        """Record that the groups' store listens at `port`, on this or another host."""
         self._store_port = port
 
     def cut(self) -> int:
-        """End every connection, so that each pending collective fails, and each later one. How many there were."""
+        """Shut down every connection, so that pending and later collectives fail. Returns how many were shut down."""
         with self._lock:
             return sum(map(_shut, self._found()))
 
     def intact(self) -> bool:
-        """All connections to peers are open: what a collective raised meanwhile is not the end of a peer.
+        """True if all connections to peers are open: an error raised meanwhile was not caused by the end of a peer.
 
-        Gloo closes a connection at its first error. False without connections, which says nothing.
+        Gloo closes a connection at its first error. False if there are no connections, because then nothing can be
+        concluded.
         """
         with self._lock:
             found = self._found()
             return 0 < self._made <= len(self._peers()) and not any(map(_at_end, found))
 
     def let_go_in_child(self) -> None:
-        """After a fork, in the child: while it held the sockets, peers would not see its parent die. No lock."""
+        """Close the sockets in a forked child: they would hide the death of its parent from peers. Takes no lock."""
         for descriptor in self._found():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -84,7 +88,7 @@ class Connections:
 
 
 def _named(word: str) -> set[int]:
-    """Open descriptors whose link has that word in it."""
+    """Open descriptors whose link target contains `word`."""
     found = set[int]()
     for descriptor in map(int, os.listdir(_FDS)):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -102,7 +106,7 @@ def _sockets() -> list[int]:
 
 
 def _targets(poller: int) -> set[int]:
-    """What `poller` watches, if it may be gloo's: every event loop of Python's also watches a local socket."""
+    """The descriptors that `poller` watches; empty if it watches a local socket, as Python's event loops do."""
     try:
         with open(f"/proc/self/fdinfo/{poller}", encoding="ascii") as file:
             found = set(map(int, _TARGET.findall(file.read())))
@@ -120,7 +124,7 @@ def _family(descriptor: int) -> int | None:
 
 
 def _ports(descriptor: int) -> set[int]:
-    """Both ports of a TCP connection; empty for any other socket, listening ones among them."""
+    """Both ports of a TCP connection; empty for any other socket, including listening ones."""
     try:
         with _borrowed(descriptor) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
@@ -131,7 +135,7 @@ def _ports(descriptor: int) -> set[int]:
 
 
 def _at_end(descriptor: int) -> bool:
-    """The peer has closed it."""
+    """True if the peer has closed the connection."""
     try:
         with _borrowed(descriptor) as one:
             return not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -151,7 +155,7 @@ def _shut(descriptor: int) -> int:
 
 
 def _borrowed(descriptor: int) -> socket.socket:
-    """A duplicate: to close it leaves the connection as it is. Raises OSError for what is no socket."""
+    """A duplicate: closing it leaves the connection open. Raises OSError if the descriptor is not a socket."""
     twin = os.dup(descriptor)
     try:
         return socket.socket(fileno=twin)

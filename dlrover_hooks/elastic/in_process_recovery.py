@@ -1,4 +1,4 @@
-"""`elastic_run`: a training function whose process survives the loss of others.
+"""`elastic_run`: runs a training function again in the same process when other workers are lost.
 
     @elastic_run
     def train():
@@ -6,9 +6,10 @@
         ...                                # model, elastic_loader, AsyncCheckpointer: as in any script
     train()
 
-When its round breaks, the function is left by an exception and called again in the same process, in the next round:
-with another rank, world size and store in the environment, but with Python, torch, CUDA and the checkpoints' memory as
-they are. What it makes anew restores itself from what the survivors hold (docs/concepts/recovery.md).
+When its round breaks, the function is left by an exception and called again in the same process, in the next round. The
+environment then has another rank, world size and store. Python, torch, CUDA and the checkpoint memory stay as they are.
+The objects that the function creates again restore themselves from the survivors' snapshots
+(docs/concepts/recovery.md).
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ T = TypeVar("T")
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """One change of rounds, as `on_recover` and `on_resize` are told of it.
+    """One change of rounds, as passed to `on_recover` and `on_resize`.
 
-    Times are seconds since the fault was noticed here, in the order in which things happened.
+    Times are seconds since this process noticed the fault, in chronological order.
     """
 
     reason: str
@@ -53,7 +54,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     world_size_before: int
     step: int = 0
-    """What training goes on from: so many optimizer steps are in the model."""
+    """Training continues from here: the number of optimizer steps in the model."""
     destroyed_s: float = 0.0
     joined_s: float = 0.0
     restored_s: float = 0.0
@@ -78,25 +79,29 @@ def elastic_run(fn: Callable[P, T], /, **options: Any) -> Callable[P, T]: ...
 
 
 def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
-    """Run `fn` again in the same process, in the next round, whenever its round ends before it does.
+    """Run `fn` again in the same process, in the next round, whenever its round ends before `fn` returns.
 
-    A round ends when a member is lost (killed, hung, failed) or when newcomers wait. An exception out of `fn` counts as
-    that only if the master says so; any other one is raised unchanged, and so are KeyboardInterrupt and SystemExit:
-    this worker fails then, and the others go on without it. With `sys.exit(0)` it is done.
+    A round ends when a member is lost (killed, hung, failed) or when new workers wait to join. An exception from `fn`
+    is treated as the end of the round only if the master confirms it. Any other exception is raised unchanged, as are
+    KeyboardInterrupt and SystemExit: this worker then fails, and the others continue without it. `sys.exit(0)` ends
+    this worker as done.
 
     Args:
-        fn: makes its process group, model, loader and checkpointer itself, and trains. Leave out for use as a decorator
+        fn: creates its process group, model, loader and checkpointer itself, and trains. Leave out for use as a
+            decorator
             with options.
         options:
-            max_recoveries: in a row without a step in between, 5 by default; then the fault is raised.
-            fault_s: how long to wait for the master's word once `fn` raised what a lost peer may have caused (5).
+            max_recoveries: how many recoveries in a row without a step in between, 5 by default; then the fault is
+                raised.
+            fault_s: how long to wait for the master's confirmation after an error that a lost peer may have caused (5).
             rejoin_s: how long to wait for the next round (900).
-            on_recover: called with a `Recovery` at the first quiet point of each round but the first.
+            on_recover: called with a `Recovery` at the first step boundary of each round but the first.
             on_resize: called before it if the world size changed.
 
-    A worker whose job the others have finished meanwhile ends with SystemExit(0).
+    If the other workers have finished the job meanwhile, this worker ends with SystemExit(0).
 
-    Without a launcher or master that lets this process speak for itself (plain `python`, torchrun) `fn` is just called.
+    Without a launcher or master that supports recovery by the process itself (plain `python`, torchrun), `fn` is called
+    once without recovery.
     """
     chosen = msgspec.convert(options, RecoveryOptions) if not options else RecoveryOptions(**options)
     if fn is None:
@@ -115,7 +120,7 @@ def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
 
 
 def _why_not(config: Config, place: Place) -> str | None:
-    """Why this process cannot recover by itself."""
+    """Why this process cannot recover in process; None if it can."""
     if config.disable:
         return "DLROVER_HOOKS_DISABLE is set"
     if regroup.current() is not None:
@@ -126,7 +131,7 @@ def _why_not(config: Config, place: Place) -> str | None:
 
 
 class Lives:
-    """One call of the decorated function: life after life, until it returns or fails."""
+    """One call of the decorated function: runs it once per round until it returns or fails."""
 
     def __init__(self, config: Config, place: Place, options: RecoveryOptions) -> None:
         self._options = options
@@ -138,18 +143,18 @@ class Lives:
         self._hook = sys.excepthook
         self._in_a_row = 0
         self._random: dict[str, Any] | None = None
-        """As the function was called first; where nothing is restored, it makes the same again."""
+        """RNG state before the first call. If nothing is restored, later calls start from the same state."""
         self._world_size = place.world_size
         self._exits = False
-        """The script has ended its process with 0."""
+        """True once the script has ended its process with exit code 0."""
         self._news: Recovery | None = None
-        """Of the change of rounds that is not over yet."""
+        """The change of rounds in progress, if any."""
         self._noticed_at, self._restored_at_step = 0.0, -1
 
     def run(self, function: Callable[[], T]) -> T:
         """See `elastic_run`."""
         deactivate = regroup.activate(self._membership)
-        gc.freeze()  # to look through all that was imported would take a second, in each recovery
+        gc.freeze()  # otherwise each recovery's collection would scan all imported modules, which takes a second
         try:
             if self._newcomer:
                 self._world_size = self._membership.join(self._options.rejoin_s).world_size
@@ -160,7 +165,7 @@ class Lives:
                     _TRAINED.add(self._membership.config.job)
                     return result
                 self._regroup()
-        except JobFinished as over:  # as a newcomer that finds nothing left to do
+        except JobFinished as over:  # a new worker joins a job that is already finished
             if self._membership.config.job in _TRAINED:
                 raise UsageError(
                     f"{over.message}: this process has trained it itself, in a call before",
@@ -177,7 +182,7 @@ class Lives:
                 self._membership.close()
 
     def _live(self, function: Callable[[], T]) -> tuple[bool, Any]:
-        """(True, what it returned), or (False, None) once the life is over and a new one may begin."""
+        """(True, the function's result), or (False, None) if the round is over and the function may be called again."""
         self._groups, self._hook = Groups(self._check), sys.excepthook
         if self._membership.broken:
             self._groups.cut()
@@ -209,11 +214,11 @@ class Lives:
         return False, None
 
     def _judge(self, error: Exception) -> str | None:
-        """Why the round is over; None: it is not, and `error` is the user's."""
+        """The reason why the round is over; None if it is not, so that `error` is the user's."""
         membership = self._membership
         if membership.ended or membership.unsupported:
             return None
-        if not membership.attached and not self._may_be_a_peers(error):  # a newcomer's round may break before it has
+        if not membership.attached and not self._may_be_a_peers(error):  # may break before attaching
             return None
         if not isinstance(error, RoundEnded) or not membership.crowded:
             within_s = self._options.fault_s if self._may_be_a_peers(error) else 0.0
@@ -226,20 +231,25 @@ class Lives:
         return _told(error)
 
     def _may_be_a_peers(self, error: BaseException) -> bool:
-        """torch says RuntimeError when a connection ends; what frameworks raise instead has that as its cause."""
+        """True if a lost peer may have caused `error`.
+
+        torch raises RuntimeError when a connection ends; frameworks raise their own errors with that as the cause.
+        """
         chain = list(_chain(error))
         if any(isinstance(one, HooksError | dist.DistError) for one in chain):
             return True
         return any(isinstance(one, RuntimeError | OSError) for one in chain) and not self._groups.connections.intact()
 
     def _fail(self) -> None:
-        """This worker is over: the others are told before the error is shown."""
+        """Report to the master that this worker fails, before the error is shown."""
         if (session := self._membership.session) is not None:
             session.leave(p.Departure.FAILED)
 
     def _exit(self, end: SystemExit) -> None:
-        """The script ends its process. With 0 it is done, as its launcher will say: the seat is kept until then, as the
-        others may still have to come to their own ends. With anything else it fails, and the exit code is the verdict.
+        """The script ends its process: with exit code 0 it is done, and its launcher will report that.
+
+        The rank assignment is kept until then, because the other workers may not have reached their ends yet. With any
+        other code this worker fails.
         """
         if end.code not in (None, 0):
             return self._fail()
@@ -248,11 +258,11 @@ class Lives:
             session.parting.signals.give_back()
 
     def _end_life(self, error: BaseException) -> None:
-        """Keep what there is to be kept, and let go of all else that the life has made."""
+        """Keep what the next call of the function needs, and release everything else that this call has created."""
         self._groups.cut()
         self._membership.end_life()
         self._groups.destroy()
-        sys.excepthook = self._hook  # torch has laid its own over it, and would lay one more over that in each life
+        sys.excepthook = self._hook  # torch has installed its own hook, and would wrap it again in each round
         for forget in _BETWEEN_LIVES:
             forget()
         _clear(error)
@@ -260,7 +270,7 @@ class Lives:
     def _regroup(self) -> None:
         membership, news = self._membership, self._news
         assert news is not None
-        if membership.outlived():  # cycles hold it: its memory is needed for the next one
+        if membership.outlived():  # reference cycles keep the model alive, and its memory is needed for the next one
             gc.collect()
         seated = membership.join(self._options.rejoin_s)
         membership.survives = True
@@ -272,13 +282,13 @@ class Lives:
     def _passed(self) -> float:
         return time.monotonic() - self._noticed_at
 
-    # ---- quiet points -----------------------------------------------------------------------------------------------
+    # ---- step boundaries --------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         self._membership.check(step_ends=False)
 
     def _quiet(self, step: int) -> None:
-        """Called by the adapter at each quiet point; `step`: so many are in the model."""
+        """Called by the adapter at each step boundary; `step` is the number of steps in the model."""
         news = self._news
         if news is None:
             self._in_a_row = 0
@@ -306,12 +316,12 @@ class Lives:
 
 
 _TRAINED = set[str]()
-"""Jobs that this process has trained to their end."""
+"""Jobs that this process has trained to completion."""
 _BETWEEN_LIVES: list[Callable[[], object]] = []
 
 
 def between_lives(forget: Callable[[], None]) -> Callable[[], None]:
-    """Have `forget` called when a life is over: for frameworks that keep its rank and group in this process."""
+    """Register `forget` to be called between rounds, for frameworks that cache the rank and group in this process."""
     _BETWEEN_LIVES.append(forget)
     return forget
 
@@ -329,7 +339,7 @@ def _told(error: BaseException) -> str:
 
 
 def _clear(error: BaseException) -> None:
-    """Its frames hold the model, the loaders' iterators and the process group."""
+    """Clear the frames of `error`: they hold the model, the loaders' iterators and the process group."""
     for one in _chain(error):
         if one.__traceback__ is not None:
             traceback.clear_frames(one.__traceback__)

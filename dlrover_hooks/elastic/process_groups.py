@@ -1,6 +1,6 @@
-"""The process groups of one life of a training function: watched while they are made, cut when a peer is gone, ended.
+"""The process groups of one round: tracked while they are created, aborted when a peer is gone, destroyed at the end.
 
-Two private functions of torch 2.13 are wrapped meanwhile (tests/integrations/test_groups.py holds torch to them).
+Wraps two private functions of torch 2.13 meanwhile; tests/integrations/test_groups.py checks that torch still has them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from dlrover_hooks.elastic.collective_abort import Connections
 log = logging.getLogger("dlrover_hooks")
 
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-"""torch.distributed has a function of that name."""
+"""Imported by name because torch.distributed has a function of the same name."""
 
 _AGAIN_S = 0.05
-"""A group that is just being made opens more connections; so they are cut until the life is over."""
+"""Interval between aborts. A group that is being created opens more connections, so aborts repeat until `stop`."""
 
 _DIAL = timedelta(seconds=2)
-"""torch dials a store that has gone until its timeout, and cannot be cut meanwhile."""
+"""Timeout of one connection attempt. torch retries a lost store until its timeout and cannot be aborted meanwhile."""
 
 
 class Groups:
-    """Of one life. `check` raises once the round is broken; `cut` on any thread, the rest on the training thread."""
+    """The process groups of one round. `check` raises once the round is broken.
+
+    `cut` may be called on any thread, the rest on the training thread.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self.connections = Connections()
@@ -44,29 +47,30 @@ class Groups:
         self._cutter: threading.Thread | None = None
 
     def cut(self) -> None:
-        """From now on every collective of this life fails, pending ones at once. Returns at once, idempotent."""
+        """Make every collective of this round fail, pending ones at once. Returns at once. Idempotent."""
         if self._cutter is None:
             cutter = threading.Thread(target=self._cut, name="dlrover-hooks-cut", daemon=True)
             cutter.start()
-            self._cutter = cutter  # `stop` joins it, and may be called at this moment: only a started one can be joined
+            self._cutter = cutter  # set after `start`, because `stop` may join it at this moment
 
     def stop(self) -> None:
-        """Cut no more. Idempotent."""
+        """Stop aborting. Idempotent."""
         self._over.set()
         if self._cutter is not None:
             self._cutter.join(5.0)
 
     def destroy(self) -> None:
-        """The life is over: no group of it is left, nor the number of one.
+        """Destroy all groups at the end of the round, and reset torch's count of groups.
 
-        torch names a group by how many were made. One that failed while it was made has counted, in this process and
-        not in a newcomer's: in the next life each would wait for the other under another name, for ever.
+        torch names a group by the number of groups created before. A group that failed during creation has been counted
+        in this process but not in a new worker's process. In the next round each would wait forever for the other under
+        a different name.
         """
         self.stop()
         if dist.is_initialized():
             try:
                 dist.destroy_process_group()
-            except Exception as error:  # a group that is cut has nothing left to lose
+            except Exception as error:  # errors do not matter: the group is aborted already
                 log.info("the process group of the round before ended with: %s", error)
         distributed_c10d._world.group_count = 0
 
@@ -79,7 +83,7 @@ class Groups:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Groups that are made inside are known to `cut`."""
+        """Context in which new process groups are tracked for `cut`."""
         made, stored = distributed_c10d._new_process_group_helper, rendezvous._create_c10d_store
 
         @functools.wraps(made)
@@ -103,7 +107,10 @@ class Groups:
             distributed_c10d._new_process_group_helper, rendezvous._create_c10d_store = made, stored
 
     def _await_store(self, host: str, port: int, timeout: timedelta) -> None:
-        """Rank 0 may be dead by now: torch would dial it until the group's timeout, where nothing can be cut."""
+        """Wait until the store accepts connections.
+
+        If rank 0 is dead, torch would retry until the group's timeout, and that cannot be aborted.
+        """
         until = time.monotonic() + timeout.total_seconds()
         while time.monotonic() < until:
             self._check()
@@ -112,7 +119,7 @@ class Groups:
             self._over.wait(0.01)
 
     def _dial(self, connect: Callable[[timedelta], Any], timeout: timedelta) -> Any:
-        """A client's store. Rank 0 may die between its first sign of life and this."""
+        """Connect a client's store in short attempts: rank 0 may die after `_await_store` has reached it."""
         until = time.monotonic() + timeout.total_seconds()
         while True:
             self._check()
@@ -127,7 +134,7 @@ class Groups:
 
 
 def _abort_nccl() -> None:
-    """End what waits on a device. A torch without NCCL, or a group without it, has nothing to abort."""
+    """Abort collectives on devices. Does nothing without NCCL."""
     if not (dist.is_nccl_available() and dist.is_initialized() and torch.cuda.is_initialized()):
         return
     for group in list(distributed_c10d._world.pg_map):
@@ -135,5 +142,5 @@ def _abort_nccl() -> None:
             backend: Any = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):
                 backend.abort()
-        except RuntimeError as error:  # no backend for devices
+        except RuntimeError as error:  # no backend for CUDA devices
             log.debug("nothing to abort: %s", error)

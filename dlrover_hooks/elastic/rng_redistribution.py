@@ -1,6 +1,8 @@
-"""Notes that lie on another node (decision 0015), handed on by the new process group: who has a rank next need not be
-where it was. Training thread, on all ranks at once; nothing is sent but where somebody lacks what somebody has. What a
-node told others counts where its own memory is lost.
+"""Redistributes RNG journal entries that lie on another node, over the new process group.
+
+A rank may be assigned to another node than in the previous round, while its journal entries stay in the memory of the
+old node. Transfers only entries that are missing on their new rank. If a node's memory is lost, the replica on another
+node is used. Runs on the training thread, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dlrover_hooks.rng.rank_journal import Statistics
 from dlrover_hooks.worker.session_parts import Noted
 
 LOST = (
-    "rank %d: its random state was lost with its node, so it draws anew: a model that draws will not end as in the "
+    "rank %d: its random state was lost with its node, so it is seeded again: a model that draws will not end as in the "
     "undisturbed run"
 )
 
@@ -25,7 +27,7 @@ _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Sta
 
 
 def gathered(found: Noted, rank: int, world_size: int) -> Noted:
-    """`found`, with what this rank lacks and others have found on their nodes.
+    """`found`, completed with entries that this rank lacks and that other ranks have found on their nodes.
 
     Raises:
         RuntimeError: a peer is gone, as from any collective.
@@ -47,20 +49,20 @@ def gathered(found: Noted, rank: int, world_size: int) -> Noted:
 
 
 def _each(notes: Mapping[int, bytes], statistics: Statistics, world_size: int) -> list[bytes]:
-    """Of each rank, and the statistics behind them; empty where there is nothing."""
+    """The entry of each rank, followed by the encoded statistics; empty bytes where there is none."""
     return [notes.get(number, b"") for number in range(world_size)] + [_encode(statistics) if statistics else b""]
 
 
 def sends_from(world_size: int) -> torch.device | None:
-    """Where the default group takes tensors from; None where it is not there, not so large, or of another sort."""
+    """Device for the default group's collectives; None if the group is missing or has another size or backend."""
     if not dist.is_initialized() or dist.get_world_size() != world_size:
         return None
-    known = dist.get_backend_config()  # `get_backend` does not know that of a group of the default backends
+    known = dist.get_backend_config()  # `get_backend` lacks the backends of a default group
     return next((torch.device(one.split(":")[0]) for one in ("cpu:gloo", "cuda:nccl") if one in known), None)
 
 
 def greatest(values: list[int]) -> list[int]:
-    """By place, over all ranks."""
+    """Elementwise maximum over all ranks."""
     tensor = torch.tensor(values, dtype=torch.int64, device=sends_from(dist.get_world_size()))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()

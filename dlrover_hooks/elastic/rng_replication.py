@@ -1,7 +1,8 @@
-"""What a rank notes within a step is told to another node before anybody can make that step (decision 0015).
+"""Replicates the mid-step RNG journal entry to the next node before any rank can complete the step.
 
-A note in the memory of a node is lost with it. So each rank sends its newest one to a rank of the next node, and has
-received what it is sent, before it gives its last gradients away: whoever has made the step knows that all have.
+An entry in the memory of a node is lost with the node. So each rank sends its newest entry to a rank of the next node,
+and receives the entries addressed to it, before it contributes its last gradients. If any rank has completed the step,
+all entries have therefore been replicated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dlrover_hooks.rng.rank_journal import Draws
 
 _LENGTH_BYTES = 4
 _TAG = 0x7E11
-"""Hardly one of the training script's own."""
+"""Unlikely to be used by the training script."""
 NO_GLOO = (
     "a node that is lost takes the random state of its ranks along: it is told to another one over gloo, which this "
     "process group has not (backend 'cpu:gloo,cuda:nccl' has it beside NCCL)"
@@ -30,16 +31,16 @@ log = logging.getLogger("dlrover_hooks")
 
 
 class Peers(NamedTuple):
-    """Whom this rank tells, and who tell it."""
+    """The rank that receives this rank's entry (`hears`), and the ranks whose entries this rank receives (`tell`)."""
 
     hears: int
     tell: tuple[int, ...]
 
 
 class Told:
-    """Of one life, over gloo. The first rank's notes have up to `statistics_bytes` more than others.
+    """Replication over gloo for one round. Rank 0's entries are up to `statistics_bytes` larger than others.
 
-    All raise RuntimeError where a peer is gone, as any collective.
+    All methods raise RuntimeError if a peer is gone, as any collective does.
     """
 
     def __init__(self, draws: Draws, place: Place, peers: Peers, statistics_bytes: int) -> None:
@@ -49,13 +50,16 @@ class Told:
         self._rooms = {one: torch.zeros(size, dtype=torch.uint8, device="cpu") for one, size in sizes.items()}
 
     def begin(self, note: bytes | None) -> None:
-        """A life begins from `note`. On all ranks at once, before the first step. Training thread."""
+        """Replicate `note`, the entry that the round starts from. On all ranks at once, before the first step.
+
+        Training thread.
+        """
         self._draws.heard_begun(self._exchanged(note or b""))
 
     def tell(self, ranks: int) -> None:
-        """Returns once what others tell has come, or at once if not all ranks do it.
+        """Replicate the mid-step entry. Returns once the peers' entries are received.
 
-        On the thread that reduces gradients, on `ranks` ranks at once.
+        Returns at once unless all ranks take part. Runs on the thread that reduces gradients, on `ranks` ranks at once.
         """
         if ranks == self._world_size:
             self._draws.heard(self._exchanged(self._draws.within))
@@ -73,7 +77,7 @@ class Told:
 
 
 def told(draws: Draws, place: Place, statistics_bytes: int) -> Told | None:
-    """None where there is one node only, or no gloo for host memory. On all ranks at once, training thread.
+    """None if there is only one node, or no gloo backend for host memory. On all ranks at once, training thread.
 
     Raises:
         RuntimeError: a peer is gone, as from any collective.
@@ -90,7 +94,10 @@ def told(draws: Draws, place: Place, statistics_bytes: int) -> Told | None:
 
 
 def paired(nodes: list[int], rank: int) -> Peers | None:
-    """`nodes`: by rank. Each tells the next node, whose ranks share that out. None if there is one node."""
+    """Pair each rank with a rank of the next node; the next node's ranks share the load. None if there is one node.
+
+    `nodes`: a number for each rank's node, by rank.
+    """
     order = list(dict.fromkeys(nodes))
     ranks = {node: [one for one, where in enumerate(nodes) if where == node] for node in order}
     if len(order) == 1:

@@ -1,6 +1,6 @@
-"""What an adapter does so that its worker survives its round: keep the small set, leave at quiet points, save the rest.
+"""The part of a framework adapter that lets its worker survive the end of a round.
 
-One for each life; made when everything is restored. Training thread.
+Keeps the step snapshot, leaves at step boundaries, and saves the snapshot when the round breaks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger("dlrover_hooks")
 
 
 class Survivor:
-    """Of one life.
+    """Recovery support for one round; created once everything is restored. Training thread.
 
     Args:
         session: has joined and restored.
-        models, optimizers, extra: as `SmallSet` takes them.
-        state: the cut's state, with what `extra` gave in it.
-        ends: called when the life is over: the loaders' `close`, and whatever holds the model.
-        passing: what must be gone before the next life; by default the models.
-        lost: asked with what `extra` gave: why it cannot be put back now, else empty.
+        models, optimizers, extra: as for `SmallSet`.
+        state: returns the state for the cut, given the result of `extra`.
+        ends: called when the round is over: the loaders' `close`, and release of whatever holds the model.
+        passing: objects that must be freed before the next round; by default the models.
+        lost: given the result of `extra`, returns why that state cannot be restored now, or an empty string.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Survivor:
         self._random: rng.Taken | None = None
         self._validated = -1
         self.stepped = False
-        """An optimizer's step was begun in this life. Known once the life is over."""
+        """True if an optimizer step was started in this round. Set when the round is over."""
 
     def fetches(self) -> None:
-        """What comes behind a step is about to be fetched, ahead of the quiet point: that may draw random numbers."""
+        """Called before data is fetched ahead of the step boundary: fetching may draw random numbers."""
         if self._random is None and self._session.at_step_end:
             self._random = self._states.take()
 
     def quiet(self, step: int, *, step_ends: bool) -> None:
-        """A quiet point after `step`, its marks committed.
+        """Called at a step boundary after `step`, its marks committed.
 
         Raises:
-            RoundEnded: a member is lost or, where a step ends, newcomers wait.
+            RoundEnded: a member is lost or, if `step_ends`, new workers wait to join.
         """
         if step_ends and self._small is not None:
             if self._validated != step or not self._small.stands():
@@ -92,9 +92,10 @@ class Survivor:
         self._membership.check(step_ends=step_ends)
 
     def validates(self, step: int, extra: Callable[[], Any]) -> None:
-        """A validation begins behind `step`: what it needs to go on from here, with `extra` for this once. Averaged
-        weights may be swapped in for it. Peers may still be in it while this one is in the next step, and die there:
-        so this is what all go on from, until that step is over.
+        """A validation begins after `step`: snapshot what is needed to continue from here, with `extra` this one time.
+
+        Averaged weights may be swapped in for the validation. Peers may still be in the validation while this rank is
+        in the next step, and may die there. So all ranks continue from this snapshot until that step is over.
 
         Raises as `quiet`.
         """
@@ -109,7 +110,7 @@ class Survivor:
         self._membership.draws.over(step, small.random.packed)
 
     def close(self) -> None:
-        """The adapter lets go of the model. What was kept may still be saved."""
+        """Detach from the model. The snapshot may still be saved."""
         if self._small is not None:
             self._small.close()
 
@@ -121,7 +122,7 @@ class Survivor:
         small, state, lost, ends = self._small, self._state, self._lost, self._ends
         self._membership.noting()
         self._membership.tell = lambda _: None
-        self._small, self._state, self._lost, self._ends = None, _nothing, str, ()  # they know the adapter, it this
+        self._small, self._state, self._lost, self._ends = None, _nothing, str, ()  # breaks reference cycles
         assert small is not None
         small.close()
         self.stepped = small.stepped

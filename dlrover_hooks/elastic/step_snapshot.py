@@ -1,7 +1,8 @@
-"""The small set: what changes outside of an optimizer's step, kept at each quiet point so that it can be put back.
+"""The step snapshot: state that changes outside of an optimizer step, kept at each step boundary for rollback.
 
-Parameters and optimizer state change in a step only (that is looked for, by `gate`), so that together with these few
-bytes they still are the whole state of the last step when the next one fails half way.
+Parameters and optimizer state change only inside an optimizer step (`optimizer_gate` checks that). If the next step
+fails half way before its optimizer step, they and this small snapshot together are still the complete state of the last
+step.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from dlrover_hooks import rng
 from dlrover_hooks.checkpoint.save.optimizer_gate import OptimizerGate, Traces
 
 _foreach: Any = torch
-"""Its stubs leave out the operations on many tensors at once."""
+"""Typed as Any because torch's stubs lack the operations on lists of tensors."""
 SMALL_BYTES = 1 << 20
-"""Tensors up to this size are copied at each quiet point (0.1 ms). Larger ones are trusted to raise their version."""
+"""Tensors up to this size are copied at each step boundary (0.1 ms). For larger ones the version counter is checked."""
 
 _FIXED = {type(None), bool, int, float, complex, str, bytes}
-"""Types of what cannot change in place."""
+"""Immutable types, which need no copy."""
 
 
 class SmallSet:
-    """Of one life. Training thread.
+    """The step snapshot of one round. Training thread.
 
     Args:
-        models: bare.
+        models: unwrapped.
         optimizers: those whose parameters and state are in the cut.
-        extra: states of schedulers, scalers and the like, as they go into a cut.
-        check: called ahead of each optimizer's step; may raise to prevent it.
+        extra: returns the states of schedulers, scalers and the like, as they go into a cut.
+        check: called before each optimizer step; may raise to prevent it.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class SmallSet:
         self._parameters = list[torch.Tensor](one for model in models for one in model.parameters())
         self._own = next((type(one).__name__ for one in modules if _has_own_state(one)), None)
         self.step: int | None = None
-        """The step whose small set this is."""
+        """The step of this snapshot; None before the first."""
         self.random: rng.Taken
-        """The random state that goes with it."""
+        """The RNG state of this snapshot."""
         self._copies = _Copies()
         self._saved_buffers = list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]]()
         self._gate = OptimizerGate(self._steps.begins)
@@ -65,10 +66,11 @@ class SmallSet:
         *,
         swaps: bool = False,
     ) -> None:
-        """A quiet point: `step` is entirely over.
+        """Take a snapshot at a step boundary: `step` is entirely over.
 
-        `random`: the generators' state with it. `extra`: another one, for this once. `swaps`: other
-        weights may be put in by way of `.data` now, which leaves no trace: the parameters' norms are looked at.
+        `random`: the RNG state to keep with it. `extra`: replaces the usual one this time. `swaps`: other weights may
+        be swapped in through `.data` afterwards, which does not raise the version, so changes are detected by the
+        parameters' norms.
         """
         self.step, self._steps.begun = step, False
         self.random = random
@@ -82,7 +84,7 @@ class SmallSet:
         self._norms = _norms(self._parameters) if swaps else None
 
     def roll_back(self) -> str:
-        """Put everything back as it was at the last quiet point. Else why it cannot be, and nothing is changed."""
+        """Restore the last snapshot. Returns an empty string, or why that is impossible; then nothing is changed."""
         if (reason := self._lost()) != "":
             return reason
         for live, saved in self._saved_buffers:
@@ -94,17 +96,17 @@ class SmallSet:
         return ""
 
     def stands(self) -> bool:
-        """It could be put back."""
+        """True if a rollback is possible."""
         return self._lost() == ""
 
     @property
     def stepped(self) -> bool:
-        """An optimizer's step was begun."""
+        """True if an optimizer step was started."""
         return self._steps.begun or self.step is not None
 
     @property
     def extra(self) -> Any:
-        """What `extra` said at the last quiet point."""
+        """The result of `extra` at the last snapshot."""
         return self._extra
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ class SmallSet:
         return any(not torch.equal(one, other) for one, other in zip(self._norms or (), now, strict=True))
 
     def _copied(self, value: Any) -> Any:
-        """`value` as it is now: what holds it may change in place."""
+        """A copy of `value`, whose containers and tensors may be changed in place later."""
         if type(value) in _FIXED:
             return value
         if isinstance(value, torch.Tensor):
@@ -148,7 +150,7 @@ class SmallSet:
 
 
 class _Steps:
-    """Of any optimizer. Knows nothing of the small set, which holds what calls it."""
+    """Records optimizer steps. Holds no reference to the snapshot, because the optimizer hooks refer to this object."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check, self.begun = check, False
@@ -159,7 +161,7 @@ class _Steps:
 
 
 class _Copies:
-    """Copies of the small ones among tensors; the versions of the others."""
+    """Copies of small tensors, and the versions of large ones."""
 
     def __init__(self) -> None:
         self._tensors, self._copies = list[torch.Tensor](), list[torch.Tensor]()
@@ -167,7 +169,7 @@ class _Copies:
         self._given = list[torch.Tensor | None]()
 
     def take(self, given: list[torch.Tensor | None]) -> None:
-        """Remember them as they are now. The memory of the copies stays, as long as the tensors do."""
+        """Copy the current values. The buffers are reused while the tensors stay the same."""
         if list(map(id, given)) != list(map(id, self._given)):
             self._given = given
             self._tensors = [one for one in given if one is not None and one.nbytes <= SMALL_BYTES]
@@ -189,7 +191,7 @@ def _norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but the parameters: learning rate, momentum."""
+    """A parameter group without its parameters: learning rate, momentum and so on."""
     settings = group.copy()
     del settings["params"]
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""The machine under a process: memory limits, addresses, ports, forks, parents and worker threads.
+"""The machine below a process: memory limits, addresses, ports, forks, parent processes and worker threads.
 
-It knows nothing of jobs. One module for each subject.
+This package is independent of jobs. One module for each subject.
 """

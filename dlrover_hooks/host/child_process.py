@@ -1,4 +1,4 @@
-"""One child process of the launcher: its own session, so that it and all it forked can be ended as a whole."""
+"""One child process of the launcher, in its own session so that it and all its descendants can be ended together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dlrover_hooks.host.parent_death import die_with_parent as _die_with_parent
 log = logging.getLogger("dlrover_hooks.run")
 
 _DEATH_S = 5.0
-"""A killed process ends within milliseconds, unless it sleeps in the kernel, uninterruptibly."""
+"""A killed process ends within milliseconds, unless it is in uninterruptible sleep in the kernel."""
 ALIVE = set[int]()
-"""Children of this process that are not reaped yet."""
+"""Process ids of children of this process that are not reaped yet."""
 
 
 class Process(Protocol):
-    """What is needed of a `Popen`."""
+    """The part of `subprocess.Popen` used here."""
 
     @property
     def pid(self) -> int: ...
@@ -33,11 +33,11 @@ class Process(Protocol):
 
 
 class Child:
-    """A started process. `fileno()` is its pidfd: readable when it has died, for `selectors`.
+    """A started process. `fileno()` is its pidfd: readable once it has died, for `selectors`.
 
     Args:
-        name: how messages call it, such as "worker 1".
-        die_with_parent: the kernel kills it if the launcher itself is killed (workers, whose round is then over).
+        name: its name in log messages, such as "worker 1".
+        die_with_parent: the kernel kills it if the launcher dies (for workers, whose round is then over).
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class Child:
         return self._pidfd
 
     def exit_code(self) -> int | None:
-        """None while alive; negative: the signal that ended it. Reaps."""
+        """None while alive; negative: the signal that ended it. Reaps the process."""
         return self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send to the whole session: DataLoader workers hold the same sockets as their parent."""
+        """Send `number` to the whole session: DataLoader workers hold the same sockets as their parent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the process alone: DataLoader workers that died of it would break the step that it saves."""
+        """Send SIGTERM to the process alone: if its DataLoader workers died too, the step that it saves would fail."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
 
     def end(self, grace_s: float = 0.0) -> int:
-        """SIGTERM, `grace_s` to obey, then SIGKILL to all; returns the exit code. Closes the pidfd."""
+        """SIGTERM, then SIGKILL to the whole session after `grace_s`. Returns the exit code. Closes the pidfd."""
         if grace_s > 0:
             self.ask_to_end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -93,7 +93,7 @@ class Child:
         return self.reap()
 
     def wait(self, timeout_s: float) -> int | None:
-        """The exit code, None if it still runs after `timeout_s`."""
+        """The exit code; None if it still runs after `timeout_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_s)
         return None
@@ -101,7 +101,7 @@ class Child:
     def reap(self) -> int:
         """The exit code of a process that has ended or was killed. Closes the pidfd.
 
-        A process that the kernel does not end in time is left to itself, and counts as killed.
+        A process that the kernel does not end in time is abandoned and reported as killed.
         """
         code = self.wait(_DEATH_S)
         if self._pidfd >= 0:
@@ -118,7 +118,7 @@ class Child:
 
 
 def described(exit_code: int) -> str:
-    """`exit_code` in words: "SIGKILL" or "exit code 1"."""
+    """`exit_code` as text: "SIGKILL" or "exit code 1"."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""What a forked child may do with its parent's objects: nothing that the parent, the keeper or the master would notice.
+"""Prevents a forked child from using its parent's objects in a way that the parent, keeper or master would notice.
 
-The child (a DataLoader worker, an `os.fork` of the user's) has the objects, but not the threads behind them, and locks
-may be held for ever by threads that it does not have. Exit handlers, `with` blocks and the garbage collector run there,
-too. So whoever ends, sends or waits asks first.
+The child (a DataLoader worker, or an `os.fork` by the user) has the objects, but not the threads that serve them. Locks
+may be held for ever by threads that the child does not have. Exit handlers, `with` blocks and the garbage collector
+also run in the child. Therefore, code that ends something, sends or waits checks a `ForkGuard` first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 
 class _Process:
-    """This one, without a system call for each question."""
+    """The pid of this process, cached to avoid a system call per check."""
 
     pid = os.getpid()
 
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class ForkGuard:
-    """True in the process that made it, false in those forked from it. Takes no lock; any thread."""
+    """True in the process that created it, false in processes forked from it. Takes no lock; any thread."""
 
     def __init__(self) -> None:
         self.pid = _Process.pid

@@ -1,4 +1,4 @@
-"""How much memory this process may still allocate: the smallest limit of the machine and its cgroups. Without torch."""
+"""How much memory this process may still allocate: the smallest limit of machine and cgroups. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CGROUP_FILES = {
 
 
 class Free(NamedTuple):
-    """`nbytes` may still be used; `where` sets that limit."""
+    """`nbytes` may still be allocated; `where` names the limit that decides."""
 
     nbytes: int
     where: str
 
 
 def free(proc: str = "/proc") -> Free:
-    """Pages of files that were not used lately count as free: the kernel drops them first."""
+    """The smallest remaining allowance. Inactive file pages count as free, because the kernel reclaims them first."""
     with open(f"{proc}/meminfo") as file:
         rows = dict(line.split(":", 1) for line in file)
     found = [Free(int(rows["MemAvailable"].split()[0]) * 1024, "the machine")]
@@ -32,7 +32,7 @@ def free(proc: str = "/proc") -> Free:
 
 
 def _cgroups(proc: str) -> Iterator[Free]:
-    """What each memory cgroup around this process leaves: a limit may be set at any level of the tree."""
+    """The remaining allowance of each enclosing memory cgroup: a limit may be set at any level of the tree."""
     with open(f"{proc}/self/cgroup") as file:
         groups = {names: path for _, names, path in (line.strip().split(":", 2) for line in file)}
     for kind, root, mounted in _mounts(proc):
@@ -46,7 +46,7 @@ def _cgroups(proc: str) -> Iterator[Free]:
 
 
 def _mounts(proc: str) -> Iterator[tuple[str, str, str]]:
-    """Kind, root and mount point of the trees that may limit memory."""
+    """Kind, root and mount point of the cgroup trees that may limit memory."""
     with open(f"{proc}/self/mountinfo") as file:
         for line in file:
             left, right = line.split(" - ", 1)
@@ -57,7 +57,7 @@ def _mounts(proc: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _rest(folder: str, limit_name: str, used_name: str, cached_name: str) -> Iterator[Free]:
-    with contextlib.suppress(OSError, ValueError):  # no limit is the word "max", and the root has no such files
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit; the root cgroup has no such files
         limit = int(_read(f"{folder}/{limit_name}"))
         rows = dict(line.split() for line in _read(f"{folder}/memory.stat").splitlines())
         used = int(_read(f"{folder}/{used_name}")) - int(rows.get(cached_name, 0))

@@ -1,4 +1,4 @@
-"""The address of this machine, as others know it."""
+"""The address under which other machines reach this one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import socket
 
 
 def towards(host: str | None, port: int) -> str:
-    """This machine's address on the way to `host`, where no proxy is between. No packet is sent.
+    """The local address of the route to `host`, without regard to proxies. Sends no packet.
 
     Raises:
-        OSError: there is no way.
+        OSError: there is no route.
     """
     refused: OSError | None = None
     for family, kind, _, _, to in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):

@@ -1,4 +1,4 @@
-"""Who ends with whom: a process that dies with its parent, and a parent that adopts the orphans below it. Linux."""
+"""Lifetimes of parents and children (Linux): die with the parent, and adopt orphaned descendants."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel sends `number` when this process's parent ends. One system call: may run between fork and exec."""
+    """The kernel sends `number` when this process's parent ends. One system call: usable between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """From here on a process below this one whose parent ends becomes a child of this one, not of init."""
+    """Make this process the subreaper: orphaned descendants become its children instead of init's."""
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -28,7 +28,7 @@ def adopt_orphans() -> None:
 def bury_orphans(own: Collection[int]) -> None:
     """Reap adopted children that have ended, such as the DataLoader workers of a worker that was killed.
 
-    Not `own`, whose exit codes somebody waits for; nor what runs in this process's own session: its subprocesses.
+    Skips the pids in `own`, whose exit codes are read elsewhere, and this process's own session (its subprocesses).
     """
     try:
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

@@ -1,4 +1,4 @@
-"""The master's listening socket, and a port for the process group."""
+"""The master's listening socket, and ports for the process group's store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrover_hooks.errors import LaunchError
 
 
 def listen(port: int) -> socket.socket:
-    """The master's listening socket, owned here so that a restart of the master is a pause, not a refusal."""
+    """The master's listening socket, owned by the launcher: while the master restarts, clients wait, not fail."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -27,7 +27,7 @@ def listen(port: int) -> socket.socket:
 
 
 def free_port() -> int:
-    """A port for the process group's store, below the ephemeral range so that no outgoing connection takes it first."""
+    """A port for the process group's store, below the ephemeral range so that no outgoing connection takes it."""
     for port in random.sample(range(20000, 30000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
@@ -36,9 +36,9 @@ def free_port() -> int:
 
 
 class Port:
-    """A free port that stays free until `release`: bound, so that no other program gets it from the kernel.
+    """A free port, bound until `release` so that the kernel gives it to no other program.
 
-    torch's store, which sets SO_REUSEADDR like this socket, can listen there all the same.
+    torch's store sets SO_REUSEADDR like this socket and can therefore listen on it meanwhile.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,9 @@ _HELD: list[Port] = []
 
 
 def held_port() -> int:
-    """A port for the process group's store of the next round. This process holds it until it asks for another one: a
-    round may form minutes later, and the store listens where it is held.
+    """A port for the process group's store of the next round, held by this process until the next call.
+
+    A round may form minutes later; the store can listen on the port while it is held.
     """
     port = Port()
     _let_go()

@@ -1,4 +1,4 @@
-"""The keeper's worker threads: hashing, pre-faulting and slow stores stay off its loop. No torch."""
+"""The keeper's worker threads: they keep hashing, pre-faulting and slow storage off its event loop. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Then = Callable[[Any], None]
 
 
 class Crew:
-    """`threads` daemon threads that take jobs in order.
+    """`threads` daemon threads that take jobs in order; they end with the process.
 
-    `submit` and `pending` belong to the loop's thread. A job's result, or the exception it raised, is given to `then`
-    through `post`, which must run it on the loop's thread. They end with the process.
+    Use `submit` and `pending` only on the loop's thread. A job's result, or the exception it raised, is passed to
+    `then` through `post`, which must run it on the loop's thread.
     """
 
     def __init__(self, name: str, threads: int, post: Callable[[Callable[[], None]], None]) -> None:
@@ -35,7 +35,7 @@ class Crew:
             job, then = self._jobs.get()
             try:
                 result: Any = job()
-            except Exception as error:  # handed over, not swallowed
+            except Exception as error:  # passed to `then`
                 result = error
             self._post(self._outcome(then, result))
             del job, then, result  # they may hold views of a segment that is to be freed

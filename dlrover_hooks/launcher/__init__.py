@@ -1,4 +1,4 @@
-"""`dlrover-hooks run`: one agent for each node, what it decides when a worker fails, and how it ends.
+"""`dlrover-hooks run`: one agent per node, its decisions when a worker fails, and the end of a run.
 
-It loads no torch. The way in: `launcher.Launcher`.
+It does not import torch. Entry point: `launcher.Launcher`.
 """

@@ -1,8 +1,8 @@
-"""The agent of one node: joins the round for its workers, starts them, hears how they end, and replaces what died.
+"""The agent of one node: joins the round for its workers, starts them, detects their ends, and replaces dead ones.
 
-A round breaks when it loses a member, wherever that was; every agent hears it. Where all that live keep their process
-and join again for themselves, an agent replaces its dead only. Else it ends all its workers, joins anew and starts them
-again. What may be replaced at all is the fault level's to say (ED-7 to ED-15).
+A round breaks when it loses a member on any node; the master notifies every agent. If all living workers keep their
+process and join again by themselves, an agent replaces only its dead ones. Otherwise it ends all its workers, joins
+again and restarts them. The fault level decides whether workers are replaced at all.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from dlrover_hooks.launcher.restart_budget import Budget, Over, say_echoes
 log = logging.getLogger("dlrover_hooks.run")
 
 _LAST_WORDS_S = 1.0
-"""A worker whose collective failed may be seen dead before the one that took it along."""
+"""A worker whose collective failed may be found dead before the worker that caused it."""
 _LEAVING_S = 10.0
-"""A worker that has told the master of its failure has a traceback to print and a process to end."""
+"""Time for a worker that has reported its failure to print a traceback and exit."""
 _ASK_S = 10.0
 _LOOK_S = 2.0
-"""Between two looks at a round that does not form, where workers of this node were done."""
+"""Interval between two checks of a round that does not form, if workers of this node were done."""
 _LINGER_S = 2.0
-"""The others hear of the end from the master, which goes with its launcher."""
+"""Time for the other nodes to receive the end from the master before it ends with its launcher."""
 
 
 class Agent:
@@ -67,11 +67,11 @@ class Agent:
 
     Args:
         options: the launcher's.
-        station: who it is.
-        client: speaks to the master as this agent.
+        station: identity and address of this agent.
+        client: a master client with this agent's incarnation.
         workers: starts and ends processes.
-        selector: wakes when a worker, a service or a signal has something to say.
-        look: called at every turn: obeys signals (raises Over), restarts services.
+        selector: wakes on events of workers, services and signals.
+        look: called at every turn: handles signals (raises Over), restarts services.
         fresh: the first start of the workers begins a new run.
     """
 
@@ -96,12 +96,12 @@ class Agent:
         self._failed_here, self._job_over, self._missing = False, False, ""
         self._due: float | None = None
         self._leaving_until: float | None = None
-        """Workers have left the round and still run: others that train on wait for their exit codes until then."""
+        """Workers have left the round and still run: until this time other workers wait for their exit codes."""
         self._ask_at = 0.0
         self._newcomers = set[str]()
 
     def run(self) -> int:
-        """Until the job is over for this node; returns the exit code."""
+        """Run until the job is over for this node; returns the exit code."""
         try:
             while True:
                 self._start_workers()
@@ -112,10 +112,10 @@ class Agent:
         finally:
             self._ear.close()
 
-    # ---- while they run ---------------------------------------------------------------------------------------------
+    # ---- while workers run ------------------------------------------------------------------------------------------
 
     def _watch_workers(self) -> None:
-        """Until all must be started again. Raises Over when all are done or the run is over for another reason."""
+        """Returns when all must be restarted. Raises Over when all are done or the run is over for another reason."""
         while True:
             self._turn()
             dead = self.workers.dead()
@@ -139,18 +139,20 @@ class Agent:
             self._ear.open()
 
     def _start_again(self, failed: dict[str, Child]) -> bool:
-        """Obey what the master says, and see to `failed`. True: everybody must be started again."""
+        """Follow the master's notices, and handle `failed`. True: all workers must be restarted."""
         broken, waiting = self._listen()
         if failed or broken or self._leaving_until is not None:
             return self._mend(failed)
         if waiting:
-            log.info("job %s: there is room for %s: starting anew together", self.job, counted(waiting, "newcomer"))
+            log.info(
+                "job %s: %s joined: restarting all workers to include them", self.job, counted(waiting, "newcomer")
+            )
             return True
         self._see_to_the_round()
         return False
 
     def _see_to_the_round(self) -> None:
-        """Newcomers and survivors wait for each other: not for ever, nor for workers that were done before."""
+        """End the run if the next round does not form in time. Restart workers that were done if too few are left."""
         now = time.monotonic()
         late = self._due is not None and now > self._due
         if self._due is None or not (late or (now > self._ask_at and self.workers.done())):
@@ -164,17 +166,17 @@ class Agent:
             self._call_back((), view)
 
     def _listen(self) -> tuple[bool, int]:
-        """Has the round of the workers broken, and how many newcomers wait? Raises Over if another agent gave up."""
+        """Whether the workers' round broke, and how many newcomers wait. Raises Over if another agent gave up."""
         broken, waiting = False, 0
         for said in self._ear.take():
-            if isinstance(said, HooksError):  # it does not know us; newcomers that still import make us known again
+            if isinstance(said, HooksError):  # this agent is unknown to the master; new workers yet to join change that
                 broken = broken or not self.workers.running().keys() <= self._newcomers
             elif said.finished:
                 self._obey_ending()
                 self._job_over = True
             elif said.broken:
                 broken = broken or said.round >= self._round
-            elif said.round >= self._round:  # of the round before it may be this node that waited
+            elif said.round >= self._round:  # in an earlier round, the waiting newcomer may have been this node
                 waiting = said.waiting
         return broken, waiting
 
@@ -185,7 +187,7 @@ class Agent:
             raise Over(view.ending.exit_code)
 
     def _await_others(self) -> None:
-        """Other nodes may still work, and if they fail everybody is needed again: then returns. Raises Over."""
+        """Wait for the other nodes. Returns if they fail: all are needed again. Raises Over when they are done."""
         if self.options.several_nodes:
             log.info("job %s: waiting for the other nodes", self.job)
         ask_at = time.monotonic() + _ASK_S
@@ -200,7 +202,7 @@ class Agent:
                     self.budget.charge(far, view, "starting again")
                     return
                 self._job_over = self._job_over or all_ended(view)
-            if time.monotonic() > ask_at:  # the master may have gone with its launcher, which has heard of the end
+            if time.monotonic() > ask_at:  # the master may have ended with its launcher, after the end of the job
                 view, ask_at = self._speaker.view(), time.monotonic() + _ASK_S
                 self._job_over = view is None or view.finished or all_ended(view)
         raise Over(DONE)
@@ -208,9 +210,9 @@ class Agent:
     # ---- when the round broke ---------------------------------------------------------------------------------------
 
     def _mend(self, dead: dict[str, Child]) -> bool:
-        """Replace `dead`, and whatever the master has lost here. True: everybody must be started again.
+        """Replace `dead`, and the workers here that the master declared lost. True: all must be restarted.
 
-        Raises Over if the master stays away: what the others do, and the budget, are known there alone.
+        Raises Over if the master stays away: only it has the other nodes' state and the budget.
         """
         try:
             view = self._speaker.await_view()
@@ -241,8 +243,9 @@ class Agent:
         return True
 
     def _may_be_done(self, view: p.JobView) -> bool:
-        """Workers have left by an exception or by `sys.exit`, which the script may catch behind its checkpointer: if
-        their processes end with 0, it is done. Only workers that train on limit the time to wait for that.
+        """Whether workers that left by an exception or `sys.exit` may still end with 0, which means that they are done.
+
+        The script may catch the exception after its checkpointer. The wait is limited only while other workers train.
         """
         if not left_only(view):
             return False
@@ -254,13 +257,14 @@ class Agent:
         return end_of(child, self.workers.words[key].hear())
 
     def _part(self, ends: dict[str, WorkerExit], view: p.JobView) -> bool:
-        """A node is preempted: its launcher ends with 75 once its workers have left (raises Over). True: others start
-        theirs again, unless they recover by themselves; that is no failure.
+        """A node is preempted: its launcher ends with 75 once its workers have left (raises Over).
+
+        True: this node restarts its workers, unless they recover by themselves. That does not count as a failure.
         """
-        nodes = view.parting.nodes or (self._station.node,)  # who recovers forms a round, which knows of no parting
+        nodes = view.parting.nodes or (self._station.node,)  # a round formed by recovering workers has no parting
         mine = self._station.node in nodes
         if mine or not any(one.recovers for one in view.members if one.incarnation in self.workers.children):
-            self.workers.await_end(self.options.grace_s)  # each has its own last words to say
+            self.workers.await_end(self.options.grace_s)  # each one may still report its final error
             ends |= {key: self._end_of(key, child) for key, child in self.workers.dead().items() if child.exit_code()}
         left = left_by_itself(ends)
         if mine and left:
@@ -273,7 +277,7 @@ class Agent:
         return left
 
     def _replace(self, ends: dict[str, WorkerExit], view: p.JobView) -> None:
-        """The others live on and join for themselves: start newcomers for the dead, if the fault level wants them."""
+        """The others recover by themselves: start new workers for the dead ones, if the fault level replaces them."""
         self._speaker.tell(ends, self._newcomers)
         shrinks = self.options.fault_level is Level.SHRINK
         then = "the others live on" + (f", replacing {counted(len(ends), 'worker')}" if ends and not shrinks else "")
@@ -291,7 +295,7 @@ class Agent:
         self._due = time.monotonic() + self.options.replace_timeout_s
 
     def _call_back(self, ends: Collection[str], view: p.JobView) -> None:
-        """Replace workers that were done, too, if there are too few without them: the others need them again."""
+        """Also restart workers that were done, if too few are left without them."""
         coming = self._newcomers & self.workers.running().keys()
         if self.options.fault_level is Level.SHRINK or not (done := self.workers.done()):
             return
@@ -310,11 +314,11 @@ class Agent:
         self.workers.start_newcomer(predecessor, newcomer, view.round + 1, len(self._local_ranks), **count)
 
     def _early(self, view: p.JobView) -> dict[str, WorkerExit]:
-        """Of this node's workers that ended with 0, those that had not said that they were done."""
+        """Ends of this node's workers that exited with 0 without having reported that they were done."""
         return ended_early(view, {key: self.workers.children[key] for key in self.workers.done()})
 
     def _end_all(self, ends: dict[str, WorkerExit], view: p.JobView | None) -> None:
-        """Hear how it came, end all workers of this node, and decide whether they start again: Over if they do not."""
+        """Determine the cause, end all workers of this node, and raise Over unless they are to be restarted."""
         early = [*self._early(view).values()] if view is not None else []
         if (view is None or not view.finished) and not any(end.has_cause for end in early):
             view = self._hear_last_words(ends, view)
@@ -337,7 +341,7 @@ class Agent:
                 self._discard(seats[key])
 
     def _hear_last_words(self, ends: dict[str, WorkerExit], view: p.JobView | None) -> p.JobView | None:
-        """Unless the cause is clear, see who else ends, here (added to `ends`) and elsewhere: the view of then."""
+        """While the cause is unclear, wait for more ends, here (added to `ends`) and elsewhere. The view then."""
         members = view.members if view is not None else ()
         failed = {one.incarnation for one in members if one.gone == p.Departure.FAILED.value}
         leaving = failed & self.workers.running().keys()
@@ -386,14 +390,14 @@ class Agent:
             if joined.finished:
                 raise self._finished(joined.finished_step)
             self._ear.open()
-            self.workers.end()  # of the round before, which this node has left now: that is no death
+            self.workers.end()  # of the last round, which this node has left now: their ends are no failures
             seated = self._speaker.await_round(self._round, within_s)
         except MasterAway as away:
             raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
         except (GivenUp, Stale):
             self._obey_ending()
             view = self._speaker.view()
-            if view is not None and view.finished:  # by the others, while this node waited
+            if view is not None and view.finished:  # by the other nodes, while this one waited
                 others = sorted({one.node for one in view.members} - {self._station.node})
                 if first and others and self.options.nodes.most == 1:
                     raise Over(GAVE_UP, trained_elsewhere(others)) from None
@@ -410,7 +414,7 @@ class Agent:
         return Over(GAVE_UP, nobody_came(self.options, waited_s, self._missing), for_all=True)
 
     def _patience_s(self, first: bool) -> float:
-        """For a round: whoever is left of a job that never grows is there already; a launch may take its time."""
+        """Timeout for a round. The members of a job that never grows are there already; a launch may take longer."""
         timeout_s = self.options.replace_timeout_s
         if not self.options.several_nodes:
             return FORM_S
@@ -421,13 +425,13 @@ class Agent:
     def _finished(self, step: int | None) -> Over:
         if self._failed_here:
             return Over(USER_ERROR, finished_before(step))
-        log.info("job %s was finished at step %d: nothing is left to train; --fresh starts anew", self.job, step or 0)
+        log.info("job %s was finished at step %d: nothing is left to train; --fresh starts over", self.job, step or 0)
         return Over(DONE)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _leave(self, over: Over) -> None:
-        """The last word: why, if others are to hear it."""
+        """End the workers and leave the job, with the reason if it concerns other nodes."""
         if over.why:
             log.error("job %s: %s", self.job, over.why)
         say_echoes(over.echoes)

@@ -1,4 +1,4 @@
-"""What the master's view of a broken round says to one node: who went, of what, and whether the others live on."""
+"""Reads the master's view of a broken round for one node: lost members, causes, and whether the others recover."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from dlrover_hooks.protocol import Departure, JobView, MemberView
 
 _LOST, _EXITED, _REPLACED = "lost", "exited", "replaced"
 _DIED = (_LOST, Departure.FAILED.value, _EXITED)
-"""Words of `MemberView.gone`. Others went politely, or because their agent starts them anew."""
+"""Values of `MemberView.gone`. Members with another value left in order, or their agent restarts them."""
 _DONE, _LEFT = Departure.DONE.value, Departure.FAILED.value
 
 
 def live_on(view: JobView, dead: Collection[str], whole: int) -> bool:
-    """All that live keep their process and join again for themselves, so that only the dead need be replaced.
+    """All living members keep their process and join again by themselves, so only the dead ones need be replaced.
 
     Args:
         view: the job.
-        dead: incarnations of this node's workers that have ended, though the master may not know yet.
-        whole: the round that the agents joined for all their workers. Until everybody has attached to it nobody can
-            tell what a worker does, and nothing is lost by starting all of them anew.
+        dead: incarnations of this node's workers that have ended, though the master may not have detected it yet.
+        whole: the round that the agents joined for all their workers. Until every worker has attached to it, it is
+            unknown whether all recover, and restarting all of them loses nothing.
     """
     live = [member for member in view.members if member.alive and member.incarnation not in dead]
     attached = [member for member in live if member.attached]
-    alone = view.round > whole  # whoever is in it has joined for itself, and may not have attached yet
+    alone = view.round > whole  # its members joined by themselves, and may not have attached yet
     settled = alone or len(attached) == len(live)
     return bool(live if alone else attached) and settled and all(member.recovers for member in attached)
 
 
 def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], least: int) -> bool:
-    """Without workers that were done before others failed there are too few for the next round.
+    """Too few workers are left for the next round without those that were done before others failed.
 
     Args:
         view: the job.
         ends: incarnations of this node's workers that are replaced now.
-        coming: those of newcomers of this node, which may not have a seat yet. Of those on other nodes nobody knows
-            here, so that a worker may be called back in vain; the other way round all would wait for it.
+        coming: those of this node's new workers, which may not have joined yet. New workers of other nodes are unknown
+            here, so a worker may be restarted needlessly; the opposite error would make all others wait for it.
         least: how many the job needs.
     """
     live = {member.incarnation for member in view.members if member.alive} | set(coming)
@@ -45,13 +45,14 @@ def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], 
 
 
 def silent(view: JobView, running: Collection[str]) -> list[str]:
-    """Of these processes those that the master has lost: they hang, and nobody waits for them any more."""
+    """Those of the `running` processes that the master has declared lost: they hang, and the others wait no longer."""
     return [one.incarnation for one in view.members if one.incarnation in running and one.gone == _LOST]
 
 
 def left_only(view: JobView) -> bool:
-    """Members left by an exception or by `sys.exit`, and no process has failed as far as is known: the script may be
-    done, if it catches that exception behind its checkpointer. The exit codes will say it.
+    """Members left by an exception or by `sys.exit`, and no process is known to have failed.
+
+    The script may be done, if it catches that exception after its checkpointer; the exit codes will show it.
     """
     gone = [one for one in view.members if not one.alive]
     left = any(one.gone == _LEFT for one in gone)
@@ -64,7 +65,7 @@ def all_ended(view: JobView) -> bool:
 
 
 def ended_early(view: JobView, workers: Mapping[str, Child]) -> dict[str, WorkerExit]:
-    """How those of `workers` ended that had not said that they were done: with 0, or not at all, though they left."""
+    """The ends of `workers` that had not reported that they were done: exited with 0, or left and still running."""
     gone = {one.incarnation: one.gone for one in view.members}
     return {
         key: WorkerExit(child.name, child.exit_code(), left=gone[key] == _LEFT)
@@ -74,7 +75,7 @@ def ended_early(view: JobView, workers: Mapping[str, Child]) -> dict[str, Worker
 
 
 def is_restart(view: JobView) -> bool:
-    """Another agent has asked for seats anew."""
+    """Another agent has joined again for its workers."""
     return any(one.gone == _REPLACED for one in view.members)
 
 
@@ -88,7 +89,7 @@ def elsewhere(view: JobView, node: str) -> list[WorkerExit]:
 
 
 def missing(view: JobView | None, node: str) -> str:
-    """The other nodes that nobody is left of, in words; empty if there is none."""
+    """Names of the other nodes that have lost all members, comma-separated; empty if there are none."""
     members: Iterable[MemberView] = view.members if view is not None else ()
     gone = {one.node for one in members if one.gone == _LOST} - {one.node for one in members if one.alive} - {node}
     return ", ".join(sorted(gone))

@@ -1,4 +1,4 @@
-"""Where the master is: which node serves it, at which address the others find it, and how they find this node."""
+"""Addresses of master and node: which node serves the master, its address, and how other nodes reach this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PORT = 8780
 
 
 _ELSEWHERE = "192.0.2.1"
-"""An address that no machine has (RFC 5737): the way there begins at the address that others know."""
+"""An address that no machine has (RFC 5737): the route to it starts at this machine's external address."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def endpoint(text: str) -> Endpoint:
-    """`HOST`, `HOST:PORT`, `[V6]:PORT`, or a URL. Raises UsageError."""
+    """Parses `HOST`, `HOST:PORT`, `[V6]:PORT`, or a URL. Raises UsageError."""
     external = "://" in text
     with contextlib.suppress(ValueError):
         parts = urlsplit(text if external else f"http://{text}")
@@ -61,10 +61,10 @@ def endpoint(text: str) -> Endpoint:
 
 
 def serve(where: Endpoint, node_rank: int | None) -> socket.socket | None:
-    """The listening socket, if it is this node that serves the master; None: another process does.
+    """The listening socket, if this node serves the master; None if another process does.
 
-    Node rank 0 serves it; where no rank is given, the machine that the address belongs to. Several launchers on that
-    machine: whoever is first.
+    Node rank 0 serves it; without a rank, the machine that has the address. Of several launchers on that machine, the
+    first one serves it.
 
     Raises:
         LaunchError: it should be served here and cannot be.
@@ -75,7 +75,7 @@ def serve(where: Endpoint, node_rank: int | None) -> socket.socket | None:
     if address is None and node_rank is None:
         return None
     if address is not None and not where.local and ipaddress.ip_address(address).is_loopback:
-        address = None  # Debian gives a machine's own name 127.0.1.1 there, and its other address everywhere else
+        address = None  # Debian maps a machine's own name to 127.0.1.1 locally, and to its external address elsewhere
     listener = socket.socket(socket.AF_INET6 if address and ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -93,7 +93,7 @@ def serve(where: Endpoint, node_rank: int | None) -> socket.socket | None:
 
 
 def _here(host: str) -> str | None:
-    """The address of this machine that `host` names; None if it is another machine's."""
+    """The address of this machine that `host` names; None if it belongs to another machine."""
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     with contextlib.suppress(OSError):
         for *_, found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
@@ -104,20 +104,20 @@ def _here(host: str) -> str | None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """How processes of this machine reach the master that listens there."""
+    """The URL at which processes of this machine reach the master that listens on `listener`."""
     host, port = listener.getsockname()[:2]
     return Endpoint("127.0.0.1" if host == "0.0.0.0" else host, port).url
 
 
 def own_host(master: Endpoint) -> str:
-    """The address of this machine on the way to the master: other nodes come the same way.
+    """This machine's address on the route to the master, at which other nodes reach it.
 
     Raises:
-        UsageError: there is no way.
+        UsageError: there is no route.
     """
     try:
         own = towards(master.host, master.port)
-        if not master.local and ipaddress.ip_address(own).is_loopback:  # its name is 127.0.1.1 on its own machine
+        if not master.local and ipaddress.ip_address(own).is_loopback:  # a machine's own name may be 127.0.1.1 there
             with contextlib.suppress(OSError):
                 return towards(_ELSEWHERE, master.port)
         return own

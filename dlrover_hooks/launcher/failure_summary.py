@@ -1,4 +1,4 @@
-"""The last screen of a run that saw a failure: who failed first, why, what it cost, what was done, what to do now."""
+"""The summary at the end of a run with failures: the first failure, its cause and cost, the reaction, the next step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 
 WIDTH = 80
 _SHOWN = 3
-"""Later failures that are named one by one."""
+"""Number of later failures that are listed one by one."""
 _ENDS = {
     DONE: "the job is done",
     USER_ERROR: "the script failed (exit code 1): mend it first, then",
@@ -29,13 +29,13 @@ _NOTHING = {
     USAGE: "nothing: it would fail again",
     GAVE_UP: "nothing: the restarts are spent (--max-restarts)",
 }
-"""What was done where nothing was."""
+"""The reaction to a failure after which nothing was restarted."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One end of a worker that was no echo. `step`: how far the job was, None: not known; `then`: what was done.
+    """A worker's end that was not a consequence of another one's. `step`: of the job then; None: unknown.
 
-    `resumed`: the step where the job went on; None: it did not, or nobody knows.
+    `then`: the reaction. `resumed`: the step from which the job resumed; None: it did not, or this is unknown.
     """
 
     end: WorkerExit
@@ -47,7 +47,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct, frozen=True):
-    """What the screen tells. `code`: the launcher's exit code; `command`: starts the job again."""
+    """The contents of the summary. `code`: the launcher's exit code; `command`: resumes the job."""
 
     job: str
     code: int
@@ -63,14 +63,14 @@ class FailureRecord:
         self._node = node
 
     def failed(self, cause: WorkerExit, view: JobView | None, then: str) -> None:
-        """`cause` took the others along; `then`: what is done about it, empty if nothing is."""
+        """`cause` broke the round; `then`: the reaction, empty if there is none."""
         self.heard(view)
         known = view is not None and view.begun_step is not None
         step, attempt = (reached(cause, view), view.attempt) if view is not None and known else (None, 0)
         self.failures.append(Failure(cause, self._node if cause.here else "", then, attempt, step))
 
     def heard(self, view: JobView | None) -> None:
-        """A later attempt says where the job went on."""
+        """Completes the last failure: a later attempt shows the step from which the job resumed."""
         if view is None or view.begun_step is None or not self.failures:
             return
         last = self.failures[-1]
@@ -79,7 +79,7 @@ class FailureRecord:
 
 
 def again(arguments: Sequence[str], job: str) -> str:
-    """The command line that goes on with `job`, from the arguments of this one."""
+    """The command line that resumes `job`, from the arguments of this one."""
     named = any(one in ("--job", "--rdzv-id") or one.startswith(("--job=", "--rdzv-id=")) for one in arguments)
     rest = [one if not one.startswith("--token=") else "--token=..." for one in arguments if one != "--fresh"]
     rest = ["..." if before == "--token" else one for before, one in zip(["", *rest], rest, strict=False)]
@@ -87,7 +87,7 @@ def again(arguments: Sequence[str], job: str) -> str:
 
 
 def screen(story: Story, *, colour: bool = False) -> str:
-    """The text, at most 80 columns wide where words allow it, with a newline at its end."""
+    """The text, at most 80 columns wide unless a word is longer, with a final newline."""
     first, later = story.failures[0], story.failures[1:]
     rows = [("who", _who(first)), ("why", _why(first)), ("", _where(first)), ("when", _when(first))]
     rows += [("lost", _lost(first)), ("done", first.then or _NOTHING.get(story.code, "")), *_later(later)]
@@ -97,7 +97,7 @@ def screen(story: Story, *, colour: bool = False) -> str:
     for name, text in rows:
         lines += _row(name, text)
     if story.code != DONE:
-        lines.append(f"  next   {story.command}")  # never wrapped: it is to be copied
+        lines.append(f"  next   {story.command}")  # not wrapped, so that it can be copied
     return "\n".join([*lines, "-" * WIDTH]) + "\n"
 
 
@@ -116,7 +116,7 @@ def _why(failure: Failure) -> str:
     end = failure.end
     if end.words is not None:
         return f"{end.why}: {end.words.error}"
-    return end.why + (", see its own words above" if end.exit_code is not None and end.exit_code > 0 else "")
+    return end.why + (", see its own output above" if end.exit_code is not None and end.exit_code > 0 else "")
 
 
 def _where(failure: Failure) -> str:

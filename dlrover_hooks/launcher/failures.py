@@ -1,4 +1,4 @@
-"""What the end of a worker, or of the run, means: which exit code, and what to tell. Decides, starts nothing."""
+"""Interprets the end of a worker or of the run: exit codes and messages. Pure decisions; starts nothing."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView
 
 DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
 _PASSED_ON = {REQUEUE: "it is preempted; start it again to go on", BAD_NODE: "this node is bad; replace it"}
-"""A worker's own exit codes that become its launcher's, and no other one's."""
+"""A worker's exit codes that its own launcher returns, too; no other launcher does."""
 
 
 class FailureVerdict(msgspec.Struct, frozen=True):
-    """`code`: the run's exit code; None: start the workers again."""
+    """`code`: the run's exit code; None: restart the workers."""
 
     code: int | None
     text: str
 
 
 class WorkerExit(msgspec.Struct, frozen=True):
-    """How a worker ended. `exit_code` None: nobody saw it end, the master has lost it or, `left`, it told the master
-    that it leaves unfinished. `here`: on this node.
+    """How a worker ended. `here`: on this node.
+
+    `exit_code` None: its end was not observed. The master declared it lost or, with `left`, it reported that it left
+    before it was done.
     """
 
     name: str
     exit_code: int | None
     here: bool = True
     words: WorkerError | None = None
-    """Its own last ones, if an exception ended it."""
+    """Its own report, if an exception ended it."""
     left: bool = False
 
     @property
     def has_cause(self) -> bool:
-        """It is not the echo of another worker's end."""
+        """It is not merely a consequence of another worker's end."""
         return _standing(self) < _ECHO
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class WorkerExit(msgspec.Struct, frozen=True):
 
     @property
     def why(self) -> str:
-        """In a few words."""
+        """The reason in a few words."""
         if self.exit_code is None:
             return _LEFT if self.left else "lost: silent for too long"
         return described(self.exit_code) + (", before the others were done" if not self.exit_code else "")
@@ -62,17 +64,17 @@ _LEFT = "left training by an exception or sys.exit"
 
 
 def end_of(child: Child, words: WorkerError | None = None) -> WorkerExit:
-    """Of a worker of this node that has ended."""
+    """The end of a worker of this node."""
     return WorkerExit(child.name, child.exit_code(), words=words)
 
 
 def left_by_itself(ends: Mapping[str, WorkerExit]) -> bool:
-    """All have left because somebody is preempted. Whom the master declared dead has last words."""
+    """All have left because of a preemption. One that the master declared dead does not count: it reports an error."""
     return bool(ends) and all(end.exit_code == REQUEUE and end.words is None for end in ends.values())
 
 
 def culprit(ends: Iterable[WorkerExit]) -> WorkerExit:
-    """Who most likely took the others along: a signal's victim, then one that knows why, then any that failed."""
+    """The most likely cause: a bad node or a signal, else an exit code with its own meaning, else any failure."""
     return min(ends, key=lambda end: (_standing(end), not end.here))
 
 
@@ -84,7 +86,7 @@ def _standing(end: WorkerExit) -> int:
         return 0
     if end.exit_code is None or end.exit_code < 0:
         return 1
-    if end.exit_code == 0 and end.left:  # it has caught what may have been the end of another one
+    if end.exit_code == 0 and end.left:  # it may have caught an exception caused by another worker's end
         return _ECHO + 1
     return 2 if end.exit_code in (0, AGAIN, REQUEUE, USAGE) else _ECHO
 
@@ -99,14 +101,14 @@ def judge(
     max_restarts: int,
     again: bool = False,
 ) -> FailureVerdict:
-    """What follows from `cause`, the newest of so many failures of the job, for the launcher of `node`.
+    """What follows from `cause`, the newest of `failures` failures of the job, for the launcher of `node`.
 
-    What a script says of itself is judged on its own node.
+    An exit code from the script is judged on its own node only.
 
     Args:
-        view: the job, None if the master did not say.
+        view: the job; None if the master did not answer.
         began_at: the step.
-        again: it is the failure before once more, and no step was made in between, see `Repeats`.
+        again: it repeats the last failure, and no step was made in between, see `Repeats`.
     """
     code = cause.exit_code or -1
     what = str(cause)
@@ -130,18 +132,19 @@ def judge(
 
 
 def _of_script(cause: WorkerExit) -> bool:
-    """An exit code that is the script's own word on itself, on its own node."""
+    """The script itself ended with an error, on this node."""
     return cause.here and (cause.exit_code or -1) > 0 and cause.exit_code not in (AGAIN, REQUEUE)
 
 
 def reached(cause: WorkerExit, view: JobView) -> int:
-    """How far the job was: workers report their step once a second, and with their last words."""
+    """The step that the job had reached: workers report it once a second, and with their final error."""
     return max(view.step, cause.words.step if cause.words is not None else 0)
 
 
 class Repeats:
-    """Is a failure the one before once more? The same exit code, error and place in the script, at the same step. Then
-    the script fails there each time, although it was restored from an older step and has made some anew.
+    """Detects a repeated failure: the same exit code, error and place in the script, at the same step.
+
+    Such a script fails there every time, even though it was restored from an older step and repeated some steps.
     """
 
     def __init__(self) -> None:
@@ -149,7 +152,7 @@ class Repeats:
         self._step = -1
 
     def seen(self, cause: WorkerExit, view: JobView | None) -> bool:
-        """`cause` is the newest failure. True: it is the one before, and the job was no further than then."""
+        """`cause` is the newest failure. True: it repeats the last one, and the job was no further than then."""
         if view is None or not _of_script(cause):
             self._last = None
             return False
@@ -161,15 +164,16 @@ class Repeats:
 
 
 def gave_up(what: str, max_restarts: int) -> str:
-    """The budget of the whole job is spent."""
+    """The message when the restarts of the job are used up."""
     return f"{what}; gave up after {counted(max_restarts, 'restart')} (--max-restarts) of the job, on whatever node"
 
 
 class Blame:
-    """How often in a row this node's workers took the job along, without a new step in between: is it the node?
+    """Detects a bad node: counts how often in a row its workers broke the round without a new step in between.
 
-    Only once the job has made steps, and where other nodes take part: one alone cannot be told from its script. An exit
-    code is the script's word, so only a signal or silence counts: broken devices, memory, drivers end processes so.
+    Only once the job has made steps, and with several nodes: on a single node, node and script cannot be distinguished.
+    Only ends by a signal or by silence count, as caused by broken devices, memory or drivers; an exit code comes from
+    the script.
     """
 
     MOST = 3
@@ -178,7 +182,7 @@ class Blame:
         self._node, self._times, self._step = node, 0, -1
 
     def falls(self, cause: WorkerExit, view: JobView | None) -> str:
-        """Why this node is to be replaced, now that `cause` has ended; empty if it is not."""
+        """Why this node is to be replaced after `cause`; empty if it is not."""
         others = view is not None and any(member.node != self._node for member in view.members)
         step = view.step if view is not None else 0
         if not step or not others or not cause.here or (cause.exit_code or -1) > 0:
@@ -194,7 +198,7 @@ class Blame:
 def too_few(options: LaunchOptions, left: int, node: str = "") -> str:
     """Why the job, or `node`, cannot go on with so many workers."""
     least, where = (options.workers.least, f"of node {node}") if node else (options.min_workers, "of the job")
-    return f"{counted(left, 'worker')} {where} left, and {least} needed: nobody is replaced with --fault-level shrink"
+    return f"{counted(left, 'worker')} {where} left, and {least} needed: --fault-level shrink replaces no worker"
 
 
 def nobody_came(options: LaunchOptions, waited_s: float, missing: str) -> str:
@@ -209,7 +213,7 @@ def nobody_came(options: LaunchOptions, waited_s: float, missing: str) -> str:
 
 
 def no_place(options: LaunchOptions, waited_s: float, view: JobView) -> str:
-    """Why a node that came late, or as one too many, goes home. The job trains without it."""
+    """Why a late or surplus node ends. The job trains without it."""
     live = sum(member.alive for member in view.members)
     return (
         f"{counted(live, 'worker')} train without this node, and no place for it became free within {waited_s:g} s "
@@ -218,7 +222,7 @@ def no_place(options: LaunchOptions, waited_s: float, view: JobView) -> str:
 
 
 def trained_elsewhere(nodes: Sequence[str]) -> str:
-    """Why a second launcher of a job of one node has had nothing to do."""
+    """Why a second launcher of a single-node job has had nothing to do."""
     return (
         f"the launcher on node {', '.join(nodes)} trained it to its end, while this one waited for a place. For a "
         "spare node give both --nnodes 1:2, for another job give this one another --job"
@@ -226,12 +230,12 @@ def trained_elsewhere(nodes: Sequence[str]) -> str:
 
 
 def finished_before(step: int | None) -> str:
-    """The training is over, what came after it is not ours."""
+    """The message for a script that failed after the training was finished."""
     return f"training was finished at step {step or 0}; the script failed afterwards"
 
 
 def farewell(job: str, view: JobView | None) -> str:
-    """What is left of a run that a signal ended, and how to go on with it. Call when the keeper has ended."""
+    """What was saved of a run that a signal ended, and how to resume. Call it after the keeper has ended."""
     again = f"start again with: dlrover-hooks run --job {job} ..."
     if view is None:
         return f"what was saved is not known: the master gave no answer; {again}"
@@ -253,11 +257,11 @@ def farewell(job: str, view: JobView | None) -> str:
 
 
 def _stored(save_to: str, job: str) -> int | None:
-    """The step that a next start finds, where `save_to` is a folder of this machine: read as it reads, by hashes."""
+    """The step that the next start finds, if `save_to` is a local folder; verified by hashes, as at the next start."""
     if "://" in save_to.removeprefix("file://"):
         return None
     with contextlib.suppress(HooksError):
-        # looked up by name: this package lies beside `checkpoint`, and only this last word of a run needs it
+        # imported by name: the launcher must not depend on `checkpoint`, and only this message uses it
         found = importlib.import_module("dlrover_hooks.checkpoint.storage.generations").scan(save_to, None, job)
         return found.manifests[0].generation.step if found.manifests else None
     return None

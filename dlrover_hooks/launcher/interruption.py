@@ -1,7 +1,7 @@
-"""The launcher's part in a preemption: hears that its node is to go, tells the master, and ends workers in time.
+"""The launcher's part in a preemption: receives the notice, reports it to the master, and ends workers in time.
 
-The master tells all workers, who leave at one step by themselves. Only when the time is nearly up they get SIGTERM:
-a script without hooks knows nothing else.
+The master notifies all workers, which leave at one step by themselves. Workers get SIGTERM only shortly before the end,
+for scripts without hooks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dlrover_hooks.worker.preemption import REQUEUE
 log = logging.getLogger("dlrover_hooks.run")
 
 LIMIT_S = 120.0
-"""So long before SLURM's time limit the job begins to leave."""
+"""Time before SLURM's time limit at which the job begins to leave."""
 _RESERVE_S = 1.0
-"""Kept from the workers' time, for the launcher's own way out."""
+"""Subtracted from the workers' time, so that the launcher itself can end."""
 
 
 class Eviction:
-    """Owns the poller. Main thread only, but `hear`.
+    """Owns the poller. Main thread only, except `hear`.
 
     Args:
-        preemption: who is asked, see `notices.source`.
+        preemption: the source of notices, see `interruption_notices.source`.
         grace_s: between SIGTERM and SIGKILL.
     """
 
@@ -45,28 +45,28 @@ class Eviction:
         self._poller = interruption_notices.Poller(source, self.hear) if source is not None else None
 
     def hear(self, notice: InterruptionNotice) -> None:
-        """The first one counts. Any thread, signal handlers too."""
+        """Record a notice; only the first one counts. Any thread, signal handlers too."""
         self.notice = self.notice or notice
 
     def signalled(self, number: int) -> None:
-        """SIGUSR1: what SLURM sends ahead of its time limit, if it was told to (`--signal`)."""
+        """Handle SIGUSR1, which SLURM sends before its time limit if configured (`--signal`)."""
         end = self._slurm.end if self._slurm is not None else None
         self.hear(InterruptionNotice(signal.Signals(number).name, end))
 
     def due(self, client: MasterClient) -> bool:
-        """Is it time for SIGTERM? At every turn of the launcher; tells the master what is new."""
+        """Whether it is time for SIGTERM. Called at every turn of the launcher; reports a new notice to the master."""
         now, slurm = time.time(), self._slurm
         if slurm is not None and slurm.end is not None and slurm.end - now <= LIMIT_S:
             self.hear(InterruptionNotice("SLURM's time limit", slurm.end))
         if self.notice is None:
             return False
-        if self.notice.at is not None:  # the workers know the whole grace alone
+        if self.notice.at is not None:  # without a time, SIGTERM follows at once, and workers have the whole grace
             self._tell(client, self.notice, self.notice.at - now)
         return self.notice.at is None or self.notice.at - now <= self._grace_s
 
     @property
     def left_s(self) -> float:
-        """For the workers, until the node goes; infinity if nobody says when."""
+        """Seconds left for the workers until the node ends; infinity if unknown."""
         if self.notice is None or self.notice.at is None:
             return math.inf
         return max(0.0, self.notice.at - time.time() - _RESERVE_S)
@@ -75,7 +75,7 @@ class Eviction:
         if self._told:
             return
         within_s = self.left_s
-        with contextlib.suppress(HooksError):  # it is away, or no round has formed: again at the next turn
+        with contextlib.suppress(HooksError):  # master away, or no round yet: try again at the next turn
             asked = Preempt(self._job, client.incarnation, self._node, within_s, notice.reason)
             self._told = client.call(asked, timeout_s=1.0).round > 0
         if self._told:
@@ -83,13 +83,13 @@ class Eviction:
                         notice.reason)  # fmt: skip
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         if self._poller is not None:
             self._poller.close()
 
 
 def after(number: int, codes: Sequence[int], view: JobView | None) -> int:
-    """The launcher's exit code after a signal: what its workers made of it. Ctrl-C is no preemption."""
+    """The launcher's exit code after a signal, from its workers' exit codes. Ctrl-C is not a preemption."""
     if number == signal.SIGINT:
         return 128 + number
     if view is not None and view.finished:
@@ -98,7 +98,7 @@ def after(number: int, codes: Sequence[int], view: JobView | None) -> int:
 
 
 def last_code(code: int, slurm: Slurm | None, *, wanted: bool) -> int:
-    """Put the job back into SLURM's queue, if that is this launcher's to do. 143: it is done, do not do it again."""
+    """The final exit code. 143 if this launcher has requeued the job in SLURM, so that it is not done twice."""
     if code == REQUEUE and wanted and slurm is not None and slurm.node_rank == 0 and requeue(slurm):
         return 128 + signal.SIGTERM
     return code

@@ -1,7 +1,7 @@
-"""Notices that this node is to go: from a cloud's metadata service, or a file that somebody touches.
+"""Notices that this node will be interrupted: from a cloud's metadata service, or by touching a file.
 
-The parsers are pure, from the documented answers; `Poller` asks in a thread of its own. Where the services are, and
-what they answer:
+The parsers are pure and follow the documented answers; `Poller` polls in its own thread. The services and their
+answers:
 
 - AWS: a token (IMDSv2), then `spot/instance-action`: 404 until two minutes before; hibernation comes at once
   (docs.aws.amazon.com, "Spot Instance interruption notices", which asks for a poll every 5 s).
@@ -33,24 +33,24 @@ log = logging.getLogger("dlrover_hooks.run")
 GCP_S = 30.0
 """From the notice of a spot machine's end to its power button."""
 AZURE_S = 30.0
-"""An event that has begun says no time any more."""
+"""Used for an event that has begun, which no longer contains a time."""
 _ASK_S = 5.0
-"""How often, and how long an answer is waited for."""
+"""Polling interval, and timeout of an answer."""
 _AZURE_GOES = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
 
 class InterruptionNotice(msgspec.Struct, frozen=True):
-    """This node is to go at `at` (seconds since the epoch); None: nobody says when."""
+    """This node ends at `at` (seconds since the epoch); None: unknown."""
 
     reason: str
     at: float | None = None
 
 
 class NoAnswer(Exception):
-    """The service is not there, or says what is not documented."""
+    """The service is unreachable, or its answer is not a documented one."""
 
 
-# ---- what they answer -----------------------------------------------------------------------------------------------
+# ---- parsers --------------------------------------------------------------------------------------------------------
 
 
 class _Action(msgspec.Struct):
@@ -108,7 +108,7 @@ def azure(status: int, body: bytes, name: str, now: float) -> InterruptionNotice
     return InterruptionNotice(f"azure: {times[min(times)].event_type}", min(times)) if times else None
 
 
-# ---- who is asked ---------------------------------------------------------------------------------------------------
+# ---- sources --------------------------------------------------------------------------------------------------------
 
 
 class NoticeSource(Protocol):
@@ -133,7 +133,7 @@ class Aws:
         header = {"X-aws-ec2-metadata-token": self._token} if self._token else {}
         answer = http.get(f"{self._url}/latest/meta-data/spot/instance-action", headers=header, timeout=_ASK_S)
         if answer.status_code == 401:
-            self._token = ""  # it ran out
+            self._token = ""  # it has expired
         return aws(answer.status_code, answer.content)
 
 
@@ -144,7 +144,7 @@ class Gcp:
         self._url, self._etag = url, "0"
 
     def ask(self, http: requests.Session) -> InterruptionNotice | None:
-        """Held open until it changes: a notice of 30 s should not wait for a poll."""
+        """The request is held open until the value changes: a notice of 30 s should not wait for a poll."""
         answer = http.get(
             f"{self._url}/computeMetadata/v1/instance/preempted",
             params={"wait_for_change": "true", "timeout_sec": "3", "last_etag": self._etag},
@@ -189,7 +189,7 @@ class NoticeFile:
         return None
 
     def ask(self, http: requests.Session) -> InterruptionNotice | None:
-        """Its content may say in how many seconds the node goes."""
+        """The file may contain the number of seconds until the node ends."""
         del http
         with contextlib.suppress(FileNotFoundError), open(self._path, encoding="utf-8") as file:
             text = file.read(64).strip()
@@ -219,7 +219,7 @@ def source(text: str) -> NoticeSource | None:
 
 
 class Poller:
-    """Owns the daemon thread `dlrover-hooks-notices`. `heard` is called in it, once; then the thread ends."""
+    """Owns the daemon thread `dlrover-hooks-notices`. It calls `heard` once and then ends."""
 
     def __init__(
         self, source: NoticeSource, heard: Callable[[InterruptionNotice], None], *, every_s: float | None = None
@@ -231,13 +231,13 @@ class Poller:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. A question under way is left behind with its daemon thread. Idempotent."""
+        """Stop polling. A request in progress is abandoned with its daemon thread. Idempotent."""
         self._closed.set()
         self._thread.join(0.2)
 
     def _run(self) -> None:
         with requests.Session() as http:
-            http.trust_env = False  # no proxy stands between a machine and its metadata service
+            http.trust_env = False  # no proxy between a machine and its metadata service
             while not self._closed.wait(self._every_s):
                 try:
                     notice = self._source.ask(http)

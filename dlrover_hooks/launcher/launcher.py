@@ -1,8 +1,8 @@
-"""`dlrover-hooks run`: a keeper, N workers and, on the first node, the master; and what keeps them running.
+"""`dlrover-hooks run`: a keeper, N workers and, on the first node, the master; and their supervision.
 
-A launcher owns the processes of its node. Its agent (`runtime.agent`) joins the round for the workers and replaces what
-dies. A dead master is restarted on the listening socket, which the launcher owns: its clients see a pause. A dead
-keeper is restarted too. Whatever ends the launcher, it leaves no process, port, segment or temporary file behind.
+A launcher owns the processes of its node. Its agent (`launcher.agent`) joins the round for the workers and replaces
+dead ones. The launcher owns the master's listening socket and restarts a dead master on it, so that clients only wait.
+A dead keeper is restarted too. However the launcher ends, no process, port, segment or temporary file is left behind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("dlrover_hooks.run")
 
 
 class Launcher:
-    """Runs one job on one node; `run` returns the exit code. Main thread only (it takes SIGINT and SIGTERM)."""
+    """Runs one job on one node; `run` returns the exit code. Main thread only (it handles SIGINT and SIGTERM)."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class Launcher:
         )
 
     def run(self) -> int:
-        """Until the job is over; the exit code."""
+        """Run until the job is over; the exit code."""
         code = self._run()
         if self._failures:
             story = Story(self.job, code, self._failures, again(sys.argv[1:], self.job))
@@ -123,7 +123,7 @@ class Launcher:
         return tuple(record.failures)
 
     def _find_master(self, owned: contextlib.ExitStack) -> tuple[Endpoint, Served | None]:
-        """Where it is, and what it is served on if that is this launcher's to do. Raises UsageError, LaunchError."""
+        """The master's address; socket and journal if this launcher serves it. Raises UsageError, LaunchError."""
         if self.options.endpoint:
             where = endpoint(self.options.endpoint)
             if not where.local and not self.options.token:
@@ -142,7 +142,7 @@ class Launcher:
         return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s)
 
     def _host(self, master: Endpoint) -> str:
-        """How other nodes reach this one: the way that leads to the address they were all given."""
+        """The address at which other nodes reach this one: on the route to the master's address."""
         if not self.options.endpoint:
             return "127.0.0.1"
         return self.options.local_addr or own_host(endpoint(self.options.endpoint))
@@ -156,7 +156,7 @@ class Launcher:
         return f"master at {master.url}" + ("" if served is not None else " (served elsewhere)")
 
     def _environment(self, url: str, token: str, station: Station) -> dict[str, str]:
-        """What torchrun sets (Lightning picks the wrong cluster environment without TORCHELASTIC_RUN_ID), and ours."""
+        """torchrun's variables (Lightning picks the wrong environment without TORCHELASTIC_RUN_ID), and our own."""
         return {
             "TORCHELASTIC_RUN_ID": self.job,
             "TORCHELASTIC_MAX_RESTARTS": str(self.options.max_restarts),
@@ -174,9 +174,9 @@ class Launcher:
         }
 
     def _look(self) -> None:
-        """Obey a signal (raises Over when the workers have ended); restart services that died."""
+        """Handle a signal (raises Over when the workers have ended); restart services that died."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, 1024):  # else the selector is never idle again
+            while os.read(self._wake, 1024):  # a pipe that is not emptied keeps the selector awake
                 pass
         if self._signal is None and self._eviction.due(self._client):
             self._signal = signal.SIGTERM
@@ -192,7 +192,7 @@ class Launcher:
     # ---- signals ----------------------------------------------------------------------------------------------------
 
     def _take_signals(self, owned: contextlib.ExitStack) -> None:
-        """The first signal ends the run politely; a second one is left to kill it at once."""
+        """The first signal ends the run gracefully; a second one kills the workers at once."""
         wake, wake_end = os.pipe()
         for end in (wake, wake_end):
             os.set_blocking(end, False)

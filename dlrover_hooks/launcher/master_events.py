@@ -1,4 +1,4 @@
-"""What the master tells an agent: heard by a watching thread, acted upon by the main one."""
+"""Notices from the master to an agent: received by a watching thread, handled by the main one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _AGAIN_S = 1.0
 
 
 class MasterEvents:
-    """An open connection to the master, whose end tells it that this node is gone. `selector` wakes when it speaks.
+    """An open connection to the master; when it closes, the master detects the loss of this node.
 
-    All methods but the callbacks are the main thread's.
+    Wakes `selector` for each notice. The main thread calls all methods except the callbacks.
     """
 
     def __init__(self, client: MasterClient, job: str, selector: selectors.BaseSelector) -> None:
@@ -33,18 +33,18 @@ class MasterEvents:
         self._again_at = 0.0
 
     def open(self) -> None:
-        """Listen, if nobody does. The master may not know this agent yet, or not now: once a second at most."""
+        """Start a watch if there is none, once a second at most: the master may refuse it before this agent joins."""
         if self._watcher is None and time.monotonic() > self._again_at:
             self._again_at = time.monotonic() + _AGAIN_S
             self._watcher = self._client.watch(self._job, self._hear, self._hear)
 
     @property
     def away_since(self) -> float | None:
-        """Since when the master cannot be reached (monotonic seconds); None: it can, as far as is known."""
+        """Since when the master has been unreachable (monotonic seconds); None: it is reachable, as far as is known."""
         return self._watcher.away_since if self._watcher is not None else None
 
     def take(self) -> list[Notice | MasterError]:
-        """What was said since the last call; an error: the master has not heard of this agent any more."""
+        """The notices since the last call; an error: this agent is unknown to the master."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake, 1024):
                 pass
@@ -60,7 +60,7 @@ class MasterEvents:
             watcher.close()
 
     def close(self) -> None:
-        """And the pipe."""
+        """End the thread, and close the pipe."""
         self.hang_up()
         self._selector.unregister(self._wake)
         os.close(self._wake)

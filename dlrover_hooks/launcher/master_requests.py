@@ -1,4 +1,4 @@
-"""How an agent speaks with the master: asks for seats, waits for the round, says how its workers ended."""
+"""An agent's requests to the master: join, wait for a round, report how its workers ended."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from dlrover_hooks.worker.join import deserted
 log = logging.getLogger("dlrover_hooks.run")
 
 FORM_S = 60.0
-"""A master that comes up, and a round of workers that are all here, take far less."""
+"""The start of a master, and a round of workers that are all here, take far less."""
 _LAST_CALL_S, _GATHER_S = 0.3, 2.0
-"""After the last join so much longer for more than enough workers; the second at the launch of several nodes."""
+"""Extra waiting time after the last join, for more than enough workers; the second at the launch of several nodes."""
 _POLL_S = 0.5
-"""So long a signal may go unheard while the master is asked."""
+"""Longest delay of a signal during a request to the master."""
 
 
 class Station(msgspec.Struct, frozen=True):
-    """Who and where an agent is. `host`: how other nodes reach this one. `serves`: the master is its launcher's."""
+    """Identity and address of an agent. `host`: for other nodes. `serves`: its launcher serves the master."""
 
     job: str
     node: str
@@ -52,10 +52,10 @@ class Speaker:
 
     Args:
         options: the launcher's.
-        station: for whom it speaks.
+        station: of the agent.
         client: its connection.
-        look: called while it waits: obeys signals (raises what ends the run), restarts services.
-        away_since: since when the master cannot be reached, as others know; None: it can.
+        look: called while it waits: handles signals (raises an exception that ends the run), restarts services.
+        away_since: since when the master has been unreachable, as seen by the watch; None: it is reachable.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Speaker:
         self._options, self._station, self._client, self._look = options, station, client, look
         self._away_since = away_since
         self._unheard: dict[str, p.Exited] = {}
-        """By worker, the ends that the master has not answered yet; a worker that is done is told of at every turn."""
+        """By worker, the ends that the master has not acknowledged; they are sent again at every turn."""
 
     def await_view(self) -> p.JobView | None:
-        """The job as it stands, from a master that may be away for `--master-away`; None if the master refuses.
+        """The job's current state; waits up to `--master-away` for the master. None if the master refuses.
 
         Raises MasterAway.
         """
@@ -79,7 +79,7 @@ class Speaker:
             return None
 
     def view(self) -> p.JobView | None:
-        """The job as it stands; None if the master does not say soon."""
+        """The job's current state; None if the master does not answer soon."""
         try:
             return self._ask(p.ShowJob(self._station.job), 10.0)
         except HooksError as error:
@@ -87,7 +87,7 @@ class Speaker:
             return None
 
     def is_known(self, number: int) -> bool:
-        """Has the master heard of round `number`? A master whose journal was deleted counts from 1 again."""
+        """Whether the master has a round `number`. A master whose journal was deleted counts from 1 again."""
         try:
             return self._ask(p.ShowJob(self._station.job), 10.0).round >= number
         except UnknownJob:
@@ -96,7 +96,7 @@ class Speaker:
             return True
 
     def join(self, seats: tuple[p.Seat, ...], within_s: float, *, first: bool, fresh: bool) -> p.Joined:
-        """Ask for `seats` in the next round, of a master that comes up `within_s`. `first`: since the launch.
+        """Request `seats` in the next round, from a master that starts within `within_s`. `first`: since the launch.
 
         Raises:
             UsageError: they are refused.
@@ -121,21 +121,21 @@ class Speaker:
         runs_already = "://" in self._options.endpoint
         up_s = min(within_s, self._options.master_away_s) if runs_already else within_s
         try:
-            # it may still be coming up: an event sent twice would form two rounds
+            # the master may still be starting: an event sent twice would form two rounds
             self._ask(p.ListJobs(), up_s, launch=first)
             return self._ask(join, FORM_S)
         except (BadRequest, Unauthorized) as refusal:
             raise UsageError(f"{self._client.url}: {refusal.message}", hint=refusal.hint) from refusal
 
     def _last_call_s(self, first: bool) -> float:
-        """At the launch nodes come seconds apart; a job that never grows must have them all then, if they come."""
+        """At a launch nodes join seconds apart; a job that never grows must wait for all of them then."""
         if not first or not self._options.several_nodes:
             return _LAST_CALL_S
         shrinks = self._options.fault_level is Level.SHRINK
         return self._options.replace_timeout_s if shrinks else _GATHER_S
 
     def await_round(self, after: int, within_s: float) -> p.Seated | None:
-        """A round newer than `after` with seats for this node; None if there is none `within_s`. Raises GivenUp."""
+        """A round newer than `after` with ranks for this node; None if none forms `within_s`. Raises GivenUp."""
         deadline, said = time.monotonic() + within_s, False
         while (left := deadline - time.monotonic()) > 0:
             ask = p.AwaitRound(self._station.job, self._client.incarnation, after=after, timeout_s=_POLL_S)
@@ -157,7 +157,7 @@ class Speaker:
                             "that one is lost", self._station.job, ", ".join(others))  # fmt: skip
 
     def tell(self, ends: Mapping[str, WorkerExit], newcomers: Collection[str] = ()) -> None:
-        """These workers of this node have ended; `newcomers`: of those that asked for their seats themselves."""
+        """Report the ends of this node's workers; `newcomers`: those of them that joined by themselves."""
         for worker, end in ends.items():
             code = -9 if end.exit_code is None else end.exit_code
             own = self._client.incarnation
@@ -165,7 +165,7 @@ class Speaker:
         self._tell_all(again=True)
 
     def tell_again(self) -> None:
-        """What the master was away for: of a worker that has not attached it hears from nobody else."""
+        """Repeat reports that the master missed: it has no other source about a worker that has not attached."""
         self._tell_all(again=False)
 
     def _tell_all(self, *, again: bool) -> None:
@@ -179,17 +179,17 @@ class Speaker:
             self._client.call(exited, timeout_s=2.0, again=again)
         except (MasterAway, JournalFailed):
             return False
-        except HooksError as error:  # it is nobody's any more
+        except HooksError as error:  # this worker belongs to no round any more
             log.debug("job %s: the end of %s: %s", self._station.job, exited.worker, error.message)
         return True
 
     def failures(self, known: int) -> int:
-        """Of the job, on all nodes, once all ends are told of. `known`: those before the newest one."""
+        """Failures of the job, on all nodes, once all ends are reported. `known`: without the newest one."""
         view = self.view()
         return max(known, view.failures) if view is not None else known + 1
 
     def leave(self, reason: p.Departure, ending: p.Ending | None = None) -> None:
-        """This agent goes. `ending`: no other is to go on."""
+        """This agent leaves the job. `ending`: all other agents end, too."""
         self._say(p.Leave(self._station.job, self._client.incarnation, reason, ending=ending))
 
     def _say(self, event: p.Message) -> None:
@@ -197,7 +197,7 @@ class Speaker:
             self._client.call(event, timeout_s=2.0)
 
     def _ask(self, request: p.Message, patience_s: float, *, launch: bool = False) -> Any:
-        """The reply, through restarts of the master, which are seen to here. `launch`: it may not be up yet.
+        """The reply; restarts the master meanwhile if needed. `launch`: the master may not have started yet.
 
         Raises MasterAway.
         """

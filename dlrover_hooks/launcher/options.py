@@ -1,4 +1,4 @@
-"""What `dlrover-hooks run` is asked for, checked: how many nodes and workers, and what becomes of them in a failure."""
+"""The checked options of `dlrover-hooks run`: numbers of nodes and workers, and what happens after a failure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MIN_HANG_S = 2.0
 
 
 class Level(enum.Enum):
-    """What happens to the world when a worker or a node is lost (ED-7 to ED-15)."""
+    """What happens to the world when a worker or a node is lost."""
 
     HOT = "hot"
-    """It never changes: what was lost is replaced; the others wait for that, up to a deadline."""
+    """Its size never changes: lost workers are replaced; the others wait for that, up to a deadline."""
     SHRINK = "shrink"
-    """It goes on with what is left, and never grows again."""
+    """It goes on with the remaining workers, and never grows again."""
     ELASTIC = "elastic"
-    """It goes on with what is left, and grows when something is added."""
+    """It goes on with the remaining workers, and grows when workers are added."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     @property
     def fixed(self) -> bool:
-        """There is no choice."""
+        """Both bounds are the same."""
         return self.least == self.most
 
     def __str__(self) -> str:
@@ -42,12 +42,12 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says. `command` is run once per worker."""
+    """The command line's options. `command` is run once per worker."""
 
     command: tuple[str, ...]
     nodes: Bounds = Bounds()
     workers: Bounds = Bounds()
-    """Of each node."""
+    """Per node."""
     level: Level | None = None
     replace_timeout_s: float = 600.0
     hang_timeout_s: float = 60.0
@@ -56,7 +56,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""
     fresh: bool = False
     endpoint: str = ""
-    """Where the nodes meet: HOST:PORT, served by the first node, or the URL of a master that runs already."""
+    """The master's address: HOST:PORT, served by the first node, or the URL of a master that runs already."""
     node_rank: int | None = None
     local_addr: str = ""
     token: str | None = None
@@ -64,13 +64,13 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     journal: str | None = None
     grace_s: float = 25.0
     preemption: str = "none"
-    """Who says that this node is to go: see `notices.source`."""
+    """The source of interruption notices, see `interruption_notices.source`."""
     requeue: bool = False
-    """SLURM: put the job back into the queue when it was preempted."""
+    """SLURM: requeue the job after a preemption."""
     standby: int | None = None
-    """Idle processes on each node that have imported everything, if the user has chosen; see `standbys`."""
+    """Number of idle processes per node that have imported everything, if given; see `standbys`."""
     log_dir: str = ""
-    """Each worker's output goes into files there; see `logs.Logs` for the next two."""
+    """Folder for the workers' output files; see `log_files.Logs` for the next two."""
     redirects: Streams = Streams()
     tee: Streams = Streams()
     temporary: tuple[str, ...] = ()
@@ -78,14 +78,14 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault_level(self) -> Level:
-        """The one that was asked for, or torchrun's way: a fixed number is kept, a range is used."""
+        """The given level; by default as in torchrun: a fixed number is kept, a range is elastic."""
         if self.level is not None:
             return self.level
         return Level.HOT if self.nodes.fixed and self.workers.fixed else Level.ELASTIC
 
     @property
     def standbys(self) -> int:
-        """One for each worker of this node, unless the user has chosen: any number of them may have to be replaced."""
+        """By default one for each worker of this node, since any number of them may have to be replaced."""
         if self.standby is not None:
             return self.standby
         return self.workers.most if self.python else 0
@@ -107,12 +107,12 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def several_nodes(self) -> bool:
-        """Other agents may take part, or watch for us at a master of theirs."""
+        """Other agents may take part, or the master is not this launcher's own."""
         return self.nodes.most > 1 or bool(self.endpoint)
 
 
 def bounds(text: str, flag: str) -> Bounds:
-    """`"4"` or `"2:4"`. Raises UsageError."""
+    """Parses `"4"` or `"2:4"`. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
     if match is None:
         raise UsageError(f"{flag} {text}: not a number", hint=f"give a number ({flag} 4) or a range ({flag} 2:4)")
@@ -124,7 +124,7 @@ def bounds(text: str, flag: str) -> Bounds:
 
 
 def check(options: LaunchOptions) -> None:
-    """Raises UsageError for flags that do not go together."""
+    """Raises UsageError for options that exclude each other."""
     ranged = not (options.nodes.fixed and options.workers.fixed)
     if options.level is Level.HOT and ranged:
         raise UsageError(
@@ -140,7 +140,8 @@ def check(options: LaunchOptions) -> None:
         )
     if options.hang_timeout_s < MIN_HANG_S:
         raise UsageError(
-            f"--hang-timeout {options.hang_timeout_s:g}s: workers speak once a second, a healthy one would be killed",
+            f"--hang-timeout {options.hang_timeout_s:g}s: workers send a heartbeat once a second, "
+            "a healthy one would be killed",
             hint=f"give {MIN_HANG_S:g}s or more",
         )
     if options.standby and not options.python:

@@ -1,4 +1,4 @@
-"""Back into SLURM's queue, once for each start of the job, whoever asks."""
+"""Requeues a SLURM job, once for each start of the job even if several processes request it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASK_S = 20.0
 
 
 class Slurm(msgspec.Struct, frozen=True):
-    """The SLURM job that this process runs in. `restarts`: how often it was requeued; `end`: its limit, epoch."""
+    """The SLURM job of this process. `restarts`: how often it was requeued; `end`: its time limit, epoch seconds."""
 
     job_id: str
     restarts: int = 0
@@ -25,7 +25,7 @@ class Slurm(msgspec.Struct, frozen=True):
 
 
 def here() -> Slurm | None:
-    """None where there is none."""
+    """The SLURM job of this process; None outside SLURM."""
     env = slurm_environment()
     if not (job_id := env.get("SLURM_JOB_ID")):
         return None
@@ -37,9 +37,9 @@ def here() -> Slurm | None:
 
 
 def requeue(slurm: Slurm) -> bool:
-    """`scontrol requeue` for this job; True if it was done, here or before. SLURM then ends what still runs.
+    """Run `scontrol requeue` for this job; True if it was requeued, now or before. SLURM then ends its processes.
 
-    What was done is marked in this user's runtime folder, by job and start: on one node nobody asks twice.
+    A file in this user's runtime folder, named by job and start, ensures that each node requeues it once.
     """
     marks = f"requeued-{slurm.job_id}-"
     mark = os.path.join(runtime_dir(), f"{marks}{slurm.restarts}")
@@ -62,7 +62,7 @@ def requeue(slurm: Slurm) -> bool:
 
 
 def _ask(job_id: str) -> str:
-    """Why not; empty: it is done."""
+    """The error message; empty on success."""
     try:
         done = subprocess.run(
             ["scontrol", "requeue", job_id], capture_output=True, text=True, timeout=_ASK_S, check=False

@@ -1,4 +1,4 @@
-"""What a failure costs: one of the job's restarts, which the master counts for all nodes; or a bad node its place."""
+"""The cost of a failure: one of the job's restarts, which the master counts for all nodes; or a bad node is removed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ log = logging.getLogger("dlrover_hooks.run")
 
 
 class Over(Exception):
-    """The run ends here, with exit code `code`. `for_all`: no other node is to go on either, and `why`. `echoes`: ends
-    of workers that failed since another one did.
+    """The run ends here with exit code `code`. `for_all`: all other nodes end too, because of `why`.
+
+    `echoes`: ends of workers that failed only because another one did.
     """
 
     def __init__(self, code: int, why: str = "", *, for_all: bool = False, echoes: Sequence[WorkerExit] = ()) -> None:
@@ -26,32 +27,32 @@ class Over(Exception):
 
 
 def say_echoes(ends: Sequence[WorkerExit]) -> None:
-    """One line for each worker whose traceback was kept from the screen. Call it when the cause is said."""
+    """Log one line for each worker whose traceback was not printed. Call it once the cause is logged."""
     for end in ends:
         if end.words is not None:
             log.info("%s since a peer was gone: %s", end, end.words.error.partition(". ")[0])
 
 
 class Budget:
-    """Of one agent. Main thread only."""
+    """The restart budget, as one agent sees it. Main thread only."""
 
     def __init__(self, options: LaunchOptions, node: str, speaker: Speaker) -> None:
         self.restarts = 0
-        """Of the job, on all nodes, as far as the master has said."""
+        """Of the job, on all nodes, as far as the master has reported."""
         self.record = FailureRecord(node)
-        """Of failures, for the last screen."""
+        """Failures, for the final summary."""
         self.began_at = 0
         """Step of the job when the workers of this node were started."""
         self._repeats = Repeats()
         self._most, self._node, self._speaker, self._blame = options.max_restarts, node, speaker, Blame(node)
 
     def started(self, view: JobView | None) -> None:
-        """Workers are about to be started."""
+        """Call when workers are about to be started."""
         self.began_at = view.step if view is not None else 0
         self.restarts = max(self.restarts, view.failures if view is not None else 0)
 
     def charge_unexplained(self, number: int, then: str) -> None:
-        """Round `number` broke, and nobody says why: that is bounded, too. Raises Over."""
+        """Count a restart for round `number`, which broke without a known cause: that is limited, too. Raises Over."""
         self.restarts = max(self._speaker.failures(self.restarts), self.restarts + 1)
         what = f"round {number} broke, and no worker is known to have failed"
         if self.restarts > self._most:
@@ -59,12 +60,12 @@ class Budget:
         log.warning("%s; %s (%d of %d restarts)", what, then, self.restarts, self._most)
 
     def charge(self, ends: list[WorkerExit], view: JobView | None, then: str) -> None:
-        """Judge a failure whose `ends` the master has been told of; raises Over if it ends the run.
+        """Judge a failure whose `ends` were reported to the master. Raises Over if it ends the run.
 
         Args:
-            ends: of the workers that went, on all nodes. None: no failure.
-            view: the job as it was then.
-            then: what is done about it.
+            ends: of the workers that ended, on all nodes; empty: no failure.
+            view: the job at that time.
+            then: the action that follows, for the log.
         """
         if not ends:
             return
@@ -76,7 +77,7 @@ class Budget:
         if verdict.code is None and (bad := self._blame.falls(cause, view)):
             verdict = FailureVerdict(BAD_NODE, bad)
         self.record.failed(cause, view, then if verdict.code is None else "")
-        if cause.words is not None and cause.words.trace:  # nobody else was the first
+        if cause.words is not None and cause.words.trace:  # no other failure came first, so its traceback is printed
             sys.stderr.write(f"{cause.name}:\n{cause.words.trace}")
         echoes = [end for end in ends if end is not cause and end.words is not None and end.words.trace]
         if verdict.code is not None:

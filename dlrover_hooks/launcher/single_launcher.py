@@ -1,4 +1,4 @@
-"""One launcher per (job, node): two would train the same job apart and take each other's seats."""
+"""One launcher per (job, node): two would train the same job separately and take each other's ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dlrover_hooks.errors import LaunchError
 
 @contextlib.contextmanager
 def sole(job: str, node: str) -> Iterator[None]:
-    """Hold (job, node) for this process while the context lasts. No node: the job, whatever its node is called.
+    """Lock (job, node) for this process within the context. Empty `node`: lock the job for any node name.
 
-    The lock is a listening socket with an abstract name: unlike a file it is gone with its owner, even after a
-    `kill -9`, and the kernel tells whose it is.
+    The lock is a listening socket with an abstract name. Unlike a file it disappears with its owner, even after a
+    `kill -9`, and the kernel reports the owner's pid.
 
     Raises:
-        LaunchError: another launcher lives; names its pid.
+        LaunchError: another launcher runs; names its pid.
     """
     where = f" on node {node}" if node else " on this machine, and its nodes are one (--nnodes 1)"
     text = f"{runtime_dir()}:{len(job)}:{job}:{node}"
@@ -39,7 +39,7 @@ def sole(job: str, node: str) -> Iterator[None]:
 
 
 def _owner(name: str) -> int | str:
-    """The pid that listens at `name`, as the kernel says; "unknown" if it is just ending."""
+    """The pid that listens at `name`, from the kernel; "unknown" if that process is just ending."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         with contextlib.suppress(OSError):

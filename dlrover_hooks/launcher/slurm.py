@@ -1,4 +1,4 @@
-"""What SLURM says of a step: how many nodes, which one this is, where the first one is (srun's environment)."""
+"""The SLURM step from srun's environment: number of nodes, this node's rank, the first node's host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 from dlrover_hooks.errors import LaunchError, UsageError
 
 _FIRST_PORT, _PORTS = 15000, 5000
-"""Of the master: below the ports of process groups and of outgoing connections, another one for each job."""
+"""Range of the master's port, below those of process groups and of outgoing connections; it differs between jobs."""
 _SHARED_S = 120.0
-"""A network file system may hide a new file for a minute (NFS caches that a name is not there)."""
+"""A network file system may hide a new file for a minute (NFS caches that a name does not exist)."""
 
 
 class Allocation(msgspec.Struct, frozen=True):
@@ -29,11 +29,11 @@ class Allocation(msgspec.Struct, frozen=True):
     first_host: str
     port: int
     gpus: int
-    """Of this node; 0 if SLURM gave none."""
+    """Of this node; 0 if SLURM allocated none."""
 
     @property
     def endpoint(self) -> str:
-        """Where the nodes meet; empty if there is but one."""
+        """HOST:PORT of the master; empty if there is only one node."""
         return f"{self.first_host}:{self.port}" if self.nodes > 1 else ""
 
 
@@ -41,7 +41,7 @@ def allocation(env: Mapping[str, str]) -> Allocation:
     """Read srun's environment.
 
     Raises:
-        UsageError: this is no step of SLURM's, or it starts several launchers on a node.
+        UsageError: this is no SLURM step, or it starts several launchers on a node.
     """
     job = env.get("SLURM_JOB_ID", "")
     if not job.isdigit() or "SLURM_PROCID" not in env:
@@ -74,23 +74,23 @@ def _first(env: Mapping[str, str], *names: str) -> str:
 
 
 def _gpus(text: str) -> int:
-    """`4` or `a100:4`."""
+    """Parses `4` or `a100:4`."""
     number = text.rpartition(":")[2]
     return int(number) if number.isdigit() else 0
 
 
 def first_host(nodelist: str) -> str:
-    """`gpu[03-05,9],login` -> `gpu03`: the first host in SLURM's short form."""
+    """`gpu[03-05,9],login` -> `gpu03`: the first host of a SLURM node list."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 @contextlib.contextmanager
 def shared_token(life: str, *, make: bool) -> Iterator[str]:
-    """A secret of this step, in a file of the user's home folder, which the nodes share. Node 0 makes and removes it.
+    """A secret of this step, in a file of the user's home folder, which the nodes share. Node 0 creates and removes it.
 
     Raises:
-        LaunchError: it does not appear.
+        LaunchError: the file does not appear.
     """
     path = token_path(life)
     if not make:
@@ -109,7 +109,7 @@ def shared_token(life: str, *, make: bool) -> Iterator[str]:
 
 
 def token_path(life: str) -> str:
-    """Where it lies."""
+    """Path of the token file."""
     return os.path.join(os.path.expanduser("~"), ".dlrover-hooks", f"slurm-{life}.token")
 
 

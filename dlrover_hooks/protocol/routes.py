@@ -77,9 +77,9 @@ ROUTES: tuple[Route, ...] = (
     Route(method="GET", path="/v1/jobs", request=ListJobs, reply=Jobs, summary="Names of the jobs this master keeps."),
     Route(method="GET", path="/v1/jobs/{job}", request=ShowJob, reply=JobView, summary="One job, as it stands."),
     Route(method="DELETE", path="/v1/jobs/{job}", request=DeleteJob, reply=Done, event=True, summary="Forget a job."),
-    Route(method="POST", path="/v1/join", request=Join, reply=Joined, event=True, summary="Ask for seats in a round."),
+    Route(method="POST", path="/v1/join", request=Join, reply=Joined, event=True, summary="Ask for ranks in a round."),
     Route(method="POST", path="/v1/round", request=AwaitRound, reply=Seated, waits=True, summary="Wait for ranks."),
-    Route(method="POST", path="/v1/attach", request=Attach, reply=Attached, event=True, summary="Take a seat."),
+    Route(method="POST", path="/v1/attach", request=Attach, reply=Attached, event=True, summary="Take a rank."),
     Route(
         method="POST", path="/v1/plan", request=AwaitPlan, reply=Plan, waits=True, summary="Wait for what to restore."
     ),

@@ -1,4 +1,4 @@
-"""What any torch training needs: the loop's driver, state dicts, weighted gradients, checkpoints read and written.
+"""Shared parts for any torch training: loop driver, state dicts, weighted gradients, checkpoint readers and writers.
 
-It knows no framework above torch. The way in: `async_checkpointer.AsyncCheckpointer`.
+Independent of any framework above torch. Entry point: `async_checkpointer.AsyncCheckpointer`.
 """

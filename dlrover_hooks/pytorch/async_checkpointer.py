@@ -1,4 +1,4 @@
-"""Plain PyTorch: one object beside the loop that restores on construction and saves at quiet points.
+"""Plain PyTorch: one object beside the loop that restores on construction and saves at step boundaries.
 
 loader = elastic_loader(DataLoader(...), optimizer=optimizer)
 with AsyncCheckpointer("saved", model=model, optimizer=optimizer, loader=loader):
@@ -45,7 +45,7 @@ Loader = ElasticLoader | EvenLoader | LeasedLoader
 
 
 class _CheckpointForm(msgspec.Struct):
-    """What `AsyncCheckpointer._state` gives; an older version left some of it out."""
+    """The form of `AsyncCheckpointer._state`; fields with a default may be absent in older checkpoints."""
 
     step: p.Step
     model: dict[str, Any]
@@ -57,23 +57,24 @@ class _CheckpointForm(msgspec.Struct):
 
 
 class AsyncCheckpointer:
-    """Keeps `model`, `optimizer`, `loader` and `extra` of one consistent cut; use it as a context manager.
+    """Keeps `model`, `optimizer`, `loader` and `extra` in one consistent cut; use it as a context manager.
 
-    The restore happens here, in place. Saves happen when the loader is asked for the batch after a step: everything of
-    the step, schedulers included, is over then. Leaving the block makes the last step durable; an exception leaves the
-    job unfinished, to be resumed.
+    The constructor restores the objects in place. Saves happen when the batch after a step is requested from the
+    loader: everything of the step, schedulers included, is over then. Leaving the block makes the last step durable; an
+    exception leaves the job unfinished, to be resumed.
 
     Args:
         save_to: fsspec URL; None keeps checkpoints in memory only.
-        model: a module; DistributedDataParallel around it; or one that is sharded by `fully_shard` (FSDP2).
+        model: a module; DistributedDataParallel around it; or a model sharded by `fully_shard` (FSDP2).
         optimizer: the optimizer whose steps count. Others go into `extra`.
-        loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, of different
-            names. Which one's weights are those of the step says `even.leader`. A loader with `state_dict` and
-            `load_state_dict` of its own is kept as it is; with no other, a step is over at the next forward.
+        loader: what `elastic_loader` returned, or an `EvenLoader` around it; or all training loaders, with different
+            names. `even_batches.leader` chooses the loader whose weights apply to the step. A loader with its own
+            `state_dict` and `load_state_dict` is kept as it is; if there is no other, a step is over at the next
+            forward.
         extra: anything else with `state_dict` and `load_state_dict`, always in the same order; or by name, in a dict.
-            Parts that class and optimizer do not tell apart (two moving averages) need names.
+            Parts that class and optimizer do not distinguish (two moving averages) need names.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
-        shared: the shared keywords, see `dlrover_hooks.config.Config`. `global_batch_size` is the loader's to know.
+        shared: the shared keywords, see `dlrover_hooks.config.Config`. `global_batch_size` belongs to the loader.
 
     All methods run on the training thread.
     """
@@ -144,9 +145,9 @@ class AsyncCheckpointer:
             self.session.wait_copied()
 
     def close(self, reason: p.Departure = p.Departure.DONE) -> None:
-        """End: DONE makes the last step durable first. Safe to call twice.
+        """End. DONE makes the last step durable first. Safe to call twice.
 
-        Under `elastic_run`, which sees what FAILED is about, the seat in the job is kept then.
+        Under `elastic_run`, FAILED keeps the rank assignment, because `elastic_run` handles the cause itself.
         """
         if self.session is None or not self._end.alive:
             self._unshare_gradients()
@@ -204,7 +205,7 @@ class AsyncCheckpointer:
             self._survivor = Survivor(session, models, [self._optimizer], self._extra_state, self._state, ends)
 
     def _say_unsupported(self, session: Session, leased: list[str]) -> None:
-        """What a survivor alone could not put together again."""
+        """Report what cannot be recovered in process."""
         if session.membership is None:
             return
         if leased:
@@ -224,7 +225,7 @@ class AsyncCheckpointer:
         return place
 
     def _accumulate(self, parts: Sequence[Stateful]) -> list[Accumulation]:
-        """Have all that acts once in a step act where it ends, unless the loop sees to that."""
+        """Defer everything that acts once per step to the end of its window, unless the loop does that itself."""
         found: list[Accumulation] = []
         for loader in self._loaders:
             if not isinstance(loader, ElasticLoader) or loader.by_hand:
@@ -243,8 +244,8 @@ class AsyncCheckpointer:
         return found
 
     def _share_gradients(self, ddp: DistributedDataParallel) -> None:
-        """As the loader shares the samples, so disabled hooks or not. What this model does not allow is said."""
-        loaders = self._loaders  # not this object: what DDP holds in C++ must not hold DDP
+        """Weight gradients as the loader shares the samples, with hooks disabled too. Logs if that is impossible."""
+        loaders = self._loaders  # not `self`: objects that DDP holds in C++ must not reference DDP
         weighed = weigh_gradients(ddp, self._weight(1 / torch.distributed.get_world_size(ddp.process_group)))
         for window in self._accumulations:
             window.reduced(weighed=bool(weighed))
@@ -253,15 +254,15 @@ class AsyncCheckpointer:
         self._sync = SyncAtEnds(ddp, self._step_ends())
 
     def _weight(self, alone: float) -> Callable[[], float]:
-        """Of the step that is on; `alone` without a loader of ours."""
+        """The weight of the current step; `alone` without an elastic loader."""
         loaders = self._loaders
-        if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):  # asked for in each forward
+        if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):  # called in each forward
             progress = loaders[0].sampler.progress
             return lambda: progress.weight
         return lambda: lead.weight if (lead := leader(loaders)) is not None else alone
 
     def _step_ends(self) -> Callable[[], bool]:
-        """With the micro-batch last received; true without a loader of ours."""
+        """True if the step ends with the micro-batch last received, or without an elastic loader."""
         loaders = self._loaders
         if len(loaders) == 1 and isinstance(loaders[0], ElasticLoader):
             progress = loaders[0].sampler.progress
@@ -317,7 +318,7 @@ class AsyncCheckpointer:
         session.stepped()
 
     def _before_forward(self) -> None:
-        """Nobody is asked for batches: the first forward after a step is the quiet point."""
+        """Without an elastic loader, the first forward after a step is the step boundary."""
         if self._asked and self._whole.model.training and torch.is_grad_enabled():
             self._asked = False
             self._quiet()
@@ -333,7 +334,7 @@ class AsyncCheckpointer:
             self.session.cut(self.step, self._state(self._extra_state()))
 
     def _extra_state(self) -> dict[str, Any]:
-        """What changes outside of an optimizer's step."""
+        """The state that changes outside of an optimizer step."""
         return {"extra": self._extra.states(), **({"own": self._own_states} if self._own else {})}
 
     def _state(self, beside: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +348,7 @@ class AsyncCheckpointer:
 
 
 def _checked(loaders: Any) -> tuple[list[Loader], list[Stateful]]:
-    """(ours, those with a state of their own). Raises UsageError for anything else, and where there is none."""
+    """(elastic loaders, loaders with their own state). Raises UsageError for any other, and if there is none."""
     found: list[Any] = list(loaders) if isinstance(loaders, Sequence) else [loaders]
     for one in found:
         if not isinstance(one, Loader) and not keeps_own_state(one):
@@ -365,7 +366,7 @@ def _checked(loaders: Any) -> tuple[list[Loader], list[Stateful]]:
 
 
 def _refuse_batch(size: int | None, loaders: Sequence[Loader]) -> None:
-    """Loaders have shared the samples out by now, so this may only say what they do."""
+    """Check `size` against the loaders, which have split the samples already."""
     for loader in loaders:
         has = None if isinstance(loader, LeasedLoader) else loader.sampler.plan.global_batch_size
         if has != size:
@@ -379,7 +380,7 @@ def _refuse_batch(size: int | None, loaders: Sequence[Loader]) -> None:
 
 
 def _ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP around the model, compiled or not."""
+    """The DDP wrapper of the model, compiled or not."""
     while not isinstance(model, DistributedDataParallel):
         if not hasattr(model, "_orig_mod"):
             return None
@@ -398,7 +399,7 @@ def _refuse_uneven(loaders: Sequence[Loader]) -> None:
 
 
 def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOrder:
-    """The bucket order `saved` by the run before, shown to DDP; or, if it is empty, this run's own being recorded.
+    """Replay the bucket order `saved` by the previous run to DDP; if it is empty, record this run's order.
 
     Every rank calls it before the first backward.
     """

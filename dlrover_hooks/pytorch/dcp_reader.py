@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on our generations: its planner reshards what memory slots or any storage hold.
+"""Reads generations with torch.distributed.checkpoint, whose planner reshards them, from memory slots or any storage.
 
     state = {"state": {"model": model.state_dict()}}
     torch.distributed.checkpoint.load(state, storage_reader=FlashReader("s3://bucket/run"))
@@ -38,10 +38,10 @@ __all__ = ["FlashReader", "FlashStager", "FlashWriter", "opened", "saved_values"
 
 
 class FlashReader(StorageReader):
-    """Reads a generation of the tree at `url`: the newest whole one, or that of `step`. One thread.
+    """Reads a generation of the tree at `url`: the newest complete one, or that of `step`. One thread.
 
-    Names are those of the saved tree, joined by dots: what `AsyncCheckpointer` saved of the model is under
-    `state.model`. Python state has no place among tensors: load what is a tensor.
+    Names are those of the saved tree, joined by dots: the model saved by `AsyncCheckpointer` is under `state.model`.
+    Only tensors can be loaded, no other Python state.
 
     Raises:
         NoCheckpoint: there is no such generation.
@@ -58,18 +58,18 @@ class FlashReader(StorageReader):
 
     @classmethod
     def over(cls, images: Images, index: dict[str, Stored], copier: Copier) -> FlashReader:
-        """A reader of images that are open already, as far as `index` tells of them."""
+        """A reader of images that are open already; `index` lists the tensors it covers."""
         reader = cls("")
         reader._images, reader._index, reader._copier = images, index, copier
         return reader
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew; `checkpoint_id`: another URL than before."""
+        """Start over; `checkpoint_id` replaces the URL."""
         if checkpoint_id is not None:
             self._url, self._index = os.fspath(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
-        """All tensors of the generation with their pieces."""
+        """All tensors of the generation with their parts."""
         if self._index is None:
             self._images = opened(self._url, self._options, self._step)
             self._index = self._images.everything()
@@ -84,11 +84,11 @@ class FlashReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank's plan is its own."""
+        """Leave every rank's plan unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what `plan` says into the planner's tensors."""
+        """Copy the items of `plan` into the planner's tensors."""
         self.prepare_local_plan(plan)
         targets = [planner.resolve_tensor(item).detach() for item in plan.items]
         torch_backend.copy(zip(targets, self._sources(plan), strict=True), self._copier)
@@ -100,7 +100,7 @@ class FlashReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Is there anything of ours at this URL?"""
+        """True if the tree at this URL has a generation."""
         return bool(generations.scan(os.fspath(checkpoint_id), None, None).manifests)
 
     def _sources(self, plan: LoadPlan) -> Iterator[torch.Tensor]:
@@ -119,10 +119,10 @@ class FlashReader(StorageReader):
 
 
 def opened(url: str, options: Mapping[str, Any] | None = None, step: int | None = None) -> Images:
-    """The images of a generation at `url`, none of them read yet: the newest whole one, or that of `step`.
+    """The images of a generation at `url`, not read yet: the newest complete one, or that of `step`.
 
     Raises:
-        NoCheckpoint: there is no such generation; says which there are.
+        NoCheckpoint: there is no such generation; lists the existing ones.
     """
     manifests = generations.scan(url, options, None).manifests
     manifest = next((one for one in manifests if step in (None, one.generation.step)), None)

@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint, for people who use it already: a cheaper stager and a writer without pickle.
+"""torch.distributed.checkpoint for its existing users: a cheaper stager and a writer without pickle.
 
     stager = FlashStager()
     dcp.async_save(state, storage_writer=FlashWriter("s3://bucket/run", step=step), async_stager=stager)
 
-What is written is a generation like our own: safetensors shards with their places, hashed, and a MANIFEST last. Stock
+It writes an ordinary generation: hashed safetensors shards with their offsets, and a MANIFEST last. Stock
 `HuggingFaceStorageReader` and `safetensors` read the shards.
 """
 
@@ -38,9 +38,9 @@ from dlrover_hooks.protocol import Generation, Manifest, Message, ShardFile
 
 
 class FlashStager(AsyncStager):
-    """Stages by plain threads into memory that is used again; DTensors keep their layout.
+    """Stages with plain threads into reused memory; DTensors keep their layout.
 
-    Two copies at most: a third save waits until the first is written and its future's result is dropped. Call `close`
+    At most two copies: a third save waits until the first is written and its future's result is dropped. Call `close`
     after the last save. One thread.
 
     Raises:
@@ -58,25 +58,25 @@ class FlashStager(AsyncStager):
         return self._copies.take(state_dict)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._copies.close()
 
 
 class FlashWriter(StorageWriter):
     """Writes one generation, `step`, into the checkpoint tree at `url`. It exists once every rank's file does.
 
-    Python values beside the tensors are kept as tagged JSON, see `dcp.saved_values`. A step that is there already is
+    Python values beside the tensors are kept as tagged JSON, see `saved_values`. If the step exists already, it is
     saved as a newer attempt.
 
     Args:
-        url: folder or fsspec URL of the tree, for all steps the same.
-        step: the optimizer step that the state is of.
-        job: whose tree it is; None: the launcher's job, else that of the tree.
+        url: folder or fsspec URL of the tree, the same for all steps.
+        step: the optimizer step of the state.
+        job: the job that the tree belongs to; None: the launcher's job, else that of the tree.
         keep: generations kept.
         storage_options: fsspec options.
 
-    Its errors reach the caller on every rank inside DCP's CheckpointException: StorageFailed, SaveToBusy for another
-    job's tree, UnsupportedState for values that are no plain data and tensors that safetensors lacks.
+    Errors reach the caller on every rank inside DCP's CheckpointException: StorageFailed, SaveToBusy for another job's
+    tree, UnsupportedState for values that are no plain data and tensors that safetensors lacks.
     """
 
     def __init__(
@@ -94,28 +94,28 @@ class FlashWriter(StorageWriter):
 
     @property
     def folder(self) -> str | None:
-        """Where the shards lie, once they are there: what stock readers want. Coordinator only."""
+        """Location of the written shards, for stock readers. Coordinator only."""
         return None if self._order is None else f"{self._url}/{generations.folder(self._order.generation)}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew; `checkpoint_id`: another URL than before."""
+        """Start over; `checkpoint_id` replaces the URL."""
         self._order = None
         if checkpoint_id is not None:
             self._url = generations.absolute(os.fspath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot give one generation."""
+        """Refuse a save that cannot give one generation."""
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(
                 "FlashWriter commits once all ranks have written", hint="leave use_collectives=False out of the save"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: what this generation is called."""
+        """Coordinator: choose this generation's name."""
         given = settings.load(job=self._job)
         found = generations.scan(self._url, self._options, None).manifests
         job = found[0].job if found and not given.named else given.job
@@ -131,7 +131,7 @@ class FlashWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's file."""
+        """Write this rank's file."""
         order = msgspec.convert(plan.storage_data, _Order)
         if order.generation.step != self._step:
             raise UsageError(
@@ -149,7 +149,7 @@ class FlashWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: all files are there, the generation exists from here on."""
+        """Coordinator: commit the generation once all files exist."""
         assert self._order is not None
         files = tuple(msgspec.convert(one.storage_data, ShardFile) for rank in results for one in rank)
         manifest = Manifest(self._order.job, self._order.generation, len(files), files, time.time())
@@ -157,12 +157,12 @@ class FlashWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any URL will do."""
+        """Accepts any URL."""
         return True
 
 
 class _Order(Message, frozen=True):
-    """What a rank writes."""
+    """What one rank writes."""
 
     job: str
     generation: Generation
@@ -171,7 +171,7 @@ class _Order(Message, frozen=True):
 
 
 class _Shard:
-    """One rank's image in the making."""
+    """One rank's image under construction."""
 
     def __init__(self, order: _Order) -> None:
         self._order = order
@@ -201,7 +201,7 @@ class _Shard:
         self._specs.append(spec._replace(offsets=(*chunk.offsets, *more)))
 
     def image(self) -> tuple[Iterator[memoryview], int]:
-        """Its bytes, and how many they are."""
+        """The bytes of the image, and their number."""
         order = self._order
         inside = Inside(order.generation, order.rank, order.world_size, self._values)
         layout = plan(self._specs, reserve=len(msgspec.json.encode(msgspec.json.encode(inside).decode())))
@@ -219,7 +219,7 @@ def _chained(header: bytes, tensors: Iterator[torch.Tensor]) -> Iterator[memoryv
 
 
 def _next(found: tuple[Manifest, ...], step: int) -> Generation:
-    """The generation of `step` that is newer than all that is there."""
+    """The generation of `step` that is newer than all existing ones."""
     if not found:
         return Generation(0, step, uuid.uuid4().hex)
     newest = found[0].generation

@@ -1,6 +1,6 @@
-"""What exact data needs of DistributedDataParallel: weighted gradients, and the same buckets after a restart.
+"""Exact training with DistributedDataParallel: weighted gradients, and the same buckets after a restart.
 
-Both only act where they cannot do harm, and say why when they do not (`DdpOutcome`).
+Both act only where they are safe, and report the reason where they do not (`DdpOutcome`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class DdpOutcome(NamedTuple):
-    """Done or not; if not, why. True when done."""
+    """Whether it was done, and if not, why. True when done."""
 
     done: bool
     reason: str = ""
@@ -34,27 +34,28 @@ class DdpOutcome(NamedTuple):
 
 
 def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -> DdpOutcome:
-    """Make each all-reduce a SUM of `weight()` times this rank's gradient (ElasticSampler.weight, DL-88).
+    """Make each all-reduce a SUM of `weight()` times this rank's gradient (`ElasticSampler.weight`).
 
-    DDP divides by the world size, as if all ranks had computed equally much. With uneven micro-batches or a short
-    last step that is wrong: at N = 5 micro-batches it was off by 0.28 (W = 2) and 0.38 (W = 3) in relative error;
-    with these weights it is exact to 2e-16, and the loss code stays untouched. A weight of 0 zeroes the gradient,
-    NaN and inf included.
+    DDP divides by the world size, as if all ranks had computed equally much. With uneven micro-batches or a short last
+    step that is wrong: at N = 5 micro-batches the relative error was 0.28 (W = 2) and 0.38 (W = 3). With these weights
+    the gradient is exact to 2e-16, and the loss code stays unchanged. A weight of 0 zeroes the gradient, NaN and inf
+    included.
 
-    Done by a communication hook, which costs a step 0.1 ms and more. So it is registered before the first forward whose
-    weight is not 1 / W: until then DDP makes the same all-reduce of the same bits. Ranks need not do so at one step.
+    A communication hook applies the weight and costs 0.1 ms or more per step. So it is registered before the first
+    forward whose weight is not 1 / W; until then DDP's own all-reduce gives the same bits. Ranks need not register it
+    at the same step.
 
-    Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not
-    done when a communication hook is registered already (DDP takes one): then weigh the loss instead, by W * weight.
+    Every rank must call it, before the first backward. `weight` runs in the autograd thread, once per bucket. Not done
+    when a communication hook is registered already (DDP takes one): then multiply the loss by W * weight instead.
 
-    Under `elastic_run` each synchronised backward also calls `regroup.binds`, before its last all-reduce.
+    Under `elastic_run` each synchronised backward also calls `membership.binds`, before its last all-reduce.
     """
     if ddp._comm_hooks:
         return DdpOutcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
     _WEIGHED.add(ddp)
     world = dist.get_world_size(ddp.process_group)
     told = membership.current() is None or _tell_ahead(ddp, world)
-    if not told or ddp.gradient_as_bucket_view:  # a view is divided, and rounded otherwise
+    if not told or ddp.gradient_as_bucket_view:  # DDP divides a view afterwards, which rounds differently
         ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight, told=told))
         return DdpOutcome(True)
     even = 1 / world
@@ -78,8 +79,9 @@ _WEIGHED = weakref.WeakSet[DistributedDataParallel]()
 
 
 def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
-    """Call `regroup.binds` at the first parameter's gradient. DDP needs that gradient for its last bucket, so no peer
-    can complete the step before. False where it may not: a parameter can be without a gradient.
+    """Call `membership.binds` at the first parameter's gradient. Returns False if a parameter may have no gradient.
+
+    DDP needs that gradient for its last bucket, so no peer can complete the step before.
     """
     if _never_rebuilds(ddp):
         return False
@@ -97,18 +99,18 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
 
 
 def _weighted_sum(group: Any, weight: Callable[[], float], *, told: bool = True) -> Callable[..., Any]:
-    """The communication hook. `told`: something else calls `regroup.binds`."""
+    """The communication hook. `told`: `membership.binds` is called elsewhere."""
     world, options = dist.get_world_size(group), dist.AllreduceOptions()
     options.asyncOp = True
 
     def weighted_sum(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
-        if not told and bucket.is_last():  # with it the others can make this step without us
+        if not told and bucket.is_last():  # after this bucket the other ranks can complete the step without this one
             membership.binds(world)
         return group.allreduce([buffer], options).get_future().then(_first)
 
-    # DDP compares annotations with classes; postponed evaluation made them strings
+    # DDP compares annotations with classes, but postponed evaluation has made them strings
     weighted_sum.__annotations__ = {}
     weighted_sum.harmless_on_zeros = True  # pyright: ignore[reportFunctionMemberAccess]
     return weighted_sum
@@ -119,15 +121,15 @@ def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def weighs(model: nn.Module) -> bool:
-    """Is it a DDP whose gradients `weigh_gradients` weighs?"""
+    """True if `model` is a DDP whose gradients `weigh_gradients` weights."""
     return isinstance(model, DistributedDataParallel) and model in _WEIGHED
 
 
 class SyncAtEnds:
-    """Has DDP reduce gradients only where a step ends, as `no_sync` around the other micro-batches would.
+    """Makes DDP reduce gradients only where a step ends, as `no_sync` around the other micro-batches would.
 
-    Without it, ranks whose shares of a step differ hang: each backward is a collective. A `no_sync` of the loop's own
-    keeps its meaning. `close` undoes it. Training thread only.
+    Without it, ranks with different shares of a step would hang, because each backward is a collective. The loop's own
+    `no_sync` still works. `close` undoes the change. Training thread only.
     """
 
     def __init__(self, ddp: DistributedDataParallel, step_ends: Callable[[], bool]) -> None:
@@ -147,21 +149,20 @@ class SyncAtEnds:
             ddp.require_backward_grad_sync, self._held = True, False
 
     def close(self) -> None:
-        """Leave DDP as it was."""
+        """Restore DDP's own behavior."""
         self._handle.remove()
         if (ddp := self._ddp()) is not None:
             self._release(ddp)
 
 
 class BucketOrder:
-    """Makes a restarted run sum its gradients in the order of the undisturbed one (bit-equality at W >= 3).
+    """Makes a restarted run sum its gradients in the order of an uninterrupted one (bit-equality at W >= 3).
 
-    DDP puts gradients into buckets in reverse parameter order for its first synchronised backward, and for all later
-    ones in the order in which they became ready in the first. The order of summation depends on the place in the
-    bucket, so a restarted run would differ in its first step. `record` keeps that order as parameter names; they
-    belong into the checkpoint. After a restart `replay` shows DDP the same order with zero gradients, so that the
-    next forward builds the same buckets: no user code runs, no random number is drawn, no buffer or gradient is
-    changed.
+    DDP puts gradients into buckets in reverse parameter order for its first synchronised backward. For all later ones
+    it uses the order in which they became ready in the first. The order of summation depends on the position in the
+    bucket, so a restarted run would differ in its first step. `record` keeps that order as parameter names, to be
+    stored in the checkpoint. After a restart `replay` passes zero gradients to DDP in the same order, so that the next
+    forward builds the same buckets. No user code runs, no random number is drawn, no buffer or gradient is changed.
 
     Relies on private parts of torch's reducer (tested with torch 2.13): where they are missing, `replay` is not done.
     """
@@ -173,9 +174,7 @@ class BucketOrder:
         self._handles: list[RemovableHandle] = []
 
     def record(self) -> DdpOutcome:
-        """Note the order of the first synchronised backward into `names`, once; the hooks then go away by
-        themselves.
-        """
+        """Record the order of the first synchronised backward into `names`, once; its hooks then remove themselves."""
         reason = _never_rebuilds(self.ddp)
         if not reason and self.ddp._has_rebuilt_buckets:
             reason = "the first synchronised backward is over"
@@ -200,11 +199,11 @@ class BucketOrder:
         return note
 
     def replay(self, names: Sequence[str]) -> DdpOutcome:
-        """Show DDP the recorded order. Collective: every rank, before the first forward and after the model was
-        restored.
+        """Replay the recorded order to DDP. Collective.
 
-        Costs one backward of zeros and its all-reduce. Not done (and harmless) below W = 3, where order does not
-        matter, and where DDP or hooks on parameters would notice the zeros.
+        Every rank calls it, before the first forward and after the model was restored. Costs one backward of zeros and
+        its all-reduce. Not done, without harm, below W = 3, where order does not matter, and where DDP or hooks on
+        parameters would notice the zeros.
         """
         self.names = tuple(names)
         reason = _never_rebuilds(self.ddp) or self._unfit() or _would_notice(self.ddp)
@@ -230,7 +229,7 @@ class BucketOrder:
         return ""
 
     def _backward(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """One synchronised backward, a parameter at a time. DDP's forward around it is left out: it syncs buffers."""
+        """One synchronised backward, a parameter at a time. Skips DDP's forward, because that syncs buffers."""
         reducer: Any = self.ddp.reducer
         if not self.ddp._lazy_init_ran:
             self.ddp._lazy_init()
@@ -244,7 +243,7 @@ class BucketOrder:
                 torch.autograd.backward([parameter.view_as(parameter)], [zero])
 
     def close(self) -> None:
-        """Stop recording and forget what was half recorded. `names` stays."""
+        """Stop recording and discard a partial record. `names` stays."""
         while self._handles:
             self._handles.pop().remove()
         self._ready.clear()
@@ -261,7 +260,7 @@ def _hook_names(ddp: DistributedDataParallel) -> str:
 
 
 def _never_rebuilds(ddp: DistributedDataParallel) -> str:
-    """Why this DDP keeps its first buckets, or orders them by other means; empty if it rebuilds them."""
+    """Why this DDP keeps its first buckets or orders them differently; empty if it rebuilds them."""
     missing = [
         n for n in ("_has_rebuilt_buckets", "_lazy_init_ran", "require_backward_grad_sync") if not hasattr(ddp, n)
     ]
@@ -277,7 +276,7 @@ def _never_rebuilds(ddp: DistributedDataParallel) -> str:
 
 
 def _would_notice(ddp: DistributedDataParallel) -> str:
-    """Who would see zero gradients that no training step made; empty if nobody."""
+    """Why zero gradients outside a training step would have side effects; empty if they have none."""
     if any(not getattr(hook, "harmless_on_zeros", False) for hook, _ in ddp._comm_hooks):
         return f"the communication hook {_hook_names(ddp)} may keep state of what it reduces"
     if any(getattr(module, "sparse", False) is True for module in ddp.module.modules()):

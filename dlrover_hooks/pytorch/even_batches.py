@@ -1,7 +1,7 @@
-"""Equally many batches on every rank, and losses weighed where no hook weighs the gradients.
+"""The same number of batches on every rank, and weighted losses where no hook weights the gradients.
 
-FSDP2 gathers parameters in every forward, so ranks with unequal shares of a step would wait for each other for ever;
-and it averages gradients, as DDP does under a foreign hook, so that unequal shares must be weighed in the loss.
+FSDP2 gathers parameters in every forward, so ranks with unequal shares of a step would wait for each other forever. It
+also averages gradients, as DDP does with a hook of the user's own, so unequal shares must be weighted in the loss.
 
     loader = EvenLoader(elastic_loader(DataLoader(...), optimizer=optimizer, global_batch_size=60))
     for x, y in loader:
@@ -29,7 +29,7 @@ from dlrover_hooks.pytorch.ddp import weighs
 
 
 class Around:
-    """A loader around an elastic one, which has whatever it lacks. Subclasses say what becomes of the batches."""
+    """Wrapper of an elastic loader; missing attributes come from that loader. Subclasses define `_batches`."""
 
     elastic: Any
 
@@ -39,22 +39,23 @@ class Around:
         return getattr(self.elastic, name)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in a whole epoch, after a resume too."""
+        """This rank's micro-batches in a full epoch, after a resume too."""
         return len(self.elastic)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after a restore, else an epoch; `break` ends it, the next one begins the next epoch."""
-        return self._batches(iter(self.elastic))  # at once: where several loaders are zipped all begin, then one cuts
+        """The rest of the epoch after a restore, else an epoch. After `break` the next one begins the next epoch."""
+        return self._batches(iter(self.elastic))  # eagerly: zipped loaders must all begin before one cuts
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         raise NotImplementedError
 
 
 class EvenLoader(Around):
-    """An `ElasticLoader` with equally many batches on every rank: what a rank lacks in a step, it repeats as a ghost.
+    """An `ElasticLoader` with the same number of batches on every rank.
 
-    A ghost costs no time, since the other ranks are still computing then, and its loss must be multiplied by 0. Only
-    real batches are counted as samples. What it lacks is the `ElasticLoader`'s. Main thread only.
+    A rank with fewer batches in a step repeats its last one as a ghost. A ghost costs no time, since the other ranks
+    are still computing, and its loss must be multiplied by 0. Only real batches are counted as samples. Other
+    attributes are those of the `ElasticLoader`. Main thread only.
     """
 
     def __init__(self, elastic: ElasticLoader) -> None:
@@ -66,12 +67,12 @@ class EvenLoader(Around):
         elastic.accumulate_by_hand()
         self.elastic = elastic
         self.ghost = False
-        """The batch last received is a repetition."""
+        """True if the batch last received is a repetition."""
         self.step_ends = True
-        """The batch last received is the last one of its step, on every rank."""
+        """True if the batch last received is the last one of its step, on every rank."""
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, ghosts included; the same on every rank."""
+        """Batches of a full epoch, ghosts included; the same on every rank."""
         return epoch_batches(self.elastic.sampler.plan)
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -113,12 +114,12 @@ class EvenLoader(Around):
 
 
 def step_batches(plan: BatchPlan) -> int:
-    """Batches of a full step on the rank that has most."""
+    """Batches of a full step on the rank with the most."""
     return -(-plan.total // plan.world_size)
 
 
 def tail_batches(plan: BatchPlan, place: int = 0) -> int:
-    """Batches of the short last step of an epoch run from `place`, on the rank that has most; 0 without one."""
+    """Batches of the short last step of an epoch from `place`, on the rank with the most; 0 without a short step."""
     if not plan.has_tail(place):
         return 0
     q = place + plan.full_steps(place) * plan.global_batch_size
@@ -131,7 +132,7 @@ def epoch_batches(plan: BatchPlan, place: int = 0) -> int:
 
 
 def is_uneven(plan: BatchPlan) -> bool:
-    """Do ranks differ in their number of batches, in full steps or in the short one?"""
+    """True if ranks differ in their number of batches, in full steps or in the short one."""
     if plan.total % plan.world_size:
         return True
     if not plan.has_tail():
@@ -141,16 +142,16 @@ def is_uneven(plan: BatchPlan) -> bool:
 
 
 def loss_scale(loader: ElasticLoader | EvenLoader, *, weighed: bool) -> float:
-    """Factor for the gradient of the current batch's loss. `weighed`: a communication hook has the rank's weight."""
+    """Factor for the gradient of the current batch's loss. `weighed`: a communication hook applies the weight."""
     sampler, plan = loader.sampler, loader.sampler.plan
     if isinstance(loader, EvenLoader) and loader.ghost:
         return 0.0
-    share = step_batches(plan) / plan.micro_batches  # Lightning divides by what the busiest rank has
+    share = step_batches(plan) / plan.micro_batches  # Lightning divides by the largest share of any rank
     return sampler.loss_scale * share * (1.0 if weighed else sampler.weight * plan.world_size)
 
 
 def mean_scale(loader: ElasticLoader | EvenLoader) -> float:
-    """Factor for the loss of the batch last received, a mean over its samples, where ranks' gradients are averaged.
+    """Factor for the loss (a mean over samples) of the batch last received, where gradients are averaged over ranks.
 
     Summed over the batches of a step, gradients are then exactly those of the mean over its samples. 0 for a ghost.
     """
@@ -158,7 +159,7 @@ def mean_scale(loader: ElasticLoader | EvenLoader) -> float:
 
 
 class TokenMean:
-    """A loss that is the mean over all tokens of a step, however they are spread over batches and ranks.
+    """A loss that is the mean over all tokens of a step, for any distribution over batches and ranks.
 
         mean = TokenMean(model, loader)
         for x, y in loader:
@@ -168,9 +169,9 @@ class TokenMean:
                 mean.divide()
                 optimizer.step()
 
-    How many tokens a step has is known when its last batch was seen, so sums are accumulated, and gradients divided at
-    the end. model: where the gradients are; under DDP with or without our weights, or FSDP2. Training thread only;
-    `divide` is a collective.
+    The number of tokens is known only after the last batch of a step. So sums are accumulated, and gradients are
+    divided at the end. `model` holds the gradients, under DDP (with or without weighted gradients) or FSDP2. Training
+    thread only; `divide` is a collective.
     """
 
     def __init__(self, model: nn.Module, loader: ElasticLoader | EvenLoader) -> None:
@@ -179,7 +180,7 @@ class TokenMean:
         self._tokens = torch.zeros((), dtype=torch.int64)
 
     def add(self, total: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-        """What to call `backward` on; `total` is the sum over the `tokens` of the last batch received. 0 of a ghost."""
+        """The tensor for `backward`; `total` is the sum over the `tokens` of the last batch received. 0 for a ghost."""
         if self._ghost:
             return total * 0.0
         self._tokens = self._tokens.to(total.device) + tokens
@@ -190,7 +191,7 @@ class TokenMean:
         return self._loader.sampler.step.ghost or (isinstance(self._loader, EvenLoader) and self._loader.ghost)
 
     def divide(self) -> int:
-        """At the step's end, before gradients are clipped. Returns the tokens of the step, over all ranks."""
+        """Call at the step's end, before gradients are clipped. Returns the tokens of the step, over all ranks."""
         tokens, self._tokens = self._tokens, torch.zeros_like(self._tokens)
         if dist.is_initialized():
             dist.all_reduce(tokens)

@@ -1,7 +1,7 @@
-"""A durable generation in the forms of other tools, so that uninstalling dlrover-hooks loses nothing (DL-91).
+"""Exports a durable generation to the formats of other tools, so that uninstalling dlrover-hooks loses nothing.
 
-What is written is for their loaders and goes by their rules: torch's, DCP's and Lightning's files are pickles that
-stock tools make and read. Nothing of ours is ever read that way.
+The files follow the rules of the tools that load them: those of torch, DCP and Lightning are pickles, made and read by
+stock tools. dlrover-hooks itself never reads pickles.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dlrover_hooks.protocol import Manifest
 from dlrover_hooks.pytorch.tensor_loading import listed
 
 FILE_BYTES = 5_000_000_000
-"""A Hugging Face folder's weights are cut into files of at most so much, as `save_pretrained` does."""
+"""Maximum size of one weights file in a Hugging Face folder, as in `save_pretrained`."""
 
 
 def load(url: str, options: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """The replicated parts `state` and `data` of `manifest`'s generation: whole tensors, whoever held their shards.
+    """The replicated parts `state` and `data` of `manifest`'s generation, with full tensors assembled from all ranks.
 
     Raises:
-        Corrupt: something does not match its hash; names file, chunk and generation.
+        Corrupt: data does not match its hash; names file, chunk and generation.
         StorageFailed: it cannot be read.
     """
     place = StorageFolder(url, options)
@@ -51,10 +51,10 @@ def load(url: str, options: Mapping[str, Any], manifest: Manifest) -> dict[str, 
 
 
 def export(url: str, options: Mapping[str, Any], manifest: Manifest, form: str, dest: str) -> None:
-    """Write `manifest`'s generation to local path `dest` as `form`: torch, dcp, hf or lightning. Whole or not at all.
+    """Write `manifest`'s generation to local path `dest` as `form`: torch, dcp, hf or lightning. Atomic.
 
     Raises:
-        UsageError: `dest` cannot be made there, or the state has no such form.
+        UsageError: `dest` cannot be created, or the state has no such form.
         Corrupt, StorageFailed: as `load`; `dest` cannot be written.
     """
     dest = os.path.abspath(dest)
@@ -77,14 +77,14 @@ def _refuse_dest(place: StorageFolder, dest: str) -> None:
 
 @contextlib.contextmanager
 def _whole(dest: str) -> Iterator[str]:
-    """A place beside `dest` that becomes `dest` if all goes well, and is removed if not."""
+    """A temporary path beside `dest`: renamed to `dest` on success, removed on failure."""
     part = f"{dest}.{os.getpid()}.tmp"
     try:
         yield part
         os.rename(part, dest)
     except HooksError:
         raise
-    except Exception as error:  # each form's writer has errors of its own for a full disk
+    except Exception as error:  # each writer raises its own errors for a full disk
         hint = "name a place where there is room, and that this user may write"
         raise StorageFailed(f"cannot write {dest}: {reason(error)}", hint=hint) from error
     finally:
@@ -93,7 +93,7 @@ def _whole(dest: str) -> Iterator[str]:
 
 
 def _to_torch(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
-    """As `torch.load` reads it with weights_only=True: what that refuses becomes its nearest plain value."""
+    """Readable by `torch.load` with weights_only=True: other values become their nearest plain value."""
     about = {"job": manifest.job, "data": tree.get("data")}
     about |= {name: getattr(manifest.generation, name) for name in ("run", "attempt", "step")}
     torch.save(_plain(tree["state"] | {"dlrover_hooks": about}), dest)
@@ -104,7 +104,7 @@ def _to_dcp(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with warnings.catch_warnings():  # that it saves in one process, which is what is wanted
+    with warnings.catch_warnings():  # DCP warns that it saves in one process, which is intended
         warnings.simplefilter("ignore", UserWarning)
         save(tree["state"], storage_writer=FileSystemWriter(dest), no_dist=True)
 
@@ -132,7 +132,7 @@ def _to_hf(tree: dict[str, Any], manifest: Manifest, dest: str) -> None:
     for name, share in zip(names, shares, strict=True):
         path = os.path.join(dest, name)
         with open(path, "wb") as file:
-            mode = os.fstat(file.fileno()).st_mode  # as the umask wants it; safetensors makes it the user's alone
+            mode = os.fstat(file.fileno()).st_mode  # follows the umask; safetensors would make it private
         save_file(share, path, metadata={"format": "pt"})
         os.chmod(path, stat.S_IMODE(mode))
     if len(shares) > 1:
@@ -151,7 +151,7 @@ _FORMS: dict[str, Callable[[dict[str, Any], Manifest, str], None]] = {
 
 
 def _model(state: dict[str, Any], manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The model's state_dict, wherever the adapter that saved it puts it. Raises UsageError if there is not one."""
+    """The model's state_dict, at any adapter's location. Raises UsageError if there is not exactly one model."""
     models = [state["model"]] if "model" in state else state.get("parts", {}).get("model", [])
     models = [state["lightning"]["state_dict"]] if "lightning" in state else models
     if len(models) != 1:
@@ -163,7 +163,7 @@ def _model(state: dict[str, Any], manifest: Manifest) -> dict[str, torch.Tensor]
 
 
 def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under each of their names: safetensors knows no ties, and some loaders want every name."""
+    """Copies tied weights for each name: safetensors does not support ties, and some loaders need every name."""
     seen: set[int] = set()
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
@@ -174,7 +174,7 @@ def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _refuse_unknown(weights: dict[str, torch.Tensor]) -> None:
-    """Raises UsageError for dtypes that safetensors has not."""
+    """Raises UsageError for dtypes that safetensors lacks."""
     unknown = [
         f"{name} ({one.dtype})" for name, one in weights.items() if one.dtype not in torch_backend.DTYPES.values()
     ]
@@ -198,7 +198,7 @@ def _shares(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` out of what `torch.load` allows with weights_only=True."""
+    """`value` converted to types that `torch.load` allows with weights_only=True."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value) if value.dtype.isnative and value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""What `AsyncCheckpointer` keeps beside model and optimizer: each part by a name that tells it from the others."""
+"""The `extra` parts that `AsyncCheckpointer` keeps beside model and optimizer, each with a unique name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlrover_hooks.pytorch.tensor_loading import refuse
 
 
 class Stateful(Protocol):
-    """What `extra` may hold: schedulers, scalers, EMA, metrics."""
+    """An element of `extra`: scheduler, scaler, EMA, metric."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
@@ -27,7 +27,7 @@ class Extras:
     In a mapping the keys are the names. In a sequence a part is named by its class, a scheduler also by its optimizer.
 
     Raises:
-        UsageError: two parts of a sequence have one name, so that a restore could exchange their states.
+        UsageError: two parts of a sequence have the same name, so that a restore could exchange their states.
     """
 
     def __init__(self, extra: Iterable[Stateful] | Mapping[str, Stateful], model: nn.Module) -> None:
@@ -46,25 +46,25 @@ class Extras:
             )
 
     def states(self) -> list[Any]:
-        """Of all parts, in their order."""
+        """The states of all parts, in order."""
         return [part.state_dict() for part in self.parts]
 
     def places(self, saved: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        """Each part with its place among the states in `saved`, the state of a cut.
+        """Each part with the index of its state in `saved`, the state of a cut.
 
         Raises:
-            UsageError: they are those of other parts.
+            UsageError: the saved states belong to other parts.
         """
         states, names = saved["extra"], saved.get("extra_names")
         if len(states) != len(self.parts):
             counts = f"`extra` had {len(states)} parts, here it has {len(self.parts)}"
-            refuse([counts], "give the same parts in the same order, or start anew (resume='never')")
-        if names is None:  # of an older version: by order
+            refuse([counts], "give the same parts in the same order, or start over (resume='never')")
+        if names is None:  # saved by an older version: by order
             return list(enumerate(self.parts))
         if sorted(names) != sorted(self.names) or (names != self.names and not self._keyed):
             refuse(
                 [f"`extra` was {', '.join(names)}; here it is {', '.join(self.names)}"],
-                "give the same parts in the same order, or start anew (resume='never')",
+                "give the same parts in the same order, or start over (resume='never')",
             )
         return [(names.index(name), part) for name, part in zip(self.names, self.parts, strict=True)]
 

@@ -1,8 +1,8 @@
-"""Model and optimizer as one state whose names depend on neither world size, layout nor wrapper.
+"""Model and optimizer as one state whose names do not depend on world size, layout or wrapper.
 
-Parameters go by the name they have in the bare model, in the optimizer's state too, as in
-`torch.distributed.checkpoint.state_dict`; but nothing is gathered, and no optimizer is stepped to make room for what is
-restored: tensors for its state are made like the parameters they belong to, in the dtype that was saved.
+Parameters are named as in the unwrapped model, in the optimizer's state too, as in
+`torch.distributed.checkpoint.state_dict`. Unlike there, nothing is gathered, and no optimizer step is run to allocate
+the state to be restored: its tensors are created like the parameters they belong to, in the saved dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlrover_hooks.protocol.shapes import require
 from dlrover_hooks.pytorch.tensor_loading import is_sharded, listed, own_state, refuse
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-_OTHER_MODEL = "give the model and the optimizer the same parameters as before, or start anew (resume='never')"
+_OTHER_MODEL = "give the model and the optimizer the same parameters as before, or start over (resume='never')"
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -47,7 +47,7 @@ class GroupForm(msgspec.Struct):
 
 
 class OptimizerForm(msgspec.Struct):
-    """Of the state of a `torch.optim.Optimizer` what is relied on here and by torch."""
+    """The parts of a `torch.optim.Optimizer` state that this package and torch rely on."""
 
     state: dict[Any, Any]
     param_groups: list[GroupForm]
@@ -58,14 +58,14 @@ class _NamedGroupForm(msgspec.Struct):
 
 
 class _NamedForm(msgspec.Struct):
-    """What `NamedOptimizer.state_dict` gives."""
+    """The form of `NamedOptimizer.state_dict`."""
 
     state: dict[Any, Any]
     param_groups: list[_NamedGroupForm]
 
 
 class WholeState:
-    """`model` (bare) and `optimizer` of one run. Training thread."""
+    """The state of `model` (unwrapped) and `optimizer`. Training thread."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self._optimizer = model, NamedOptimizer(optimizer, model)
@@ -75,7 +75,7 @@ class WholeState:
         return {"model": self._named(), "optimizer": self._optimizer.state_dict()}
 
     def load(self, saved: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Take `saved` (see `save`), the tensors of which are those of `targets` where it gave some."""
+        """Load `saved` (see `save`). Its tensors are those returned by `targets`, where that returned any."""
         model: dict[str, Any] = saved["model"]
         live: dict[str, str] = {_plain(name): name for name in self.model.state_dict()}
         self.model.load_state_dict({live.get(name, name): value for name, value in model.items()})
@@ -83,7 +83,7 @@ class WholeState:
             self._optimizer.load_state_dict(saved["optimizer"])
 
     def targets(self, saved: Mapping[str, Any], *, weights_only: bool = False) -> dict[str, torch.Tensor]:
-        """By saved name, the tensors that are to be filled for `saved`, which has `Stored` for tensors.
+        """The tensors to fill for `saved`, by saved name; `saved` has `Stored` in place of tensors.
 
         Raises:
             UsageError: keys, or parameters of the optimizer, are not those that were saved.
@@ -107,20 +107,20 @@ class WholeState:
 
 
 class NamedOptimizer:
-    """`optimizer` by the names that its parameters have in `model` (bare); others by group and number."""
+    """`optimizer`, with its parameters named as in `model` (unwrapped); parameters outside it by group and index."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self._optimizer = optimizer
         found: Mapping[nn.Parameter, str] = {parameter: _plain(name) for name, parameter in model.named_parameters()}
         self._known = found
         self._checked = 0
-        """Parameters that had a state when it was looked at last."""
+        """Number of parameters with a state at the last check."""
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, by name.
 
         Raises:
-            UsageError: what a sharded parameter has there could not be restored.
+            UsageError: the state of a sharded parameter could not be restored.
         """
         if len(self._optimizer.state) != self._checked:
             self._check()
@@ -149,7 +149,7 @@ class NamedOptimizer:
             )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take `saved`, in the dtypes that it has."""
+        """Load `saved` in its own dtypes."""
         numbered = self._numbered(saved)
         self._optimizer.load_state_dict(numbered)
         exact_optimizer_states([self._optimizer], [numbered])
@@ -177,20 +177,20 @@ class NamedOptimizer:
         return found
 
     def first_name(self) -> str:
-        """Of its first parameter: tells it from the other optimizers of a model."""
+        """The name of its first parameter, which distinguishes it from the model's other optimizers."""
         return next(iter(self._names()), "no parameter")
 
     def _names(self) -> list[str]:
-        """Of the optimizer's parameters, in the order of their numbers."""
+        """The names of the optimizer's parameters, in index order."""
         groups = enumerate(self._optimizer.param_groups)
         return [self._known.get(one, f"{g}.{i}") for g, group in groups for i, one in enumerate(group["params"])]
 
     def _parameters(self) -> list[torch.Tensor]:
-        """In the same order."""
+        """The parameters, in the same order."""
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def _numbered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """`saved` with the numbers that its parameters have here."""
+        """`saved` with parameter names replaced by their indices here."""
         number = {name: index for index, name in enumerate(self._names())}
         live = self._optimizer.state_dict()["param_groups"]
         groups = zip(saved["param_groups"], live, strict=True)
@@ -202,7 +202,7 @@ class NamedOptimizer:
 
 
 def _follows(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Is there one `value` for all ranks, or is it sharded as `parameter` is?"""
+    """True if `value` is the same on all ranks, or sharded as `parameter` is."""
     if not is_sharded(parameter) or not any(one.is_shard() for one in parameter.placements):  # pyright: ignore[reportAttributeAccessIssue]
         return True
     return value.shape == parameter.shape if is_sharded(value) else value.numel() <= 1
@@ -232,7 +232,7 @@ def _name(names: list[str], number: Any) -> Any:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _plain(name: str) -> str:
-    """Remembered: the very same string at every save, which is compared at once."""
+    """Cached, so that every save returns the identical string, which compares quickly."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -244,12 +244,12 @@ def _same_keys(saved: Iterable[str], live: Iterable[str], where: str) -> None:
 
 
 def refuse_other_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], named: str | None) -> None:
-    """Another class has other state, and would find out in mid-step. `named`: the class that was saved.
+    """Refuse a state of another optimizer class, which would otherwise fail in mid-step. `named`: the saved class.
 
-    None: an older version has saved it. What differs is told then by options that each class has alone.
+    None if an older version saved it. A difference is then detected from options that only one of the two classes has.
 
     Raises:
-        UsageError: names both classes and what each has alone.
+        UsageError: names both classes and the options that only one has.
     """
     now = type(optimizer).__name__
     then = {option for group in saved["param_groups"][:1] for option in group} - {"params", "initial_lr"}
@@ -267,7 +267,7 @@ def _alone(options: set[Any]) -> str:
 
 
 def exact_optimizer_states(optimizers: list[torch.optim.Optimizer], saved: list[dict[str, Any]]) -> None:
-    """Put back what `Optimizer.load_state_dict` cast to the parameter's dtype (fp32 moments of bf16 weights)."""
+    """Undo the cast of `Optimizer.load_state_dict` to the parameter's dtype (fp32 moments of bf16 weights)."""
     for optimizer, state in zip(optimizers, saved, strict=True):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, entries in state["state"].items():

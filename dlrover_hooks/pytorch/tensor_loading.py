@@ -1,7 +1,7 @@
-"""Saved tensors into live ones, at any world size and layout, in two phases: checked and verified first, copied later.
+"""Loads saved tensors into live ones, at any world size and layout, in two phases: check and verify, then copy.
 
-What is whole on both sides is copied by plain threads. Where either side is sharded, torch's own planner says which
-regions of which images a tensor takes. No collective runs.
+Tensors that are complete on both sides are copied by plain threads. Where either side is sharded, torch's own planner
+selects the regions of the images that a tensor takes. No collective runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SHOWN = 5
 
 
 class Filling:
-    """A `restoring.Fit`: `targets` by saved name take what `opening` holds.
+    """A `generation_loader.Fit`: copies from `opening` into `targets`, given by saved name.
 
     Raises:
-        UsageError: shapes differ, or dtypes that are not both of floating point.
-        Corrupt, StorageFailed: what they need is not there whole.
+        UsageError: shapes differ, or dtypes that are not both floating point.
+        Corrupt, StorageFailed: data that they need is missing or damaged.
     """
 
     def __init__(self, opening: Opening, targets: Mapping[str, torch.Tensor]) -> None:
@@ -43,7 +43,7 @@ class Filling:
         self._parts = _Parts(opening, {name: targets[name] for name in sharded}) if sharded else None
 
     def fill(self) -> None:
-        """Copy; see `restoring.Fit`."""
+        """Copy; see `generation_loader.Fit`."""
         pairs = (
             (target.detach(), torch_backend.source(piece, stored.dtype))
             for target, stored in self._whole
@@ -55,7 +55,7 @@ class Filling:
 
 
 class _Parts:
-    """Tensors of which either side has only a part here."""
+    """Tensors that are sharded on either side."""
 
     def __init__(self, opening: Opening, targets: dict[str, torch.Tensor]) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -80,17 +80,19 @@ class _TensorRegion(NamedTuple):
     whole: tuple[int, ...]
 
     def is_in(self, stored: Stored) -> bool:
-        """Do the pieces known so far cover it?"""
+        """True if the parts known so far cover the region."""
         return stored.is_whole or sum(map(self._common, stored.pieces)) == math.prod(self.shape)
 
     def _common(self, piece: TensorPart) -> int:
-        """Elements that the two have in common."""
+        """Number of elements in the intersection."""
         sides = zip(self.offsets, self.shape, piece.offsets, piece.shape, strict=True)
         return math.prod(max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in sides)
 
     def ranks(self, stored: Stored) -> range:
-        """The saved ranks that are likely to hold it: torch cuts a dimension into equal parts, the last ones shorter,
-        and rank by rank takes one. So one known piece tells of all; the first rank's is never empty.
+        """The saved ranks that are likely to hold the region.
+
+        torch cuts a dimension into equal parts, the last ones shorter, and assigns them rank by rank. So one known part
+        determines all; the first rank's is never empty.
         """
         if not stored.pieces:
             return range(1)
@@ -102,7 +104,7 @@ class _TensorRegion(NamedTuple):
 
 
 def _index(images: Images, targets: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
-    """The tensors of as few images as hold what `targets` take: all ranks together open W of them, not W^2."""
+    """The index of as few images as cover `targets`: all ranks together open W images, not W^2."""
     index, asked = images.index(), set[int]()
     wanted = {name: _region(name, target) for name, target in targets.items()}
     while wanted := {name: region for name, region in wanted.items() if not region.is_in(index[name])}:
@@ -126,7 +128,7 @@ def _region(name: str, target: torch.Tensor) -> _TensorRegion:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Is it a DTensor?"""
+    """True for a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -142,19 +144,19 @@ def _compare(targets: Mapping[str, torch.Tensor], index: Mapping[str, Stored]) -
             converted.append(f"{name} from {dtype} to {target.dtype}")
         elif target.dtype is not dtype:
             wrong.append(f"{name} was saved as {dtype}, here it is {target.dtype}")
-    refuse(wrong, "Build the model as it was when it was saved, or start anew (resume='never').")
+    refuse(wrong, "Build the model as it was when it was saved, or start over (resume='never').")
     if converted:
         log.warning("the checkpoint is converted: %s", listed(converted))
 
 
 def refuse(problems: Sequence[str], hint: str) -> None:
-    """Raise UsageError with the first problems and the number of all, if there are any."""
+    """Raise UsageError with the first problems and their total number, if there are any."""
     if problems:
         raise UsageError(f"the checkpoint does not fit: {listed(problems)}", hint=hint)
 
 
 def refuse_sharded(tensors: Mapping[str, Any]) -> None:
-    """For adapters that restore whole tensors. Raises UsageError if some are DTensors."""
+    """For adapters that restore full tensors only. Raises UsageError if some are DTensors."""
     found = [name for name, tensor in tensors.items() if is_sharded(tensor)]
     if found:
         raise UsageError(
@@ -164,10 +166,10 @@ def refuse_sharded(tensors: Mapping[str, Any]) -> None:
 
 
 def left_alone(strategy: str, framework: str, on_error: str) -> str:
-    """Why nothing is saved or resumed under `strategy`, where training goes on without (`on_error` "warn").
+    """Why nothing is saved or resumed under `strategy`, if training continues without it (`on_error` "warn").
 
     Raises:
-        UsageError: with `on_error` "raise". Who asks for checkpoints must not find out by a crash that there are none.
+        UsageError: with `on_error` "raise", so that users do not find out in a crash that there are no checkpoints.
     """
     reason = (
         f"{strategy} shards or moves state in a way of its own, and under {framework} state is kept with "
@@ -183,11 +185,11 @@ def left_alone(strategy: str, framework: str, on_error: str) -> str:
 
 
 def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:
-    """`state[key]`, which `adapter` keeps there.
+    """`state[key]`, where `adapter` keeps its state.
 
     Raises:
         UsageError: another adapter has saved this state.
-        Corrupt: it is the state of none.
+        Corrupt: `state` is not the state of any adapter.
     """
     require(state, dict[str, Any], "the state")
     if key not in state:
@@ -199,6 +201,6 @@ def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few of `names`, and how many there are."""
+    """The first few of `names`, and their total number."""
     more = f"; {len(names)} in all" if len(names) > SHOWN else ""
     return "; ".join(names[:SHOWN]) + more

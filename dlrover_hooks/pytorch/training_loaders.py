@@ -1,4 +1,4 @@
-"""Which of a user's loaders are for training, and which keep a place of their own."""
+"""Finds the user's training loaders, and the loaders that keep their own position."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dlrover_hooks.data.sampler import ElasticSampler
 
 
 def is_training(loader: Any, beside: list[Any]) -> bool:
-    """Is `loader` for training, among the loaders handed over in the same call?
+    """True if `loader` is for training, among the loaders prepared in the same call.
 
-    The shuffled and the leased ones are, and those that are elastic or have an ElasticSampler already. If there is
-    none, the first one is, provided that an optimizer comes along.
+    Shuffled and leased loaders are, and those that are elastic or have an ElasticSampler already. If there is none, the
+    first loader is, provided that an optimizer is among `beside`.
     """
     loaders = [one for one in beside if isinstance(one, torch.utils.data.DataLoader | ElasticLoader | LeasedLoader)]
     found = [one for one in loaders if _shuffles(one)]
@@ -34,6 +34,6 @@ def _shuffles(loader: Any) -> bool:
 
 
 def keeps_own_state(loader: Any) -> bool:
-    """A loader with a place of its own, which `elastic_loader` leaves alone."""
+    """True for a loader that keeps its own position, which `elastic_loader` does not wrap."""
     own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return own and not is_leased(loader) and supports(loader) is not None

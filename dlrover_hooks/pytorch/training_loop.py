@@ -1,7 +1,7 @@
-"""A hand-written loop in a job, for frameworks that hand their objects over one by one (Accelerate, Fabric).
+"""Drives a hand-written loop in a job, for frameworks that prepare their objects one by one (Accelerate, Fabric).
 
-`TrainingLoop` keeps the parts of one consistent cut, restores each as it is handed over, and cuts at step boundaries.
-`Window` says, for each micro-batch, whether its step ends with it and what its loss is to be multiplied by.
+`TrainingLoop` keeps the parts of one consistent cut, restores each part when it is added, and cuts at step boundaries.
+`Window` determines, for each micro-batch, whether its step ends with it and the factor for its loss.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ log = logging.getLogger("dlrover_hooks")
 
 
 class StatefulLoader(Stateful, Protocol):
-    """A training loader with a place of its own (torchdata, litdata, streaming): kept in the cut, never wrapped."""
+    """A training loader that keeps its own position (torchdata, litdata, streaming): kept in the cut, never wrapped."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
 
 class Window:
-    """The accumulation window of the loop, as long as this rank's share of the step.
+    """The loop's accumulation window, as long as this rank's share of the step.
 
     Without an elastic loader, and with leased data, every micro-batch is a step. Training thread only.
     """
 
     def __init__(self) -> None:
         self.loaders: list[ElasticLoader | LeasedLoader] = []
-        """They step together; the first one's epochs are those of the loop."""
+        """These step together; the first one's epochs are those of the loop."""
         self.pending = False
-        """True from a micro-batch's backward to the end of its step: gradients that must not be zeroed."""
+        """True from a micro-batch's backward to the end of its step: gradients must not be zeroed."""
         self.hooked = False
-        """True when a communication hook weighs the gradients (DL-88)."""
+        """True when a communication hook weights the gradients."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self._inside = False
         self._models: list[DistributedDataParallel] = []
 
     def follow(self, model: DistributedDataParallel) -> None:
-        """Weigh the model's gradients, and reduce them once in a window."""
+        """Weight the model's gradients, and reduce them once per window."""
         weighed = weigh_gradients(model, self._weight)
         self.hooked = bool(weighed) and (self.hooked or not self._models)
         if not weighed:
@@ -72,7 +72,7 @@ class Window:
 
     @property
     def loader(self) -> ElasticLoader | LeasedLoader | None:
-        """The one whose weights are those of the step: see `even.leader`."""
+        """The loader whose weights apply to the step: see `even_batches.leader`."""
         return leader(self.loaders)
 
     @property
@@ -83,12 +83,12 @@ class Window:
 
     @property
     def number(self) -> int:
-        """Of the micro-batch last received, in its step; from 1."""
+        """Index of the micro-batch last received in its step, from 1."""
         return self.loader.sampler.progress.current()[1] if isinstance(self.loader, ElasticLoader) else 1
 
     @property
     def ends(self) -> bool:
-        """The micro-batch last received is this rank's last in its step; true outside the loop, too."""
+        """True if the micro-batch last received is this rank's last in its step; true outside the loop, too."""
         return self.loader is None or not self._inside or self.loader.step_ends
 
     def scale(self) -> float:
@@ -98,13 +98,13 @@ class Window:
         return self.loader.loss_scale * (1.0 if self.hooked else self.loader.weight * _world_size())
 
     def received(self) -> None:
-        """A micro-batch is about to be given to the loop: from here on DDP reduces gradients or does not."""
+        """Called before a micro-batch is given to the loop: sets whether DDP reduces gradients."""
         self._inside = True
         for model in self._models:
             model.require_backward_grad_sync = self.ends
 
     def over(self) -> None:
-        """The loop over the loader ended. Gradients of a window that was broken off belong to no step."""
+        """Called when the loop over the loader ends. Discards the gradients of an interrupted window."""
         for optimizer in self.optimizers if self.pending else ():
             optimizer.zero_grad()
         self._inside = self.pending = False
@@ -112,12 +112,12 @@ class Window:
             model.require_backward_grad_sync = True
 
     def forget(self) -> None:
-        """The loop is over. DDP holds the window in C++, where no cycle is found."""
+        """Drop references when the loop is over: DDP holds the window in C++, where gc finds no cycle."""
         self._models.clear()
         self.optimizers.clear()
 
     def may_zero(self) -> bool:
-        """May gradients be zeroed? Not inside a window, be `zero_grad` called before the backward or after the step."""
+        """True if gradients may be zeroed: not inside a window, at whatever point the loop calls `zero_grad`."""
         return self.micro_batches == 1 or not self.pending
 
     def _weight(self) -> float:
@@ -131,13 +131,13 @@ def _world_size() -> int:
 
 
 class TrainingLoop:
-    """One life of one worker whose loop is the user's own.
+    """One worker's part in one round, for a loop of the user's own.
 
-    Joins and learns what is restored at once; each part handed over later gets its restored state in that call, by the
+    The constructor joins the job and finds what to restore. Each part added later is restored in that call, by its
     order within its kind. The first optimizer's steps count. All methods run on the training thread.
 
     Raises:
-        UsageError: parts of the restored checkpoint were not handed over (at the first quiet point).
+        UsageError: parts of the restored checkpoint were not added (at the first step boundary).
     """
 
     def __init__(self, config: Config, place: Place, on_preempt: Callable[[Preempted], object] | None = None) -> None:
@@ -155,10 +155,10 @@ class TrainingLoop:
             raise
         self.step: int = self._saved.get("step", 0)
         self.first_world: int = self._saved.get("first_world", place.world_size)
-        """The world size of the job's first start: what schedules were made for."""
+        """The world size of the job's first start, which schedules were made for."""
         self._epoch: int = self._saved.get("epoch", 0)
         self.left_out = ""
-        """Why a loader was taken for one of evaluation. Said at the first step if no other loader is known."""
+        """Why a loader was treated as an evaluation loader. Logged at the first step if there is no other loader."""
         self._parts: dict[str, list[Stateful]] = {}
         self._buckets: list[BucketOrder] = []
         self._own: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ class TrainingLoop:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def add(self, kind: str, part: Stateful) -> None:
-        """Make `part` the next of its kind in every cut, and put its restored state into it."""
+        """Add `part` to every cut as the next of its kind, and load its restored state."""
         parts = self._parts.setdefault(kind, [])
         saved = self._saved.get("parts", {}).get(kind, [])
         if len(parts) < len(saved):
@@ -184,11 +184,11 @@ class TrainingLoop:
             yield from cast(nn.Module, model).parameters()
 
     def has(self, kind: str) -> bool:
-        """Was a part of this kind handed over?"""
+        """True if a part of this kind was added."""
         return kind in self._parts
 
     def add_model(self, module: nn.Module, wrapped: nn.Module) -> None:
-        """`module` with its own parameter names, and what the framework made of it."""
+        """`module`: the model with its own parameter names. `wrapped`: the framework's wrapper."""
         self.add("model", module)
         handle = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(wrapped))
         self._undo.append(handle.remove)
@@ -199,7 +199,7 @@ class TrainingLoop:
             self._buckets.append(keep_buckets(wrapped, saved))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The bare optimizer; the first one's steps are the steps of the run. Raises UsageError for another class."""
+        """The unwrapped optimizer; the first one's steps count. Raises UsageError for another class."""
         index = len(self._parts.get("optimizer", []))
         saved = self._saved.get("parts", {}).get("optimizer", [])[index : index + 1]
         for one in saved:
@@ -211,17 +211,17 @@ class TrainingLoop:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
 
     def add_own_loader(self, loader: StatefulLoader) -> None:
-        """A training loader with a state of its own. Its state is taken when the optimizer steps."""
+        """A training loader with its own state, which is read when the optimizer steps."""
         self.add("loader", loader)
         if self._epoch_over:
-            iter(loader)  # it stands behind the last batch of an epoch; the loop's own iterator begins the next one
+            iter(loader)  # the state is after the last batch of an epoch; the loop's own iterator starts the next
         self._own.append(loader.state_dict())
 
     def elastic(self, loader: Any, *, accumulate: int, seed: int) -> ElasticLoader:
-        """`loader` made elastic, watched, and put where the restored cut stood.
+        """Make `loader` elastic, watch it, and set it to the position of the restored cut.
 
-        `accumulate`: what the user asked for, as long as nobody says otherwise. The first loader decides how many
-        micro-batches a step has; all others follow.
+        `accumulate`: the user's setting, unless configuration or a checkpoint overrides it. The first loader determines
+        the number of micro-batches in a step; all others follow.
         """
         name = f"train.{len(self._loaders)}" if self._loaders else "train"
         self._refuse_beside_leased(name)
@@ -250,7 +250,7 @@ class TrainingLoop:
         return made
 
     def leased(self, loader: Any, *, accumulate: int) -> LeasedLoader:
-        """`loader`, over a ShardDataset, as the master lends it out."""
+        """Wrap `loader`, over a ShardDataset, for data leased from the master."""
         made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
         if self.window.loaders or accumulate != 1:
             raise UsageError(
@@ -276,7 +276,7 @@ class TrainingLoop:
             )
 
     def _batch_of(self, loader: Any, name: str, accumulate: int) -> int | None:
-        """None: what the restored state says."""
+        """The global batch size; None: that of the restored state."""
         if self._loaders:
             return self._loaders[0].sampler.plan.total * (loader.batch_size or 1)
         if self.config.global_batch_size or self.session.restored_data(name) is not None:
@@ -293,7 +293,7 @@ class TrainingLoop:
             self._epoch, self._epoch_over = epoch + 1, True
 
     def quiet(self) -> None:
-        """A quiet point: everything of the last step is over, the next batch was not fetched yet."""
+        """Called at a step boundary: the last step is entirely over, the next batch is not fetched yet."""
         if not self._end.alive:
             return
         if not self._checked:
@@ -312,9 +312,9 @@ class TrainingLoop:
             if len(saved) != len(self._parts.get(kind, [])):
                 raise UsageError(
                     f"the checkpoint has {len(saved)} of kind {kind!r}, here are {len(self._parts.get(kind, []))}",
-                    hint="prepare everything before the loop, always in the same order, or start anew (resume='never')",
+                    hint="prepare everything before the loop, always in the same order, or start over (resume='never')",
                 )
-        refuse_sharded(pytree.flatten(self.state()).tensors)  # what cannot be kept is named before anything is trained
+        refuse_sharded(pytree.flatten(self.state()).tensors)  # refuse unsupported state before training starts
         if self.session.membership is not None:
             models, optimizers = (cast(Any, self._parts.get(kind, [])) for kind in ("model", "optimizer"))
             ends = [loader.close for loader in self.window.loaders] + [self._let_go]
@@ -326,7 +326,7 @@ class TrainingLoop:
             self._undo.pop()()
 
     def _before_forward(self, model: nn.Module) -> None:
-        """Without an elastic loader nobody asks for batches: the first forward after a step is the quiet point."""
+        """Without an elastic loader, the first forward after a step is the step boundary."""
         if self._asked and not self.window.loaders and model.training and torch.is_grad_enabled():
             self._asked = False
             self.quiet()
@@ -341,7 +341,7 @@ class TrainingLoop:
         self.session.stepped()
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The `state` part of a cut; with `extra` as it was before, if it is given."""
+        """The `state` part of a cut; `extra` replaces the current result of `_extra`."""
         extra = self._extra() if extra is None else extra
         parts = self._states(lambda kind: kind in ("model", "optimizer"))
         return {
@@ -354,7 +354,7 @@ class TrainingLoop:
         }
 
     def _extra(self) -> dict[str, Any]:
-        """What changes outside of an optimizer's step."""
+        """The state that changes outside of an optimizer step."""
         parts = self._states(lambda kind: kind not in ("model", "optimizer", "loader"))
         own = {"loader": self._own} if self._own else {}
         return {"epoch": self._epoch, "epoch_over": self._epoch_over, "parts": parts | own}
@@ -363,19 +363,20 @@ class TrainingLoop:
         return {kind: [one.state_dict() for one in parts] for kind, parts in self._parts.items() if wanted(kind)}
 
     def marked(self) -> dict[str, dict[str, Any]]:
-        """The data state that includes the step just taken, for a checkpoint of the user's own. Of leased data the
-        master has the books, so they have no part in it.
+        """The data state that includes the step just taken, for a checkpoint of the user's own.
+
+        Leased data is not included, because the master keeps its ledger.
         """
         return {one.name: one.state_dict() | {"cursor": one.sampler.progress.marked} for one in self._loaders}
 
     def place_at(self, states: dict[str, dict[str, Any]]) -> None:
-        """Put the elastic loaders where a checkpoint of the user's own stood."""
+        """Set the elastic loaders to the positions in a checkpoint of the user's own."""
         for loader in self._loaders:
             loader.load_state_dict(states[loader.name])
         for one in self.window.loaders:
             if isinstance(one, LeasedLoader):
                 log.warning(
-                    "leased dataset %r: the model goes back to a checkpoint of your own, the master's books do not: "
+                    "leased dataset %r: the model goes back to a checkpoint of your own, the master's ledger does not: "
                     "samples trained since that save are not handed out again", one.name,
                 )  # fmt: skip
         self.session.forget_restored()
@@ -383,7 +384,7 @@ class TrainingLoop:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training ended: make the last step durable, then leave as DONE."""
+        """End training: make the last step durable, then leave as DONE."""
         if not self._end.alive:
             return
         try:
@@ -394,7 +395,7 @@ class TrainingLoop:
             self.close(p.Departure.DONE)
 
     def close(self, reason: p.Departure) -> None:
-        """Give up the seat as it is. Safe to call twice."""
+        """Give up the rank assignment without saving. Safe to call twice."""
         if self._end.detach() is None:
             return
         for loader in self.window.loaders:
@@ -407,7 +408,7 @@ class TrainingLoop:
 
 
 def _refuse_evaluation(loader: ElasticLoader) -> None:
-    """Without gradients and without a step, for more than a look: raises UsageError."""
+    """Raise UsageError if `loader` is iterated without gradients or steps, beyond a single peek."""
     if loader.sampler.progress.peeked and not torch.is_grad_enabled():
         raise UsageError(
             f"loader {loader.name!r} is iterated without gradients, but it is a training loader: its place is that of "
@@ -425,7 +426,7 @@ class _PartsForm(msgspec.Struct):
 
 
 class _LoopForm(msgspec.Struct):
-    """What `TrainingLoop.state` gives; an older version left some of it out."""
+    """The form of `TrainingLoop.state`; fields with a default may be absent in older checkpoints."""
 
     step: p.Step
     parts: dict[str, list[Any]]
@@ -437,10 +438,10 @@ class _LoopForm(msgspec.Struct):
 
 
 def _taken(restored: Restored | None) -> dict[str, Any]:
-    """What is put into the parts that are handed over.
+    """The state to load into the parts that are added.
 
     Raises:
-        UsageError: only the weights are asked for, and there are none.
+        UsageError: only the weights are requested, and there are none.
     """
     if restored is None:
         return {}

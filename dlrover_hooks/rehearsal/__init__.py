@@ -1,4 +1,4 @@
-"""A user's script, run as it is and under faults, and the runs compared.
+"""Runs a user's unchanged script with and without faults, and compares the runs.
 
-The way in: `dlrover-hooks rehearse`.
+Entry point: `dlrover-hooks rehearse`.
 """

@@ -1,7 +1,7 @@
-"""Which promise a script keeps, and where it breaks one: an undisturbed run, compared with one that meets faults and
-one whose launcher is killed and started again.
+"""Judges which promises a script keeps, and where it breaks one.
 
-Pure: it reads what `dlrover_hooks.testing.faults.step_trace` found and decides.
+Compares an undisturbed run with one that gets faults, and with one whose launcher is killed and started again. Pure:
+uses only the traces read by `dlrover_hooks.testing.faults.step_trace`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DATA, SAVED, RECOVERED, SAME, RELAUNCHED, WRITTEN = (
     "  what the script itself writes",
 )
 SURELY_SAVED = 10
-"""Who dies in a step behind this one had a checkpoint: saves begin with steps 1, 2, 4 and 8."""
+"""A process that dies after this step had a checkpoint: saves begin with steps 1, 2, 4 and 8."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`kept`: None where it cannot be told. `step`, `rank`, `tensor`: where it is broken first."""
+    """`kept`: None if it cannot be determined. `step`, `rank`, `tensor`: where it is broken first."""
 
     promise: str
     kept: bool | None
@@ -40,8 +40,8 @@ class Verdict(msgspec.Struct, frozen=True):
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The runs. `bound`: the step at which they were ended; `code`: the exit code of the run with faults.
 
-    `struck`: rows of the faults that struck, in order; `planned`: how many there should have been. `calm_lines` and
-    `hit_lines`: what each run added to which file. `again`: the run with a relaunch (None: there was none), with
+    `struck`: rows of the faults that were injected, in order; `planned`: their intended number. `calm_lines` and
+    `hit_lines`: lines that each run added, by file. `again`: the run with a relaunch (None: there was none), with
     `relaunched` workers from then on; `keeps`: the script has a `save_to`.
     """
 
@@ -60,7 +60,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
-    """One verdict for each promise, in their order, and one for what the script writes."""
+    """One verdict for each promise, in order, and one for the files that the script writes."""
     relaunch = [relaunched(evidence)] if evidence.again is not None else []
     return [data(evidence), saved(evidence), recovered(evidence), same(evidence), *relaunch, written(evidence)]
 
@@ -69,14 +69,14 @@ def judge(evidence: Evidence) -> list[Verdict]:
 
 
 def data(evidence: Evidence) -> Verdict:
-    """The same positions in each step, and as many steps."""
+    """Checks that both runs have the same positions in each step, and as many steps."""
     calm, hit = evidence.calm.lineage(), evidence.hit.lineage()
     if _leased(evidence):
         return Verdict(DATA, None, "leased data: which worker trains what is another in each run; not compared")
     if not any(row.data for ranks in calm.values() for row in ranks.values()):
         hint = "wrap the training loader: elastic_loader(loader, optimizer=optimizer), or hand it to the adapter"
         return Verdict(
-            DATA, False, "no dataset is known: a restart begins its samples anew", hint, min(calm, default=0)
+            DATA, False, "no dataset is known: a restart begins with its first sample", hint, min(calm, default=0)
         )
     if (step := _unseen(calm)) is not None:
         hint = "iterate what elastic_loader returned, in every step"
@@ -98,12 +98,12 @@ def _leased(evidence: Evidence) -> bool:
 
 
 def _unseen(calm: Mapping[int, object]) -> int | None:
-    """The first step that had no quiet point."""
+    """The first step without a step boundary."""
     return next((step for step in range(1, max(calm, default=0)) if step not in calm), None)
 
 
 def _fetches_ahead(calm: Mapping[int, Mapping[int, Row]]) -> bool:
-    """Did a dataset stand two global batches on when the first step was over?"""
+    """True if a dataset was two global batches ahead when the first step was over."""
     states = [state for row in calm.get(1, {}).values() for state in row.data.values()]
     return any(isinstance(one, dict) and "G" in one and one.get("cursor") == 2 * one["G"] for one in states)
 
@@ -111,7 +111,7 @@ def _fetches_ahead(calm: Mapping[int, Mapping[int, Row]]) -> bool:
 def _ends(evidence: Evidence, calm: int, hit: int) -> Verdict:
     if hit > calm:
         hint = (
-            "epochs are counted anew after a restart: use `for epoch in loader.epochs(n)` instead of range(n), and "
+            "epochs are counted from 0 after a restart: use `for epoch in loader.epochs(n)` instead of range(n), and "
             "keep a count of your own in the checkpoint (extra=)"
         )
         return Verdict(DATA, False, f"{hit - calm} steps too many: {hit}, undisturbed {calm}", hint, calm + 1)
@@ -125,7 +125,7 @@ def _ends(evidence: Evidence, calm: int, hit: int) -> Verdict:
 
 
 def _other_place(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """What of which dataset is another: its cursor, or what makes it another dataset (its length, its seed)."""
+    """The difference between two data states: the cursor, or a property of the dataset (its length, its seed)."""
     if ours.keys() != theirs.keys():
         return f"datasets {sorted(ours)} instead of {sorted(theirs)}"
     name = next(name for name in ours if ours[name] != theirs[name])
@@ -140,7 +140,7 @@ def _other_place(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def saved(evidence: Evidence) -> Verdict:
-    """What was restored is what the model was at that step."""
+    """Checks that the restored state equals the model at that step."""
     restarts = [life for life in evidence.hit.lives if life.head.attempt > 1]
     lost = 0
     for life in restarts:
@@ -160,7 +160,7 @@ def saved(evidence: Evidence) -> Verdict:
 
 
 def _reached(run: RunTrace, attempt: int) -> int:
-    """The last step of the last attempt before `attempt` that came to a step."""
+    """The last step of the last attempt before `attempt` that reached a step."""
     return max(((one.head.attempt, row.step) for one in run.lives if one.head.attempt < attempt for row in one.rows),
                default=(0, 0))[1]  # fmt: skip
 
@@ -171,7 +171,7 @@ def _restored_other(run: RunTrace, life: SessionTrace) -> Verdict | None:
     if row is None or told is None or told.hashes == row.hashes:
         return None
     tensor, step = _first_other(run, told, row), life.head.begin
-    found = f"step {step}, rank {life.head.rank}: {tensor} was restored as it was at no quiet point of that step"
+    found = f"step {step}, rank {life.head.rank}: {tensor} was restored as it was at no boundary of that step"
     hint = (
         "weights are changed outside optimizer.step(): do that where the step is not over yet, right behind "
         "optimizer.step(), or call wait_copied() before"
@@ -191,7 +191,7 @@ def _first_other(run: RunTrace, one: Row, other: Row) -> str:
 
 
 def recovered(evidence: Evidence) -> Verdict:
-    """The run with faults came to its end."""
+    """Checks that the run with faults reached its end."""
     times = [(row, _again_s(evidence, row)) for row in evidence.struck]
     if evidence.code != 0:
         last = f", the last one struck in step {times[-1][0]['now']}" if times else ""
@@ -201,7 +201,7 @@ def recovered(evidence: Evidence) -> Verdict:
         return Verdict(RECOVERED, None, f"none of {evidence.planned} faults struck: it was over before")
     slowest = max((seconds for _, seconds in times if seconds is not None), default=0.0)
     missed = f"; {evidence.planned - len(times)} never struck" if len(times) < evidence.planned else ""
-    kept = "; all processes were started anew" if not _survivors(evidence.hit) else "; survivors kept their process"
+    kept = "; all processes were restarted" if not _survivors(evidence.hit) else "; survivors kept their process"
     restarted = len(evidence.hit.begins()) > 1
     text = f"{len(times)} faults, at most {slowest:.1f} s to the next step{kept if restarted else ''}{missed}"
     return Verdict(RECOVERED, True, text)
@@ -221,7 +221,7 @@ def _survivors(run: RunTrace) -> bool:
 
 
 def same(evidence: Evidence) -> Verdict:
-    """Bit-equal parameters after each step."""
+    """Checks that parameters are bit-equal after each step."""
     calm, hit = evidence.calm.lineage(), evidence.hit.lineage()
     if _leased(evidence):
         return Verdict(SAME, None, "leased data: a step has other samples in each run; not compared")
@@ -265,7 +265,7 @@ def _loss(row: Row) -> str:
 
 
 def relaunched(evidence: Evidence) -> Verdict:
-    """Launched again, with another number of workers, it goes on where it was and trains the same steps."""
+    """Checks that a relaunch with another number of workers continues where it was and trains the same steps."""
     assert evidence.again is not None
     run, world = evidence.again, evidence.calm.lives[0].head.world
     with_ = f"launched again with {evidence.relaunched} instead of {world} workers"
@@ -280,10 +280,10 @@ def relaunched(evidence: Evidence) -> Verdict:
     begin = attempts[max(attempts)]
     if begin == 0 and not evidence.keeps:
         hint = "save_to= keeps durable checkpoints, which a relaunch goes on from"
-        return Verdict(RELAUNCHED, None, f"{with_} it began anew: it has no save_to", hint)
+        return Verdict(RELAUNCHED, None, f"{with_} it began at step 0: it has no save_to", hint)
     if begin == 0:
         hint = "keep model and optimizer in an adapter that resumes (AsyncCheckpointer, ElasticCallback)"
-        return Verdict(RELAUNCHED, False, f"{with_} it began anew", hint, 0)
+        return Verdict(RELAUNCHED, False, f"{with_} it began at step 0", hint, 0)
     found = data(msgspec.structs.replace(evidence, hit=run))
     text, hint = f"{with_} behind step {begin}: {found.found}", found.hint
     if found.rank is not None and evidence.relaunched != world:
@@ -291,11 +291,11 @@ def relaunched(evidence: Evidence) -> Verdict:
     return Verdict(RELAUNCHED, found.kept, text, hint, found.step, found.rank)
 
 
-# ---- what it writes -------------------------------------------------------------------------------------------------
+# ---- written files --------------------------------------------------------------------------------------------------
 
 
 def written(evidence: Evidence) -> Verdict:
-    """As many lines in the same files."""
+    """Checks that both runs added as many lines to the same files."""
     both = sorted(evidence.calm_lines.keys() & evidence.hit_lines.keys())
     other = [name for name in both if evidence.calm_lines[name] != evidence.hit_lines[name]]
     if other:

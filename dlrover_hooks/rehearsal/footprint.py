@@ -1,4 +1,4 @@
-"""What a run left in a folder: how many lines it added to which text files. What was written twice shows here."""
+"""Counts the lines that a run added to the text files of a folder. Lines written twice show up here."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import msgspec
 import xxhash
 
 LARGEST, MOST = 4 << 20, 256 << 20
-"""Bytes: larger files are not looked at, nor more than so much in all."""
+"""Bytes: larger files are skipped, and so is everything beyond this total."""
 _SKIPPED = {"__pycache__", "node_modules", "venv"}
 
 
 class TextFile(msgspec.Struct, frozen=True):
-    """As it was at one moment."""
+    """Size and hash of a file at one moment."""
 
     nbytes: int
     digest: str
 
 
 def look(folder: str) -> dict[str, TextFile]:
-    """The files in `folder` now, by their path in it; hidden ones are left out."""
+    """The files in `folder`, by their path in it; hidden ones are left out."""
     found: dict[str, TextFile] = {}
     total = 0
     for path in _paths(folder):
         try:
             state = os.stat(path)
             found[os.path.relpath(path, folder)] = TextFile(state.st_size, _digest(path, state.st_size))
-        except OSError:  # it has just been removed, or is not ours to read
+        except OSError:  # just removed, or not readable
             continue
         total += state.st_size
         if total >= MOST:
@@ -51,7 +51,7 @@ def _digest(path: str, nbytes: int) -> str:
 
 
 def added(folder: str, before: dict[str, TextFile]) -> dict[str, int]:
-    """Lines that were added since `look` to each file that changed: all of them where it was written anew.
+    """Lines added to each changed file since `look`; all of its lines if it was rewritten.
 
     A file with a zero byte is binary and has no lines: it is left out.
     """

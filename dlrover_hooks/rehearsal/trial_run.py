@@ -1,4 +1,4 @@
-"""One run of a user's script under the launcher, in a drill: bounded and traced; nothing of it outlives it."""
+"""One bounded and traced run of a user's script under the launcher. All of its processes end with it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dlrover_hooks.testing.faults.step_trace import RunTrace
 
 _LOOK_S = 0.2
 _END_S = 60.0
-"""A launcher that was told to end has its keeper's last save to wait for."""
+"""Seconds for a launcher to end: it waits for its keeper's last save."""
 _TAIL = 15
 _SPARE_RESTARTS = 10
 
 
 class RehearsalPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be rehearsed: `faults` as they are, those of `menu` in steps by `seed`. `timeout_s`: for one run.
+    """What to rehearse: the given `faults`, and those of `menu` at steps drawn from `seed`. `timeout_s`: for one run.
 
     `relaunched`: workers of the second launch of the third run; 0: there is no third run.
     """
@@ -47,7 +47,7 @@ class RehearsalPlan(msgspec.Struct, frozen=True, kw_only=True):
     relaunched: int = 0
 
     def drawn(self, steps: int) -> tuple[Fault, ...]:
-        """`faults`, and those on the menu, over a run of so many steps."""
+        """`faults`, and those on the menu, over a run of `steps` steps."""
         if not self.menu:
             return self.faults
         return self.faults + faults.random(self.seed, steps=steps, world=self.workers, menu=self.menu)
@@ -70,11 +70,11 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """What the launcher and its workers said."""
+        """The output of the launcher and its workers."""
         return self.folder / "log.txt"
 
     def go(self, progress: Progress) -> None:
-        """Run it to its end; whatever interrupts, nothing of it is left running."""
+        """Run it to its end. If interrupted, none of its processes is left running."""
         bar, before = progress.add_task(self.name, total=self._plan.steps), footprint.look(os.getcwd())
         with self._launched(self._plan.workers) as launcher:
             self.code = self._watch(launcher, progress, bar)
@@ -122,7 +122,7 @@ class Trial:
         )
 
     def struck(self) -> list[dict[str, Any]]:
-        """The faults that have struck."""
+        """The faults injected so far."""
         rows = [line for path in self.folder.glob("faults.*.struck") for line in path.read_bytes().splitlines()]
         return sorted(map(msgspec.json.decode, rows), key=lambda row: row["at"])
 
@@ -137,7 +137,7 @@ class Trial:
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """Politely first: it ends its workers, its master and its keeper."""
+    """End the launcher with SIGINT first, so that it ends its workers, its master and its keeper."""
     if launcher.poll() is None:
         launcher.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,5 +147,5 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Runs between fork and exec: killed or not, a rehearsal leaves no launcher behind."""
+    """Runs between fork and exec, so that a rehearsal leaves no launcher behind, even if it is killed."""
     die_with_parent(signal.SIGTERM)

@@ -1,6 +1,6 @@
 """Random states of a process (Python, NumPy, torch): captured, restored, and recorded for each step.
 
-It imports no framework by itself. The way in: `from dlrover_hooks import rng`.
+It imports no framework by itself. Entry point: `from dlrover_hooks import rng`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The three global random generators that datasets draw from: Python's, NumPy's legacy one, torch's on the CPU.
 
-Each can be seeded, saved and restored, and tells cheaply whether something was drawn. Reading 2.5 kB of state through
-the public calls costs 9 us (Python), 31 us (NumPy) and 2 us (torch), twice for every micro-batch: as much as fetching
-one of small samples. So the words of these Mersenne twisters are read where they lie; nothing is ever written there,
-and the place is checked against the public call when it is found. Where it is not found the public calls are used.
+Each can be seeded, saved and restored, and can detect cheaply whether a number was drawn. Reading 2.5 kB of state
+through the public calls takes 9 us (Python), 31 us (NumPy) and 2 us (torch), twice for every micro-batch: as long as
+fetching a micro-batch of small samples. The 32-bit words of these Mersenne twisters are therefore read directly from
+memory. They are never written there, and their address is checked against the public call when it is found. If it is
+not found, the public calls are used.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-_numpy: Any = np.random  # its annotations leave the engine out
+_numpy: Any = np.random  # its annotations lack the engine
 WORDS = 624  # of a Mersenne twister, the engine of all three
 _TORCH = struct.Struct("<QiiQ")  # the head of torch's saved state: seed, left, seeded, next
 
 
 class Mark(Protocol):
-    """`value` changes whenever something is drawn."""
+    """`value` changes whenever a number is drawn."""
 
     @property
     def value(self) -> Any: ...
 
 
 class TwisterWords:
-    """A twister's words in memory, the 8 bytes at `at` of them being the mark.
+    """A twister's words in memory. The mark is the 8 bytes at offset `at`.
 
-    A draw moves the index next to the words, and every 624th renews them all. Not seen: the second normal number of a
-    pair, drawn with the first one and kept beside the words.
+    A draw changes the index next to the words; every 624th replaces all words. Not detected: the second normal number
+    of a pair, which was computed with the first one and is stored outside the words.
     """
 
     def __init__(self, address: int, count: int, at: int) -> None:
@@ -44,7 +45,7 @@ class TwisterWords:
 
 
 class Public:
-    """The state through the public call, where its words were not found: slow, and complete."""
+    """Reads the complete state through the public call, if the words were not found. Slow."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.copy, self.mark = read, self
@@ -55,7 +56,7 @@ class Public:
 
 
 class Generator(Protocol):
-    """One global generator. Only the thread that draws from it may call these."""
+    """One global generator. Call its methods only on the thread that draws from it."""
 
     words: TwisterWords | Public
 
@@ -64,16 +65,16 @@ class Generator(Protocol):
         ...
 
     def save(self) -> Any:
-        """The whole state."""
+        """The complete state."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Put back what `save` or `words.copy` returned."""
+        """Restore what `save` or `words.copy` returned."""
         ...
 
 
 class PythonGenerator:
-    """`random.random` and its like."""
+    """The generator behind `random.random`."""
 
     def __init__(self) -> None:
         self.words = _python_words(random._inst) or Public(self.save)  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,10 +93,10 @@ class PythonGenerator:
 
 
 class NumpyGenerator:
-    """`numpy.random.rand` and its like; `numpy.random.default_rng` has no global state."""
+    """The generator behind `numpy.random.rand`; `numpy.random.default_rng` has no global state."""
 
     def __init__(self) -> None:
-        self._engine = _numpy.get_bit_generator()  # held, because its words are read in place
+        self._engine = _numpy.get_bit_generator()  # keeps it alive while its memory is read
         self.words = _numpy_words(self._engine) or Public(self.save)
 
     def seed(self, seed: int) -> None:
@@ -112,7 +113,7 @@ class NumpyGenerator:
 
 
 class TorchGenerator:
-    """`torch.rand` and its like on the CPU."""
+    """The generator behind `torch.rand` on the CPU."""
 
     def __init__(self) -> None:
         self._one = torch.default_generator
@@ -126,7 +127,7 @@ class TorchGenerator:
 
     def restore(self, state: Any) -> None:
         if isinstance(state, bytes):
-            full = bytearray(_TORCH.size + 8 * WORDS + 40)  # 40: no normal number is left over
+            full = bytearray(_TORCH.size + 8 * WORDS + 40)  # 40 zero bytes: no pending normal number
             seed, _, seeded, _ = _TORCH.unpack_from(self._one.get_state().numpy().tobytes())
             left, _, after, *words = struct.unpack(f"<3i{WORDS}I", state)
             _TORCH.pack_into(full, 0, seed, left, seeded, after)
@@ -136,7 +137,7 @@ class TorchGenerator:
 
 
 def generators() -> list[Generator]:
-    """Those of this process. NumPy's is missing where the program gave it another engine, which cannot be seeded."""
+    """Those of this process, without NumPy's if the program replaced its engine: such an engine cannot be seeded."""
     found: list[Generator] = [PythonGenerator(), TorchGenerator()]
     if type(_numpy.get_bit_generator()) is np.random.MT19937:
         found.append(NumpyGenerator())
@@ -144,7 +145,7 @@ def generators() -> list[Generator]:
 
 
 def _python_words(one: random.Random) -> TwisterWords | None:
-    """CPython keeps `int index; uint32_t state[624]` behind the object's head."""
+    """CPython stores `int index; uint32_t state[624]` after the object header."""
     head = object.__basicsize__
     if _random.Random.__basicsize__ < head + 4 * (1 + WORDS):
         return None
@@ -161,7 +162,7 @@ def _numpy_words(engine: np.random.BitGenerator) -> TwisterWords | None:
 
 
 def torch_words(one: torch.Generator) -> TwisterWords | None:
-    """On the CPU: `int left; bool seeded; uint32_t next; uint32_t state[624]` behind the object's head."""
+    """On the CPU torch stores `int left; bool seeded; uint32_t next; uint32_t state[624]` after the object header."""
     state = one.get_state().numpy().tobytes()
     if not hasattr(one, "_cdata") or len(state) != _TORCH.size + 8 * WORDS + 40:
         return None

@@ -1,4 +1,4 @@
-"""The random state of this process: Python, NumPy and torch, of those that are loaded. Per rank, part of every cut."""
+"""The random state of this process: Python, and NumPy and torch if loaded. Per rank, part of every consistent cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrover_hooks.errors import Corrupt
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """What `capture` returned, as bytes: 10 KB. None: it was not loaded."""
+    """The result of `capture` as bytes: 10 KB. None: that library was not loaded."""
 
     python: tuple[int, bytes, float | None]
     numpy: tuple[str, bytes, int, int, float] | None = None
@@ -22,19 +22,19 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Taken(NamedTuple):
-    """The state of one moment. `foreign`: NumPy's where its generator is not its default one, as that has it."""
+    """The state of one moment. `foreign`: NumPy's state in its own form, if its generator is not the default one."""
 
     packed: Packed
     foreign: Any = None
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes."""
+        """The argument for `restore`."""
         found = unpack(self.packed)
         return found if self.foreign is None else found | {"numpy": self.foreign}
 
 
 def take() -> Taken:
-    """The state of now. `data.states` is quicker."""
+    """The current state. `rng.step_states` is faster."""
     state = capture()
     numpy = state.get("numpy")
     return Taken(pack(state), None if isinstance(numpy, tuple) else numpy)
@@ -53,14 +53,14 @@ def capture() -> dict[str, Any]:
 
 
 def _of_numpy(found: dict[str, Any]) -> Any:
-    """As a tuple where it is that of the default generator: for others NumPy warns of tuples."""
+    """A tuple for the default generator only: for other generators NumPy warns of tuples."""
     if found["bit_generator"] != "MT19937":
         return found
     return "MT19937", found["state"]["key"], found["state"]["pos"], found["has_gauss"], found["gauss"]
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `capture` returned, exactly."""
+    """Restore exactly what `capture` returned."""
     random.setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(state["numpy"])
@@ -72,10 +72,10 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def check(state: Any) -> None:
-    """Try `state` on generators of no use, so that `restore` does not fail with it.
+    """Try `state` on temporary generators, so that `restore` does not fail with it.
 
     Raises:
-        Corrupt: it is not what `capture` returned.
+        Corrupt: it is not a result of `capture`.
     """
     try:
         random.Random().setstate(state["python"])
@@ -88,7 +88,7 @@ def check(state: Any) -> None:
 
 
 def pack(state: dict[str, Any]) -> Packed:
-    """Of what `capture` returned. A generator of NumPy's that is not its default (`set_bit_generator`) is left out."""
+    """Packs a result of `capture`, without NumPy's generator if that is not the default one (`set_bit_generator`)."""
     version, words, gauss = state["python"]
     found = state.get("numpy")
     numpy = (found[0], found[1].tobytes(), *found[2:]) if isinstance(found, tuple) else None
@@ -97,7 +97,7 @@ def pack(state: dict[str, Any]) -> Packed:
 
 
 def unpack(packed: Packed) -> dict[str, Any]:
-    """What `restore` takes."""
+    """The argument for `restore`."""
     version, words, gauss = packed.python
     state: dict[str, Any] = {"python": (version, tuple(array.array("I", words)), gauss)}
     if packed.numpy is not None and (numpy := sys.modules.get("numpy")):
@@ -111,7 +111,7 @@ def unpack(packed: Packed) -> dict[str, Any]:
 
 
 def reseed(*parts: int) -> None:
-    """Seed every generator from `parts`: for a new world size, where no rank has a state of its own to put back."""
+    """Seed every generator from `parts`: for a new world size, where no rank has a saved state of its own."""
     seed = random.Random(repr(parts)).getrandbits(63)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

@@ -1,11 +1,12 @@
-"""Where a rank's random generators stood, step by step: so that who goes on for it draws the same numbers.
+"""Records a rank's random state at every step, so that a process that takes over the rank draws the same numbers.
 
-Every save has the random state of its rank in it. What the survivors of a round save when it breaks does not: it is the
-same for all ranks, and a dead one has no say any more. So each rank notes its random state as it goes: behind a step
-and, ahead of what binds the others to it, in the step that is under way. Notes lie in the memory that the keeper holds
-for a seat, and outlive the process however it ends. Whoever has that rank in the next round goes on from there: the
-oldest survivor has rank 0, so that need not be who replaces the dead one. What is noted within a step is told to
-another node, which has it if this one is lost. Rank 0 notes its batch statistics, too, which all go on with.
+Every save contains the random state of its rank. The state that survivors save after a round breaks does not: it is
+shared by all ranks, and a dead rank cannot contribute. Each rank therefore writes notes of its random state: after each
+step, and within the step in progress, before the operation that commits the other ranks to that step. Notes lie in the
+keeper's memory for this rank, so they outlive the process however it ends. The process that has the rank in the next
+round continues from them. That need not be the replacement of the dead process, since the oldest survivor gets rank 0.
+Notes written within a step are also replicated to another node, in case this node is lost. Rank 0 adds its batch
+statistics, which all ranks continue with.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from dlrover_hooks.protocol import Generation
 from dlrover_hooks.rng import process_state
 
 NOTES = 4
-"""The last two steps, since survivors may be one behind; the one under way, since they may be one ahead; and the one
-that this life began from, as another rank may have left it."""
+"""The last two steps, since survivors may be one behind; the step in progress, since they may be one ahead; and the
+state from which this process lifetime started, which another rank may have written."""
 _AHEAD, _BEGUN = 2, 3
 Statistics = tuple[tuple[str, bytes], ...]
 """Small buffers: a name and its bytes for each."""
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's random state behind the step of `generation`, or within the next one (`ahead`).
+    """One rank's random state after the step of `generation`, or within the next one (`ahead`).
 
-    `statistics`: of batches, at the same moment; rank 0 has them.
+    `statistics`: batch statistics of the same moment; only rank 0 has them.
     """
 
     generation: Generation
@@ -41,31 +42,32 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 
 _FIELDS = b"\x96"
-"""How msgpack begins an array of six."""
+"""The first byte of a msgpack array of six elements."""
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Drawn).decode
 
 
 class Draws:
-    """The notes of one process, over all rounds that it lives through.
+    """The notes of one process, over all rounds in which it takes part.
 
-    `write(place, head, body)` puts one, `head + body`, where it outlives the process. The body has the random state: it
-    is the same object as long as nothing is drawn. Training thread, or another one while that waits.
+    `write(place, head, body)` stores a note, `head + body`, in memory that outlives the process. The body holds the
+    random state; it stays the same object as long as no number is drawn. Call on the training thread, or on another
+    thread while the training thread waits for it.
     """
 
     def __init__(self, write: Callable[[int, bytes, bytes], object]) -> None:
         self._write, self._turn = write, 0
         self._notes = [(b"", b"")] * NOTES
         self._body: tuple[process_state.Packed | None, Statistics, bytes] = (None, (), b"")
-        """What is encoded, and as what."""
+        """State, statistics and their encoding, of the last note."""
         self._seat: tuple[Generation, int, int] | None = None
         self._over: Generation | None = None
-        """The step of this life that was noted last."""
+        """The step noted last in this round."""
         self._bound = False
         self._told = dict[int, tuple[bytes, ...]]()
         self.statistics: Callable[[], Statistics] = tuple
-        """What rank 0 has, of the life that is on."""
+        """Returns the batch statistics of rank 0 in this round."""
         self.take: Callable[[], process_state.Taken] = process_state.take
-        """The random state of now."""
+        """Returns the current random state."""
 
     @property
     def notes(self) -> list[bytes]:
@@ -73,23 +75,23 @@ class Draws:
 
     @property
     def within(self) -> bytes:
-        """The newest one of within a step."""
+        """The newest note written within a step."""
         return b"".join(self._notes[_AHEAD])
 
     @property
     def told(self) -> list[bytes]:
-        """What ranks of another node noted within the last two steps."""
+        """Notes received from ranks of another node within the last two steps."""
         return [note for notes in self._told.values() for note in notes]
 
     def heard(self, notes: Iterable[bytes]) -> None:
-        """Ranks of another node have told what they noted within the step that is under way here, too."""
+        """Store notes received from ranks of another node, written within the step in progress here, too."""
         if self._seat is not None:
             step = self._seat[0].step
             before = max((one for one in self._told if one < step), default=step)
             self._told = {one: told for one, told in self._told.items() if one == before} | {step: tuple(notes)}
 
     def heard_begun(self, notes: Iterable[bytes]) -> None:
-        """They have told what their life begins from: until a step is made all may have to go on from there again."""
+        """Store the notes from which ranks of another node started: all may restart from them until a step is made."""
         if self._seat is not None:
             before = self._seat[0].step - 1
             self._told[before] = (*notes, *self._told.get(before, ()))
@@ -102,10 +104,10 @@ class Draws:
         restored: Generation | None = None,
         found: bytes | None = None,
     ) -> None:
-        """A life begins in this seat: behind the step of `here`, whose attempt and run are the life's.
+        """Start a round with this rank, after the step of `here`, which also has the round's run and attempt.
 
-        `restored`: what it goes on from, with the random state of `found`, if one was. Until a step is made all may
-        have to go on from there again: so that is noted, and what this process knew of it before stays.
+        `restored`: the generation from which it continues, with the random state of `found`, if there was a note. Until
+        the first step is made, all ranks may have to restart from there; so this process's own note of it is kept.
         """
         if restored is not None and self._seat is not None:
             mine = find(self.notes, restored, *self._seat[1:])
@@ -117,11 +119,11 @@ class Draws:
         self._seat, self._bound, self._over = (here, rank, world_size), False, None
 
     def took(self, found: bytes) -> None:
-        """The random state that this life begins from came from elsewhere, as `found`."""
+        """Record `found`, from elsewhere, as the random state from which this round starts."""
         self._put(_BEGUN, found, b"")
 
     def over(self, step: int, random: process_state.Packed) -> None:
-        """`step` is over, with `random`. The newest word on a step counts."""
+        """Note that `step` is over, with state `random`. A second note of the same step replaces the first."""
         if self._seat is None:
             return
         self._bound = False
@@ -133,9 +135,9 @@ class Draws:
         self._note(self._turn, random)
 
     def ahead(self, *, unless_noted: bool = False) -> None:
-        """The forward of the next step is over, and others may take that step, whatever becomes of this process.
+        """Note the state after the next step's forward pass: the others may now complete that step without this rank.
 
-        `unless_noted`: only where this was not said of that step before.
+        `unless_noted`: do nothing if this step was noted already.
         """
         if self._seat is not None and not (unless_noted and self._bound):
             self._bound = True
@@ -154,17 +156,17 @@ class Draws:
 
 
 def _head(*fields: Any) -> bytes:
-    """The encoding of a `Drawn` up to its state; what follows is encoded by itself."""
+    """The encoding of a `Drawn` up to its state; the remaining fields are encoded separately."""
     return _FIELDS + _encode(fields)[1:]
 
 
 def state(note: bytes) -> dict[str, Any]:
-    """What `rng.restore` takes, of one that was found."""
+    """The argument for `rng.restore`, from a note that `find` returned."""
     return process_state.unpack(_decode(note).state)
 
 
 def by_rank(notes: Iterable[bytes], generation: Generation, world_size: int) -> dict[int, bytes]:
-    """What `find` finds, for each rank of which there is something."""
+    """The result of `find` for each rank that has one."""
     notes = list(notes)
     read = (_read(note) for note in notes)
     ranks = {note.rank for note in read if note is not None and note.world_size == world_size}
@@ -173,16 +175,16 @@ def by_rank(notes: Iterable[bytes], generation: Generation, world_size: int) -> 
 
 
 def statistics(notes: Iterable[bytes], generation: Generation) -> Statistics:
-    """Those of rank 0 behind the step of `generation`, of whatever world; empty if no note has any."""
+    """The statistics of rank 0 after the step of `generation`, of any world size; empty if no note has any."""
     found = find(notes, generation, 0, None)
     return _decode(found).statistics if found is not None else ()
 
 
 def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: int | None) -> bytes | None:
-    """The one that has the random state of `rank` behind the step of `generation`; others are passed over.
+    """The note with the random state of `rank` after the step of `generation`; None if there is none.
 
-    Where that step was not over for it, that of within the step counts: between the last gradient and the end of a step
-    hardly anybody draws. That is the newest one of its sort: memory that was given up may still show older ones.
+    If the rank had not finished that step, its newest note from within the step is returned: between the last gradient
+    and the end of a step, numbers are hardly ever drawn. Memory that was released may still contain older notes.
     """
     within, newest = None, -1
     for given in notes:
@@ -197,12 +199,12 @@ def find(notes: Iterable[bytes], generation: Generation, rank: int, world_size: 
 
 
 def _just_before(one: Generation, other: Generation) -> bool:
-    """A step may count as several: that of several optimizers."""
+    """True if `one` precedes `other` in the same attempt. A step of several optimizers may count as several."""
     return (one.run, one.attempt) == (other.run, other.attempt) and one.step < other.step
 
 
 def _read(note: bytes) -> Drawn | None:
     try:
         return _decode(note)
-    except msgspec.DecodeError:  # of another version of this library
+    except msgspec.DecodeError:  # written by another version of this library
         return None

@@ -1,7 +1,7 @@
 """The random state of this process at every step, as `process_state` captures and packs it, at a tenth of its cost.
 
-The public calls take 100 us, most of it for 624 words that are made Python numbers or copied one by one. So the words
-are read where they lie (`generators`), and beside them the normal number that is left over of a pair.
+The public calls take 100 us, most of it for converting or copying 624 words one by one. This module reads the words
+directly from memory (`generators`), and with them the pending second normal number of a pair.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _python: Any = random
 
 
 class States:
-    """Reads them. Made once in a process; on the thread that draws, or while that waits.
+    """Reads the states. Create it once per process; use it on the thread that draws, or while that thread waits.
 
-    Most steps draw nothing here, and the state taken last is still that of now. Whether it is shows in a few bytes at
-    both ends of each generator's words: a draw moves the index beside them or renews them all, and so does a seed.
+    Most steps draw nothing here, so the last state read is still current. A few bytes at both ends of each generator's
+    words show whether it is: a draw changes the index next to the words or replaces all words, and so does seeding.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class States:
         self._ends = [end for words in (self._python, self._numpy) if words is not None for end in _ends(words)]
         self._seen: tuple[Any, ...] = ()
         self._taken: process_state.Taken | None = None
-        """Of `_seen`."""
+        """The state that belongs to `_seen`."""
 
     def take(self) -> process_state.Taken:
-        """The state of now."""
+        """The current state."""
         if self._python is None or self._left_over is None or _numpy.get_bit_generator() is not self._engine:
             return process_state.take()
         has, value = self._left_over
@@ -79,9 +79,9 @@ def _at(address: int, nbytes: int) -> _Bytes:
 
 
 def _left_over(engine: np.random.BitGenerator) -> tuple[ctypes.c_int32, ctypes.c_double] | None:
-    """NumPy's `RandomState` keeps `bitgen_t` and, behind it, `{bitgen_t *; int has_gauss; double gauss}`.
+    """NumPy's `RandomState` holds `bitgen_t`, followed by `{bitgen_t *; int has_gauss; double gauss}`.
 
-    The first begins with the address of the engine's state, the second with that of the first.
+    The first begins with the address of the engine's state, the second with the address of the first.
     """
     owner = _numpy.mtrand._rand
     count = type(owner).__basicsize__ // 8
@@ -97,10 +97,11 @@ def _left_over(engine: np.random.BitGenerator) -> tuple[ctypes.c_int32, ctypes.c
 
 
 def torch_glance(generator: torch.Generator) -> Callable[[], Any]:
-    """What changes whenever the state of `generator` does: bytes of its memory, or its state where that is another.
+    """A function whose result changes whenever the state of `generator` does: bytes of its memory, or its full state.
 
-    torch keeps the twister (`uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]`) and behind it
-    what is left over of a pair of normal numbers, as `optional<float>` and `optional<double>`.
+    torch stores the twister (`uint64_t seed; int left; bool seeded; uint32_t next; uint32_t state[624]`), followed by
+    the pending normal numbers, as `optional<float>` and `optional<double>`. The full state is read if the memory layout
+    is a different one.
     """
     trial = torch.Generator()
     known, words = torch_words(trial), torch_words(generator)
@@ -114,13 +115,13 @@ _SEED_BYTES, _LEFT_OVER_BYTES = 8, 24
 
 
 def _behind(words: TwisterWords) -> _Bytes:
-    """The last words of torch's twister, and what is left over."""
+    """The last words of torch's twister, and the pending normal numbers after them."""
     end = words.address + words.nbytes
     return _at(end - 16, 16 + -end % 8 + _LEFT_OVER_BYTES)
 
 
 def _tells_left_over(generator: torch.Generator, behind: _Bytes) -> bool:
-    """Half a pair is seen to come and go, of either sort; `generator` is of no other use."""
+    """Whether `behind` shows the pending number of a pair, of either type, come and go. Draws from `generator`."""
     for kind in (torch.float32, torch.float64):
         seen = [behind.raw]
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""For tests and drills: fakes of the master and of storage, and faults for real processes. Names load on first use."""
+"""For tests and fault drills: fakes of the master and of storage, and faults for real processes. Loaded lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An in-memory master on the real core, a manual clock, and storage for it that remembers and fails on demand."""
+"""An in-memory master with the real core, a manual clock, and fake storage that records commits and fails on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrover_hooks.protocol import Manifest, Retention
 
 
 class ManualClock:
-    """Stands still until a test moves it. Waiting costs a twentieth of a second at most."""
+    """Advances only when a test moves it. Waiting takes at most 0.05 s of real time."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self._now = now
@@ -23,11 +23,11 @@ class ManualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move on. Call `MasterFake.advance` instead to let the master see it at once."""
+        """Move the clock. Call `MasterFake.advance` instead to let the master act on it at once."""
         self._now += seconds
 
     def wait(self, changed: threading.Condition, timeout_s: float) -> None:
-        """A real wait for another thread; then as if `timeout_s` had passed for whoever waits."""
+        """Wait briefly for another thread; on timeout, advance the clock by `timeout_s`."""
         if not changed.wait(min(timeout_s, 0.05)):
             self._now += timeout_s
 
@@ -39,7 +39,7 @@ class StorageFakeClaim:
         self._storage, self._url = storage, url
 
     def release(self) -> None:
-        """Give the URL up."""
+        """Release the URL."""
         self._storage.claims.pop(self._url, None)
 
 
@@ -53,19 +53,19 @@ class StorageFake:
         self.failure: str | None = None
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-        """Remember the manifest."""
+        """Record the manifest."""
         del url, options, keep
         if self.failure is not None:
             raise StorageFailed(self.failure)
         self.manifests.append(manifest)
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-        """Remember the end."""
+        """Record the end."""
         del options
         self.finished.append((url, job, run, step))
 
     def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> StorageFakeClaim:
-        """One job for each URL."""
+        """Claim `url` for one job. Raises SaveToBusy if another job has it."""
         del options, owner
         if self.claims.setdefault(url, job) != job:
             raise SaveToBusy(f"{url} belongs to job {self.claims[url]!r}, which is alive")
@@ -73,7 +73,7 @@ class StorageFake:
 
 
 class MasterFake(Alone):
-    """`Alone` with leases, a manual clock and storage in memory; many incarnations may call it."""
+    """`Alone` with leases, a manual clock and in-memory storage; any number of incarnations may call it."""
 
     def __init__(self, *, clock: ManualClock | None = None, storage: Storage | None = None) -> None:
         self.hand = clock or ManualClock()
@@ -81,6 +81,6 @@ class MasterFake(Alone):
         super().__init__(clock=self.hand, storage=self.store, lease_s=10.0, suspicion_s=0.5, inline=True)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock and do what has become due."""
+        """Move the clock and run everything that has become due."""
         self.hand.advance(seconds)
         self.step()

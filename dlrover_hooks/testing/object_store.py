@@ -1,4 +1,4 @@
-"""An object store in memory that behaves as one does, and fails as one does."""
+"""An in-memory object store with realistic semantics and failures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 
 class FaultyStore(AbstractFileSystem):
-    """An object store in memory that behaves as one does, and fails as one does; fsspec protocol `faulty`.
+    """An in-memory object store with realistic semantics and failures; fsspec protocol `faulty`.
 
-    An object appears when its upload ends, not before; an upload that was neither ended nor aborted stays in
-    `uploads`. One store for all instances, as there is one bucket; each instance has the credentials of its making.
+    An object appears when its upload ends, not before. An upload that was neither ended nor aborted stays in `uploads`.
+    All instances share one bucket. Each instance has the credentials of the time when it was created.
     """
 
     protocol = "faulty"
@@ -50,7 +50,7 @@ class FaultyStore(AbstractFileSystem):
             raise FileNotFoundError(path) from None
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Put a small object at once; `mode="create"`: unless it is there."""
+        """Store a small object at once. `mode="create"` raises FileExistsError if it exists."""
         self._ask("put", path)
         name = _name(path)
         with self.bucket.lock:
@@ -65,10 +65,10 @@ class FaultyStore(AbstractFileSystem):
             raise FileNotFoundError(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """There are no folders."""
+        """Does nothing: there are no folders."""
 
     def rmdir(self, path: str) -> None:
-        """There are no folders."""
+        """Does nothing: there are no folders."""
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, *_: Any, **more: Any) -> Any:
         self._ask("open", path)
@@ -76,7 +76,7 @@ class FaultyStore(AbstractFileSystem):
         return _FaultyFile(self, path, mode, block_size=size, **more)
 
     def _ask(self, verb: str, path: str) -> None:
-        """What every request goes through."""
+        """Called for every request: checks the credentials and injects failures."""
         if self.credentials != self.bucket.credentials:
             raise PermissionError("the credentials have expired")
         self.bucket.fail(verb, path)
@@ -87,10 +87,10 @@ def _name(path: str) -> str:
 
 
 class Bucket:
-    """What a `FaultyStore` holds and how it fails. `fail(verb, path)` may raise, or wait: it is your function.
+    """The content of a `FaultyStore` and its failures.
 
-    Verbs: ls, read, put, remove, open, part, end. `room_bytes`: it is full then. `credentials`: change it, and
-    instances that were made before are refused.
+    `fail(verb, path)` is set by the test; it may raise or wait. Verbs: ls, read, put, remove, open, part, end.
+    `room_bytes`: the capacity. `credentials`: when changed, instances created before are refused.
     """
 
     def __init__(self) -> None:
@@ -102,14 +102,14 @@ class Bucket:
         self.lock = threading.Lock()
 
     def store(self, name: str, data: bytes) -> None:
-        """Let an object appear."""
+        """Create an object. Raises OSError (ENOSPC) if the bucket is full."""
         if sum(map(len, self.objects.values())) + len(data) > self.room_bytes:
             raise OSError(errno.ENOSPC, "the bucket is full")
         self.objects[name] = data
 
 
 class _FaultyFile(AbstractBufferedFile):
-    """One upload in parts, or a download by ranges."""
+    """A multipart upload, or a download by ranges."""
 
     def _initiate_upload(self) -> None:
         self.fs.bucket.uploads[id(self)] = bytearray()

@@ -1,4 +1,4 @@
-"""A bad network in front of the master: a TCP proxy that can cut, delay and clog what goes through it.
+"""Simulates a bad network to the master: a TCP proxy that can cut, delay and stall traffic.
 
 with Proxy(master_url) as proxy:
     ...  # workers get proxy.url as their master
@@ -19,7 +19,7 @@ _CONNECT_S = 5.0
 
 
 class Proxy:
-    """Forwards TCP to the master at `url` (http). Verbs from any thread; `close` ends all threads and connections."""
+    """Forwards TCP to the master at `url` (http). Any thread; `close` ends all threads and connections."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -35,20 +35,20 @@ class Proxy:
         self._start(self._accept)
 
     def cut(self, seconds: float = 0.0) -> None:
-        """End all connections, and new ones for `seconds`."""
+        """End all connections, and reject new ones for `seconds`."""
         self._cut_until = time.monotonic() + seconds
         self._end_all()
 
     def clog(self, seconds: float) -> None:
-        """Connections stay open, and nothing goes through for `seconds`."""
+        """Keep connections open, but forward nothing for `seconds`."""
         self._clogged_until = time.monotonic() + seconds
 
     def delay(self, seconds: float) -> None:
-        """Everything takes `seconds` longer, each way, from now on."""
+        """Delay all traffic by `seconds`, each way, from now on."""
         self._delay_s = seconds
 
     def close(self) -> None:
-        """End it. Safe to call twice."""
+        """Stop the proxy. Safe to call twice."""
         self._closed = True
         self._changed.set()
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Proxy:
 
     def _accept(self) -> None:
         while not self._closed:
-            with contextlib.suppress(OSError):  # closed, or nobody is there: the client sees its connection end
+            with contextlib.suppress(OSError):  # closed, or the master is down: the client's connection ends
                 self._join_up(self._listener.accept()[0])
 
     def _join_up(self, near: socket.socket) -> None:
@@ -110,7 +110,7 @@ class Proxy:
             self._end(end)
 
     def _end(self, end: socket.socket) -> None:
-        """A socket that another thread reads is shut down first, so that it hears of it."""
+        """Close a socket, with shutdown first: another thread may be blocked reading it."""
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
         end.close()

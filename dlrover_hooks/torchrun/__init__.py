@@ -1,4 +1,4 @@
-"""`torchrun --rdzv-backend=dlrover`: torchrun's rendezvous and store, kept by the master.
+"""`torchrun --rdzv-backend=dlrover`: torchrun's rendezvous and store, provided by the master.
 
-The way in: `entry_point.get_handler`, which torch finds by itself.
+Entry point: `entry_point.get_handler`, which torch finds by itself.
 """

@@ -1,7 +1,7 @@
-"""Agents of one job meet: the master seats them in rounds, tells them of losses and newcomers, and knows the end.
+"""Rendezvous of a job's agents: the master assigns their ranks and reports losses, newcomers and the end of the job.
 
-Torch-free, one `Meeting` per agent. The agents' rounds are a job of their own in the master, called `JOB@agents`: their
-seats are nodes and have no checkpoints, while the workers they start have seats in the job `JOB` (decision 0012).
+Torch-free, one `Meeting` per agent. The agents' rounds are a separate job in the master, called `JOB@agents`. Its ranks
+are nodes and have no checkpoints. The workers that the agents start have ranks in the job `JOB`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dlrover_hooks.host.ports import Port
 log = logging.getLogger("dlrover_hooks.rendezvous")
 
 BEAT_S = 3.0
-"""A third of the master's lease. Deaths and newcomers are told by the watch; beats are for hangs."""
+"""A third of the master's lease. The watch reports deaths and newcomers; heartbeats detect hangs."""
 _POLL_S = 5.0
-"""Longest single question: torchrun's signals are raised in the thread that asks."""
+"""Longest single request: torchrun's signals raise exceptions in the thread that sends it."""
 _FAREWELL_S = 5.0
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent joins with.
+    """The parameters of an agent's join.
 
-    `job`: of the workers. `connect_s`: the first answer of the master may take so long, it may still be starting.
+    `job`: of the workers. `connect_s`: timeout of the first answer, since the master may still be starting.
     """
 
     url: str
@@ -53,15 +53,15 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotFormed(HooksError):
-    """No round within `join_s`."""
+    """No round formed within `join_s`."""
 
 
 class JobOver(HooksError):
-    """Every agent of the job has left it done."""
+    """Every agent has left the job after success."""
 
 
 class Meeting:
-    """This agent's way into round after round. The main thread calls; news come in threads of its own."""
+    """Joins this agent to successive rounds. Called by the main thread; notices arrive in other threads."""
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -70,15 +70,15 @@ class Meeting:
         self._first = True
 
     def join(self) -> p.Seated:
-        """A seat in the next round. Survivors of the round before keep their ranks as far as the size allows it.
+        """A rank in the next round. Survivors of the last round keep their ranks as far as the world size allows.
 
-        A node that does not fit waits for a place, as a spare.
+        A node beyond the maximum waits as a spare.
 
         Raises:
-            MasterAway: it does not answer.
-            MasterError: it refuses, such as `Unauthorized`.
-            NotFormed: too few nodes came.
-            JobOver: there is nothing left to join.
+            MasterAway: the master does not answer.
+            MasterError: the master refuses, for example `Unauthorized`.
+            NotFormed: too few nodes joined.
+            JobOver: the job is done.
         """
         deadline = time.monotonic() + self.terms.join_s
         while True:
@@ -122,7 +122,7 @@ class Meeting:
         )
 
     def _request(self, life: AgentIncarnation) -> p.Join:
-        """The first word of a life brings its --nnodes; afterwards what another one has said since then stays."""
+        """Only an incarnation's first join sends --nnodes: later ones must not override newer values of others."""
         terms, before, self._port = self.terms, self._port, Port()
         if before is not None:
             before.release()
@@ -142,7 +142,7 @@ class Meeting:
         )
 
     def _may_go_on(self, life: AgentIncarnation) -> bool:
-        """A job that is done may be trained for longer if its workers have checkpoints to go on from."""
+        """A finished job may be trained for longer if its workers have checkpoints to resume from."""
         try:
             return life.ask(p.ShowJob(self.terms.job), _FAREWELL_S).save_to is not None
         except UnknownJob:
@@ -150,21 +150,21 @@ class Meeting:
 
     @property
     def life(self) -> AgentIncarnation:
-        """Who joined last. Only after `join`."""
+        """The incarnation that joined last. Only after `join`."""
         assert self._life is not None
         return self._life
 
     def reasons_to_meet(self) -> int:
-        """How many newcomers wait and would fit, plus one if the round lost a member or this agent its seat."""
+        """Number of waiting newcomers that would fit, plus one if the round lost a member or this agent its rank."""
         return self._life.reasons_to_meet() if self._life is not None else 0
 
     @property
     def over(self) -> bool:
-        """Every agent has left, done."""
+        """Every agent has left after success."""
         return self._life is not None and self._life.over
 
     def leave(self, reason: p.Departure) -> bool:
-        """Say goodbye; the others go on. Ends every thread and connection. False if the master did not hear it."""
+        """Leave the job; others go on. Ends every thread and connection. False if the master did not acknowledge."""
         life, self._life = self._life, None
         if self._port is not None:
             self._port.release()
@@ -175,7 +175,7 @@ class Meeting:
                 return True
             life.ask(p.Leave(self.terms.agents, life.incarnation, reason), _FAREWELL_S)
         except HooksError as error:
-            log.debug("left without the master's word: %s", error)
+            log.debug("left without a reply of the master: %s", error)
             return False
         finally:
             life.end()
@@ -187,7 +187,7 @@ class Meeting:
         self._life = None
 
 
-_AGAIN = "give it another --rdzv-id, or set DLROVER_HOOKS_FRESH=1 to start it anew"
+_AGAIN = "give it another --rdzv-id, or set DLROVER_HOOKS_FRESH=1 to start it over"
 
 
 class AgentIncarnation:
@@ -208,11 +208,11 @@ class AgentIncarnation:
 
     @property
     def listens(self) -> bool:
-        """The master knows it."""
+        """The watch and the heartbeats have started."""
         return self._beating is not None
 
     def listen(self) -> None:
-        """From now on the master sees that this process lives, and tells what happens. Once per life."""
+        """Start the watch and the heartbeats. Only the first call has an effect."""
         if self._beating is None:
             self.client.watch(self.terms.agents, self._noticed, self._refused)
             self._beating = threading.Thread(target=self._beat, name="dlrover-hooks-agent", daemon=True)
@@ -237,14 +237,14 @@ class AgentIncarnation:
             try:
                 beat = self.client.call(p.Heartbeat(self.terms.agents, self.incarnation), timeout_s=BEAT_S)
             except MasterAway:
-                continue  # workers train on; the watch is opened again when it is back
+                continue  # workers train on; the watch reconnects when the master is back
             except MasterError as refusal:
                 self._refused(refusal)
                 return
             self._noticed(p.Notice(beat.round, broken=beat.broken, waiting=beat.waiting))
 
     def _noticed(self, notice: p.Notice) -> None:
-        """Also of a round that `AwaitRound` has not told of yet, so it is only written down here."""
+        """Records the notice; it may concern a round that `AwaitRound` has not returned yet."""
         with self._lock:
             if notice.broken:
                 self._broken = max(self._broken, notice.round)
@@ -253,7 +253,7 @@ class AgentIncarnation:
             self.over = self.over or notice.finished
 
     def _refused(self, refusal: MasterError) -> None:
-        """It holds this agent for dead (or has lost its books): the workers here are in nobody's round."""
+        """The master declared this agent dead (or lost its state): the workers here belong to no round any more."""
         if not self._ended.is_set():
             log.warning("job %s: %s", self.terms.job, refusal.message)
             self.outdated = True

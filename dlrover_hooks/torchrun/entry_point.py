@@ -1,7 +1,7 @@
-"""`torchrun --rdzv-backend=dlrover`: what torch finds by the entry point group `torchrun.handlers`.
+"""`torchrun --rdzv-backend=dlrover`: the handler that torch finds through the entry point group `torchrun.handlers`.
 
-torch calls `get_handler` in every process that imports its rendezvous package, and while it is importing it: so this
-module imports nothing, and does nothing, before torchrun asks for a rendezvous.
+torch calls `get_handler` in every process that imports its rendezvous package, during that import. This module
+therefore imports and does nothing until torchrun requests a rendezvous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BACKEND = "dlrover"
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What makes a rendezvous out of torchrun's parameters."""
+    """A function that makes a rendezvous from torchrun's parameters."""
     return _create
 
 

@@ -1,8 +1,8 @@
-"""How torchrun's agents agree on their workers' ranks, and what they get if one of them dies meanwhile.
+"""How torchrun's agents agree on their workers' ranks, and the values they get if one of them dies meanwhile.
 
 Each agent sets `torchelastic/role_info/NODE`; the first one reads all of them and sets
-`torchelastic/assigned_ranks/NODE` for each (torch 2.13, `SimpleElasticAgent._assign_worker_ranks`). torch has no second
-try there: an error ends the agent.
+`torchelastic/assigned_ranks/NODE` for each (torch 2.13, `SimpleElasticAgent._assign_worker_ranks`). torch does not
+retry there: an error ends the agent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _INFO, _ASSIGNED = "torchelastic/role_info/", "torchelastic/assigned_ranks/"
 class RankStore(MasterStore):
     """The store of a round of `world_size` agents.
 
-    When the round has lost a member before all is agreed on, each agent gets the ranks that it would have if all nodes
-    were like itself. Workers that start with them cannot meet; at its first look, 0.1 s later, the agent hears that the
-    round is broken, and starts them again in the next one.
+    If the round loses a member before the agreement is complete, each agent gets the ranks that it would have if all
+    nodes had as many workers as its own. Workers that start with these ranks cannot connect. At its first check, 0.1 s
+    later, the agent detects that the round is broken and restarts them in the next one.
     """
 
     def __init__(self, client: MasterClient, job: str, round: int, world_size: int) -> None:
@@ -66,6 +66,6 @@ class RankStore(MasterStore):
             raise error
 
     def _alike(self, node: int) -> bytes:
-        """First rank and number of workers, of all and of the role."""
+        """First rank and number of workers, for all workers and for the role."""
         workers = json.loads(self._own)["local_world_size"]
         return json.dumps([node * workers, self._world_size * workers] * 2).encode()

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous, held by the master. Imports torch: only torchrun's agent loads it, through `rendezvous`."""
+"""torchrun's rendezvous, provided by the master. Imports torch: only torchrun's agent loads it (`entry_point`)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Rendezvous(RendezvousHandler):
     """One agent's `RendezvousHandler`: rounds, ranks and the store come from the master.
 
     Args:
-        params: of torchrun. `--rdzv-conf` knows `last_call`, `join_timeout`, `connect_timeout` (seconds) and `token`.
+        params: from torchrun. `--rdzv-conf` takes `last_call`, `join_timeout`, `connect_timeout` (seconds) and `token`.
 
     Raises:
-        UsageError: a setting that must be mended.
+        UsageError: a setting must be corrected.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -59,14 +59,14 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """No: the worker of rank 0 serves the process group's store, anew and on a port of its own in each round."""
+        """False: the worker of rank 0 serves a new process group store in each round, on its own port."""
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until the master gives this node a rank.
 
         Raises:
-            RendezvousConnectionError: the master is not there, or wants another token.
+            RendezvousConnectionError: the master is not there, or requires another token.
             RendezvousTimeoutError: too few nodes within `join_timeout`.
             SystemExit: the job is done, with code 0. torch has `RendezvousGracefulExitError` for this, but torchrun
                 (2.13) takes that for a result and ends with an AttributeError and code 1.
@@ -84,7 +84,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(store, seated.ranks[0], seated.world_size, address)
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 makes torchrun's agent meet the others anew: for newcomers, and for a member that was lost."""
+        """More than 0 makes torchrun's agent start a new rendezvous: for newcomers, and after the loss of a member."""
         return self._meeting.reasons_to_meet()
 
     def is_closed(self) -> bool:
@@ -92,7 +92,7 @@ class Rendezvous(RendezvousHandler):
         return self._meeting.over
 
     def set_closed(self) -> None:
-        """Nothing: one node cannot end the job of the others."""
+        """Does nothing: one node cannot end the job of the others."""
 
     def shutdown(self) -> bool:
         """Leave; the others go on. torch calls this after success, and after failure while its exception is raised."""
@@ -113,7 +113,7 @@ def _as_torch_says() -> Iterator[None]:
 
 
 def terms(params: RendezvousParameters) -> Terms:
-    """What torchrun's flags mean. Raises UsageError."""
+    """torchrun's flags as `Terms`. Raises UsageError."""
     _refuse_unknown(params)
     config = settings.load({**settings.environment(), "TORCHELASTIC_RUN_ID": params.run_id})
     if not config.named:
@@ -157,7 +157,7 @@ def _seconds(params: RendezvousParameters, name: str) -> float:
 
 
 def _url(endpoint: str) -> str:
-    """`HOST`, `HOST:PORT` or a whole URL."""
+    """Accepts `HOST`, `HOST:PORT` or a full URL."""
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
     parts = urlsplit(url)
     try:
@@ -173,7 +173,7 @@ def _url(endpoint: str) -> str:
 
 
 def _host_towards(url: str) -> str:
-    """This machine's address as the master sees it, which the other nodes can reach."""
+    """This machine's address on the route to the master, which other nodes can reach."""
     parts = urlsplit(url)
     with contextlib.suppress(OSError):
         return towards(parts.hostname, parts.port or 443)

@@ -1,7 +1,7 @@
-"""torch's key-value store of one round, kept by the master.
+"""torch's key-value store of one round, provided by the master.
 
-torchrun's agents agree in it on the workers' ranks and wait in it for each other at the end. Its keys live as long as
-the round; whoever waits in a round that lost a member is told so.
+torchrun's agents use it to agree on the workers' ranks and to wait for each other at the end. Its keys exist as long as
+the round. Waiting in a round that lost a member raises an error.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class MasterStore(Store):
     def num_keys(self) -> int:
         return len(self.list_keys())
 
-    # ---- what C++ asks for ------------------------------------------------------------------------------------------
+    # ---- required by torch's C++ code -------------------------------------------------------------------------------
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are here."""
+        """`append`, `multi_get` and `multi_set` are implemented."""
         return True
 
     def clone(self) -> MasterStore:
@@ -117,7 +117,7 @@ class MasterStore(Store):
 
 @contextlib.contextmanager
 def _as_torch_says() -> Iterator[None]:
-    """Whoever uses a store expects torch's errors."""
+    """Raises torch's errors, which users of a store expect."""
     try:
         yield
     except MasterAway as away:

@@ -1,4 +1,4 @@
-"""Inside a training process, below the session: start-up, joining rounds, preemption, reports to the master.
+"""Inside a training process, below the session: startup, joining rounds, preemption, reports to the master.
 
-It knows no framework. The way in: `dlrover_hooks.session.Session`, which is made of these parts.
+It is independent of frameworks. Entry point: `dlrover_hooks.session.Session`, which is composed of these parts.
 """

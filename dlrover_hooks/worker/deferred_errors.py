@@ -1,4 +1,4 @@
-"""What background threads met, brought to the training thread at the next verb; a warning is said once."""
+"""Errors of background threads, raised on the training thread at its next call; each warning is logged once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dlrover_hooks.worker.reporter import Courier
 
 log = logging.getLogger("dlrover_hooks")
 WITHOUT_S = 10.0
-"""Seconds without a save after which it is said that no slot is free."""
+"""Seconds without a save after which a missing free slot is logged as a warning."""
 
 
 class Surface:
-    """Training thread only. `said`: the texts that need not be said again."""
+    """Training thread only. `said`: the texts logged so far."""
 
     def __init__(self, config: Config, place: Place, engine: Checkpointer | None, courier: Courier) -> None:
         self.said = set[str]()
         self._config, self._place, self._engine, self._courier = config, place, engine, courier
 
     def raise_if_met(self, *, ending: bool = False) -> None:
-        """Raise (or warn of) what a background thread met. A skipped save costs an interval, not the run: said once.
+        """Raise (or warn of) an error of a background thread. A skipped save only causes one warning.
 
-        One without a slot is nothing to warn of while others are made: where steps are fast, saves follow each other
-        faster than they are hashed.
+        A save without a free slot is no warning while other saves succeed: with short steps, saves may come faster than
+        they are hashed.
 
-        `Stale` is always raised: another life has this seat, and two would train apart. At the end an older
-        generation that storage did not take is no news any more: what counts is the last one.
+        `Stale` is always raised: another process has this rank, and both would train separately. With `ending`, storage
+        errors of older generations are ignored: only the last one counts.
         """
         if self._engine is not None and self._engine.stale is not None:
             raise self._engine.stale

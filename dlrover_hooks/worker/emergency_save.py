@@ -1,4 +1,4 @@
-"""How a session parts: when a rank is preempted all leave at one step, saved as well as the time allows."""
+"""Leaving on preemption: all ranks leave at one step boundary, saved as far as the time allows."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("dlrover_hooks")
 _PAUSE_S = 0.05
 _WAY_OUT_S = 1.0
-"""Kept for leaving."""
+"""Reserved for shutting down."""
 
 
 class EmergencySave:
-    """A session's signals, and what it does where all leave. Training thread only.
+    """Signal handling of a session, and its save when all ranks leave. Training thread only.
 
-    `before`: that of the round before, in a process that has survived it. Its signals are still in place: one that came
-    meanwhile has not ended the process, and is obeyed in this round.
+    `before`: the object of the previous round, in a process that survived it. Its signal handlers are still installed:
+    a signal between the rounds did not end the process and takes effect in this round.
     """
 
     def __init__(
         self, config: Config, place: Place, incarnation: str, courier: Courier, before: EmergencySave | None = None
     ) -> None:
         self.here = False
-        """This quiet point is where all leave."""
+        """All ranks leave at this step boundary."""
         self.on_preempt: Callable[[Preempted], object] | None = None
-        """The user's hook: all is saved, the process is about to end."""
+        """The user's hook, called when all is saved and the process is about to end."""
         self.signals = before.signals if before is not None else Signals(config.signals, self._flag)
         self._config, self._place, self._courier = config, place, courier
         self._preemption = Preemption(config.job, incarnation, place.node, config.grace_s)
@@ -51,23 +51,23 @@ class EmergencySave:
         self._courier.wake()
 
     def begin(self, restored: Restored | None) -> None:
-        """Training begins behind what was restored: from here on a signal is not the end at once."""
+        """Training starts after the restored step: from here on a signal no longer ends the process at once."""
         whole = restored is not None and not restored.weights_only
         self._preemption.gate.begin(restored.generation.step if restored is not None and whole else 0)
         self.signals.take()
 
     def overdue(self) -> Preempted | None:
-        """While the next round is awaited: this process was told to go, and can wait no longer. Told to the user."""
+        """Between rounds: the notice, after calling the user's hook, if this process must leave now; else None."""
         if not self._preemption.overdue:
             return None
         return self.tell(self._gone(self._preemption.gate.passed, durable=False))
 
     def look(self, step: int, caller: Caller) -> None:
-        """At the quiet point of `step`: waits for the other ranks' promises while somebody is preempted."""
+        """At the step boundary of `step`. Waits for the other ranks' promises while any rank is preempted."""
         self.here = self._preemption.leaves_at(step, caller)
 
     def stay(self, gone: Preempted) -> None:
-        """Only others go: this worker trains on, and recovers in its process when the round has broken."""
+        """Only other ranks leave: this worker trains on, and recovers in process when the round breaks."""
         log.warning("job %s rank %d: others are preempted (%s) and leave at step %d; this worker goes on without them",
                     self._config.job, self._place.rank, gone.reason, gone.step)  # fmt: skip
         self._preemption.stay()
@@ -77,7 +77,7 @@ class EmergencySave:
         self, engine: Checkpointer | None, generation: p.Generation, tree: dict[str, Any] | None,
         caller: Caller,
     ) -> Preempted:  # fmt: skip
-        """Make `tree` (None: nothing was trained) as safe as the time allows."""
+        """Save `tree` (None: nothing was trained) as durably as the time allows."""
         preemption, durable = self._preemption, False
         if engine is not None and tree is not None:
 
@@ -93,7 +93,7 @@ class EmergencySave:
         return Preempted(of.reason, step, mine=of.mine, durable=durable, left_s=of.left_s)
 
     def tell(self, gone: Preempted) -> Preempted:
-        """The process is about to end: say so, and call the user's hook."""
+        """Log that the process is about to end, and call the user's hook."""
         log.warning("job %s rank %d: %s", self._config.job, self._place.rank, gone)
         if self.on_preempt is not None:
             self.on_preempt(gone)
@@ -101,10 +101,10 @@ class EmergencySave:
 
 
 class HastySave:
-    """One generation, against the clock. Training thread; raises nothing that storage, keeper or master do.
+    """Saves one generation before a deadline. Training thread; errors of storage, keeper and master are not raised.
 
     Args:
-        view: asks the master for the job.
+        view: requests the job's state from the master.
         left_s: seconds until this process is killed.
     """
 
@@ -116,9 +116,9 @@ class HastySave:
         self._view, self._left_s = view, left_s
 
     def make(self, tree: dict[str, Any], *, alone: bool = False) -> bool:
-        """Save `tree`; True once it is durable. `alone`: other ranks have no such step, so nothing is waited for.
+        """Save `tree`; True once it is durable. `alone`: other ranks do not save this step, so nothing is waited for.
 
-        What cannot be durable in time the keeper still writes when its launcher ends, if it is granted the time.
+        If the time is too short, the keeper still writes the image when its launcher ends, as far as it has time.
         """
         nbytes = self._engine.image_bytes(tree)
         while (saved := self._engine.save(self._generation.step, tree, last=True)) is None:
@@ -135,7 +135,7 @@ class HastySave:
         return False
 
     def _look(self, durable: bool) -> bool | None:
-        """Is it durable? None: wait on."""
+        """Whether the generation is durable. None: not decided yet."""
         try:
             view = self._view()
         except HooksError:
@@ -149,5 +149,5 @@ class HastySave:
 
 
 def _lacks_ranks(view: p.JobView) -> bool:
-    """Some rank has left this round: what is not whole by then will not be."""
+    """A rank has left this round: an incomplete generation will not become complete."""
     return view.phase is p.Phase.BROKEN or not all(member.alive for member in view.members)

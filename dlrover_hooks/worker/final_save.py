@@ -1,4 +1,4 @@
-"""The end of a run: its last generation becomes durable, or it is known why not. Training thread."""
+"""The end of a run: make its last generation durable, or report why that failed. Training thread."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from dlrover_hooks.worker.reporter import Courier
 log = logging.getLogger("dlrover_hooks")
 
 FINISH_S = 600.0
-"""Deadline for the last generation to become durable: as long as files are being written."""
+"""Deadline for the last generation to become durable, which includes writing its files."""
 KEEPER_S = 60.0
 """Deadline for a keeper to come back."""
 MANIFEST_S = 60.0
-"""Deadline for the MANIFEST, once the master knows of the largest file, that of rank 0."""
+"""Deadline for the MANIFEST, once the largest file, that of rank 0, was reported to the master."""
 
 
 class FinalSaveOutcome(enum.Enum):
-    """What became of the last generation."""
+    """The result for the last generation."""
 
     DURABLE = enum.auto()
-    """Or there was none to be made."""
+    """Or none had to be made."""
     OWED = enum.auto()
-    """Begun, and no more: it has failed."""
+    """Begun and not finished: it has failed."""
     WARNED = enum.auto()
-    """It has failed, and the run is to end all the same."""
+    """It has failed, but the run ends normally (`on_error="warn"`)."""
 
 
 def farewell(
     config: Config, kept: p.Generation | None, durable: p.Generation | None, end: FinalSaveOutcome, last_cut: int
 ) -> str:
-    """What an unfinished run leaves at the keeper that was started for it, and how to go on.
+    """What an unfinished run leaves in the keeper that was started for it, and how to resume.
 
-    `kept`: the newest that is known to be whole in memory; what the keeper knows of `last_cut` may not be heard yet.
+    `kept`: the newest generation known to be complete in memory; the notice of `last_cut` may still be missing.
     """
     place, again = config.save_to, "start the same command to go on"
     if not config.named:
@@ -60,7 +60,7 @@ def farewell(
 
 
 def say_farewell(config: Config, courier: Courier, end: FinalSaveOutcome, last_cut: int, reason: p.Departure) -> None:
-    """Log it; what is finished, or has saved nothing, needs none."""
+    """Log the farewell, unless the run has finished or saved nothing."""
     kept = courier.newest_complete
     if (reason is p.Departure.DONE and end is FinalSaveOutcome.DURABLE) or (kept is None and last_cut < 0):
         return
@@ -68,7 +68,7 @@ def say_farewell(config: Config, courier: Courier, end: FinalSaveOutcome, last_c
 
 
 class LastSave:
-    """One generation on its way. `committed`: asks the master, and raises what background threads met."""
+    """The last generation of a run. `committed`: queries the master, and raises errors of background threads."""
 
     def __init__(
         self, engine: Checkpointer, courier: Courier, generation: p.Generation, committed: Callable[[], bool], rank: int
@@ -81,9 +81,9 @@ class LastSave:
         """Save `tree` and wait for its MANIFEST.
 
         Raises:
-            StorageFailed: the storage does not take it.
-            KeeperAway: there is no keeper to write it.
-            MasterAway: it took too long, or the master is not there.
+            StorageFailed: the storage refuses it.
+            KeeperAway: no keeper is there to write it.
+            MasterAway: it took too long, or the master is unreachable.
         """
         self._save(tree)
         stored_at: float | None = None

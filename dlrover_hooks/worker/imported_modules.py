@@ -1,8 +1,8 @@
-"""What a newcomer imports before it joins: the modules of well-known packages that a worker of its node has imported.
+"""Modules that a new worker imports before it joins: those of well-known packages that a worker of its node imported.
 
-The worker writes their names once it has trained a step, so that what torch and others import only when it is used
-(`torch._dynamo` with the first optimizer: over a second) is among them. Packages that do something when they are
-imported (MPI, trackers) are not well known here, nor is the user's own code.
+The worker writes their names after its first step, so that the list includes what torch and others import on first use
+(`torch._dynamo` with the first optimizer: over a second). Packages with side effects at import (MPI, trackers) are not
+in the list of well-known ones, nor is the user's own code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ WELL_KNOWN = frozenset(
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """`packages`: the file of each; another one of the same name elsewhere is not it. `modules`: in order of import.
+    """`packages`: the file of each; a package of the same name elsewhere is ignored. `modules`: in order of import.
 
-    `environment`: variables that the script has set, which packages may read when they are imported.
+    `environment`: variables set by the script, which packages may read when they are imported.
     """
 
     packages: dict[str, str]
@@ -44,14 +44,14 @@ class Imported(msgspec.Struct, frozen=True):
 
 
 def tell() -> None:
-    """A worker of a launcher that wants to know: write what this process has imported, unless it is known. Any thread.
+    """Write the list of imported modules if the launcher requested it and it does not exist yet. Any thread.
 
-    It takes some ms, once.
+    Takes a few ms, once.
     """
     path = settings.preload_file()
     if path is None or os.path.exists(path):
         return
-    with contextlib.suppress(OSError):  # then newcomers are slower
+    with contextlib.suppress(OSError):  # without the list, new workers only start more slowly
         draft = f"{path}.{os.getpid()}"
         with open(draft, "wb") as file:
             file.write(msgspec.json.encode(imported()))
@@ -59,7 +59,7 @@ def tell() -> None:
 
 
 def imported() -> Imported:
-    """What this process has imported of well-known packages, from files."""
+    """The modules of well-known packages that this process has imported from files."""
     packages, modules = dict[str, str](), list[str]()
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
@@ -74,7 +74,7 @@ def imported() -> Imported:
 
 
 def told(path: str | None) -> Imported:
-    """What a worker wrote; nothing if none did."""
+    """The list that a worker wrote; empty if there is none."""
     try:
         with open(path or "", "rb") as file:
             return msgspec.json.decode(file.read(), type=Imported)
@@ -83,12 +83,12 @@ def told(path: str | None) -> Imported:
 
 
 def load(wanted: Imported, leave_out: Collection[str] = ()) -> Iterator[str]:
-    """Import one by one, and yield the name of each. What cannot be imported is the script's own affair.
+    """Import the modules one by one, and yield the name of each. Import errors are left to the script itself.
 
-    Warnings were shown by the worker that imported them first.
+    Warnings are suppressed: the worker that imported the modules first has shown them.
 
     Args:
-        wanted: what a worker had imported.
+        wanted: the list that a worker wrote.
         leave_out: packages, and sub-packages such as `torch._inductor`.
     """
     usable = [name for name, file in wanted.packages.items() if name not in leave_out and origin(name) == file]
@@ -98,7 +98,7 @@ def load(wanted: Imported, leave_out: Collection[str] = ()) -> Iterator[str]:
             if name.partition(".")[0] in usable and part(name) not in leave_out and name not in sys.modules:
                 try:
                     importlib.import_module(name)
-                except Exception as error:  # whatever an import may raise
+                except Exception as error:  # an import may raise anything
                     log.debug("%s cannot be imported ahead: %s", name, error)
                 yield name
     finally:
@@ -106,12 +106,12 @@ def load(wanted: Imported, leave_out: Collection[str] = ()) -> Iterator[str]:
 
 
 def part(module: str) -> str:
-    """The package or sub-package that is left out where `module` cannot be imported ahead."""
+    """The package or sub-package to leave out if `module` cannot be imported ahead."""
     return ".".join(module.split(".")[:2])
 
 
 def origin(package: str) -> str | None:
-    """The file that it would be imported from, None if there is none."""
+    """The file from which `package` would be imported; None if there is none."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -1,7 +1,7 @@
-"""A worker process takes its own seat: it asks for one, waits for the round, and its environment then names its place.
+"""A worker process joins for itself: it requests a rank, waits for the round, and updates its environment.
 
-A newcomer does so before its script runs (`runtime.boot`), a survivor when its round broke. The launcher, which joins
-for all its workers at the first start, gives them the same environment.
+A new worker does so before its script runs (`launcher.warm.bootstrap`), a survivor when its round broke. The launcher,
+which joins for all its workers at the first start, gives them the same environment.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dlrover_hooks.host.ports import held_port
 log = logging.getLogger("dlrover_hooks")
 
 FORM_S = 900.0
-"""torchrun's own rendezvous timeout: a newcomer may wait for a quiet point, others for their first import of torch."""
+"""torchrun's own rendezvous timeout: a new worker may wait for a step boundary, others for their import of torch."""
 AWAY_S = 120.0
-"""A master that was not heard for so long has gone with its node: nobody restarts it."""
+"""A master that has not answered for this long is lost with its node and will not be restarted."""
 POLL_S = 5.0
-"""One long-poll."""
+"""Timeout of one long-poll."""
 
 
 def join_request(config: Config, place: Place, incarnation: str) -> p.Join:
-    """How a worker of `dlrover-hooks run` asks for one seat, for itself, within the bounds its launcher set."""
+    """The join request of a `dlrover-hooks run` worker for its own rank, within the bounds from its launcher."""
     return p.Join(
         job=config.job,
         incarnation=incarnation,
@@ -58,12 +58,12 @@ def take_seat(
     """Join and wait for a round newer than `after`. Blocks its thread; a signal handler that raises ends the wait.
 
     Args:
-        client: speaks as `join.incarnation`.
-        join: with one seat, this process's own.
+        client: a client with the incarnation `join.incarnation`.
+        join: its `seats` has one entry, for this process.
         after: the round that a survivor was in.
-        patience_s: for all of it.
-        away_s: give up earlier, once the master was not heard for so long.
-        channel: of the client; another one where another client speaks as the same incarnation later.
+        patience_s: timeout of the whole call.
+        away_s: fail earlier if the master has not answered for this long.
+        channel: of the client; use a separate one if another client with the same incarnation follows later.
         look: called each `poll_s`; what it raises ends the wait.
 
     Raises:
@@ -92,12 +92,12 @@ def take_seat(
     raise MasterAway(
         f"job {join.job}: no round formed within {patience_s:g} s (node {join.node}, local rank "
         f"{join.seats[0].local_rank}, {join.min_workers} to {join.max_workers} workers, after round {after})",
-        hint="look at the other workers' logs: one of them neither came to its next quiet point nor died",
+        hint="look at the other workers' logs: one of them neither reached its next step boundary nor died",
     )
 
 
 def deserted(url: str, job: str, waited_s: float) -> MasterAway:
-    """What to tell where a seat is asked for and nobody answers."""
+    """The error for a join that the master does not answer."""
     return MasterAway(
         f"job {job}: the master at {url} has not answered for {waited_s:g} s (--master-away)",
         hint="It goes with the node that serves it: launch the job again on all nodes. A master that runs by itself "
@@ -108,14 +108,16 @@ def deserted(url: str, job: str, waited_s: float) -> MasterAway:
 def seat_environment(
     seated: p.Seated, *, incarnation: str, local_rank: int, local_world_size: int, index: int = 0
 ) -> dict[str, str]:
-    """What torchrun would set for this worker in this round, and ours. What holds for all rounds is the launcher's.
+    """The variables that torchrun would set for this worker in this round, and those of dlrover-hooks.
+
+    Variables that are the same in all rounds are set by the launcher.
 
     Args:
-        seated: the answer to the join of this seat.
+        seated: the reply with this rank assignment.
         incarnation: of the worker.
-        local_rank: of the worker on its node: it stays, whatever the round (its device depends on it).
+        local_rank: of the worker on its node; constant over all rounds, because its device depends on it.
         local_world_size: workers on its node.
-        index: which of the joined seats it is.
+        index: position of this worker in the `seats` of its join.
     """
     rank, world_size = str(seated.ranks[index]), str(seated.world_size)
     return {

@@ -1,7 +1,7 @@
-"""A process that outlives its rounds: what it keeps from one to the next, and how it joins the next one.
+"""A process that survives its rounds: what it keeps from one to the next, and how it joins the next one.
 
-Only while `elastic_run` is active (`current`). Its sessions then speak through the client, the watch and the engine
-that are kept here, so that no connection ends with a round: to the master the process has lived all the time.
+Only while `elastic_run` is active (`current`). Its sessions then share the client, the watch and the engine that are
+kept here, so that no connection ends with a round: for the master it is one continuous process lifetime.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dlrover_hooks.worker.join import POLL_S, join_request, seat_environment, ta
 
 log = logging.getLogger("dlrover_hooks")
 _WORD_S = 5.0
-"""The watch tells of a break at once; it may be a slow machine."""
+"""Timeout for the notice of a broken round: the watch delivers it at once, but the machine may be slow."""
 
 
 _LOOK_S = 0.2
-"""Between two looks at the members of a round that may lack one."""
+"""Interval between two checks of the members of a round that may have lost one."""
 
 
 class Membership:
-    """This process's part in a job, over all rounds that it lives through.
+    """This process's membership in a job, over all rounds that it survives.
 
     Args:
-        config: of the environment. The sessions' own must name the same job and master.
-        place: where the process stands when it begins; `place.incarnation` is its seat's.
+        config: from the environment. The sessions' own must name the same job and master.
+        place: rank, node and launcher at the start; `place.incarnation` identifies this process.
         on_broken: called on the watch's thread, once for each round that breaks.
-        on_quiet: called on the training thread with the step, at each quiet point.
+        on_quiet: called on the training thread with the step, at each step boundary.
     """
 
     def __init__(
@@ -54,29 +54,29 @@ class Membership:
         self.client = MasterClient(config.master, config.token, incarnation=place.incarnation)
         self.round = place.round
         self.attached = False
-        """A session took the seat, in this round or before: the master knows that this process recovers."""
+        """A session has attached, in this round or before, and so reported whether this process recovers."""
         self._attached_to = -1
-        """The round whose seat a session took: what the master was told of this process holds for that one."""
+        """The round in which a session attached last; what the attach reported is valid for that round only."""
         self.survives = False
-        """It has lived through a round already."""
+        """It has survived a round already."""
         self.engine: Any = None
-        """The checkpoints' engine, which keeps its memory and its line to the keeper."""
+        """The checkpoint engine, which keeps its memory and its connection to the keeper."""
         self.session: Any = None
-        """The session of the round that is on, once there is one."""
+        """The session of the current round, once there is one."""
         self.parting: Any = None
-        """That of the round before. Its signals stay in place: what comes between two rounds is heard."""
+        """The `EmergencySave` of the last round. Its signal handlers stay installed, for signals between two rounds."""
         self.salvage: Callable[[], None] = lambda: None
-        """Saves what the adapter has of the last quiet point, and lets go of it. Training thread."""
+        """Saves what the adapter has of the last step boundary, and releases it. Training thread."""
         self.draws = Draws(self._note)
-        """Where the random generators stood, for whoever has this rank next."""
+        """Notes of the random state, for the process that has this rank next."""
         self.tell: Callable[[int], None] = lambda _: None
-        """Tells another node what was just noted within the step, if so many ranks do. The thread that reduces."""
+        """Replicates the newest note within a step; argument: how many ranks do. The thread that reduces gradients."""
         self.outlived: Callable[[], bool] = lambda: False
-        """Is something of the round before still there, though its training function was left?"""
+        """True while objects of the last round still exist although its training function has returned."""
         self.left_at: float | None = None
         """When the training function of this round was left, by `time.monotonic`."""
         self.unsupported = ""
-        """Why the round that is on cannot be recovered from in process."""
+        """Why the current round cannot be recovered in process; empty if it can."""
         self.on_quiet = on_quiet
         self._on_broken = on_broken
         self._told = threading.Condition()
@@ -86,23 +86,23 @@ class Membership:
         self._here, self.ended = ForkGuard(), False
 
     def watch(self) -> None:
-        """Hold the liveness connection open, from now on to the end."""
+        """Hold the liveness connection open from now on."""
         self._watcher = self.client.watch(self.config.job, self._noticed, self._refused)
 
     def seated(self, number: int) -> None:
-        """The round that is on has this number."""
+        """Set the number of the current round."""
         with self._told:
             self.round = max(self.round, number)
             self._waiting = 0
 
     def took_seat(self, number: int) -> Watcher | None:
-        """A session has taken the seat of the round of this number; the watch, which it ends with the job."""
+        """A session has attached to round `number`. Returns the watch, which the session closes with the job."""
         self.attached, self._attached_to = True, number
         self.seated(number)
         return self._watcher
 
     def same_job(self, config: Config) -> None:
-        """Raises UsageError if a session's settings name another job than the environment."""
+        """Raises UsageError if a session's settings name another job or master than the environment."""
         if (config.job, config.master) != (self.config.job, self.config.master):
             raise UsageError(
                 f"elastic_run joined job {self.config.job!r} at {self.config.master}, but this loop is of job "
@@ -111,12 +111,13 @@ class Membership:
             )
 
     def refuse(self, what: str) -> None:
-        """With `what` in it, the round that is on is not recovered from in process: the launcher starts all anew.
+        """Because of `what`, the current round is not recovered in process: the launcher restarts all workers instead.
 
-        The master is told with the seat or, once that is taken, at once, so that it knows before the round breaks.
+        The master is informed by the next attach or, if attached already, at once: it needs this before the round
+        breaks.
 
         Raises:
-            RoundEnded: it has broken already; nothing has begun here that it could not be recovered from.
+            RoundEnded: the round has broken already, before anything began that could not be recovered.
             MasterAway, MasterError.
         """
         if self._attached_to == self.round and not self.unsupported:
@@ -135,21 +136,23 @@ class Membership:
                 raise
             raise RoundEnded(f"round {self.round} of job {self.config.job} lost a member") from stale
 
-    # ---- what is heard of the round ---------------------------------------------------------------------------------
+    # ---- state of the round -----------------------------------------------------------------------------------------
 
     @property
     def broken(self) -> bool:
-        """The master says that the round that is on lost a member. Any thread."""
+        """The master has reported that the current round lost a member. Any thread."""
         return self._broken >= max(self.round, 1)
 
     @property
     def crowded(self) -> bool:
-        """Newcomers wait."""
+        """New workers are waiting to join."""
         return self._waiting > 0
 
     def hears_break(self, within_s: float) -> bool:
-        """Does the master say so, now or soon? Where a member's process has ended with 0, those that wait for it have
-        to say so themselves, by joining again. A master that is away is waited for, and then it has `within_s` anew.
+        """True if the master reports within `within_s` that the round is broken, or if a member has exited with 0.
+
+        The master does not break a round for an exit with 0: ranks that wait for that member have to join again. If the
+        master is unreachable, this waits for it, and then for `within_s` again.
         """
         now = time.monotonic()
         until, given_up = now + within_s, now + self.place.master_away_s
@@ -171,7 +174,7 @@ class Membership:
                 return True
 
     def noting(self, statistics: Callable[[], Statistics] = tuple, nbytes: int = 0) -> None:
-        """From here on rank 0 notes `statistics()`, which take `nbytes`, beside its random state. Training thread."""
+        """From here on rank 0 adds `statistics()`, which take `nbytes`, to its notes. Training thread."""
         self.draws.statistics = statistics
         if self.engine is not None and nbytes:
             self.engine.notes.expect(nbytes)
@@ -181,14 +184,14 @@ class Membership:
             self.engine.notes.leave(place, head, body)
 
     def check(self, *, step_ends: bool) -> None:
-        """At a quiet point, and ahead of an optimizer's step.
+        """At a step boundary, and before an optimizer step.
 
         Raises:
-            RoundEnded: the round is broken or, where a step ends, newcomers wait.
+            RoundEnded: the round is broken or, with `step_ends`, new workers wait.
         """
         if self._broken >= max(self.round, 1):  # `broken`, without a call in each step
             raise RoundEnded(f"round {self.round} of job {self.config.job} lost a member")
-        if step_ends and self._waiting and not self.unsupported:  # the agents let newcomers in
+        if step_ends and self._waiting and not self.unsupported:  # if unsupported, the agents let newcomers in
             raise RoundEnded(f"newcomers wait to join job {self.config.job}")
 
     def _noticed(self, notice: p.Notice) -> None:
@@ -202,7 +205,7 @@ class Membership:
             self._on_broken()
 
     def _refused(self, error: MasterError) -> None:
-        log.warning("job %s: the master has given this process up: %s", self.config.job, error)
+        log.warning("job %s: the master declared this process dead: %s", self.config.job, error)
         with self._told:
             self._error = error
             self._told.notify_all()
@@ -210,33 +213,33 @@ class Membership:
     # ---- the next round ---------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Save what there is of the last quiet point, once in a life: before a framework tears down, or at its end."""
+        """Save the state of the last step boundary, once per round: before a framework's teardown, or at the end."""
         self.left_at = self.left_at or time.monotonic()
         salvage, self.salvage = self.salvage, lambda: None
         try:
             salvage()
-        except Exception:  # what could not be kept is restored as it was saved before
+        except Exception:  # the next round restores an earlier save instead
             log.exception("job %s: nothing was kept of the round that ended", self.config.job)
 
     def end_life(self) -> None:
-        """The round is over for this process: save what there is of it, end what is the session's alone."""
+        """The round is over for this process: save what there is of it, and end the session's own resources."""
         self.keep()
         if self.session is not None:
             self.parting = self.session.parting
-            self.parting.signals.take()  # a framework may have put back what was there before them
+            self.parting.signals.take()  # a framework may have restored the handlers from before
             self.session.part()
 
     def join(self, patience_s: float) -> p.Seated:
-        """Join the next round, wait for it, and take its place in the environment. Training thread.
+        """Join the next round, wait for it, and set its rank in the environment. Training thread.
 
         Raises:
-            JobFinished: the others have trained it to its end.
+            JobFinished: the other workers have trained it to its end.
             MasterAway: no round formed in time, or the master has gone.
             MasterError: this process was declared dead meanwhile (Stale).
-            Preempted: it was told to go, and half of its time is over.
+            Preempted: this process is preempted, and half of its time is over.
         """
         join = join_request(self.config, self.place, self.incarnation)
-        poll_s = min(POLL_S, self.config.grace_s / 4)  # so that a signal is obeyed in time
+        poll_s = min(POLL_S, self.config.grace_s / 4)  # so that a signal takes effect in time
         try:
             seated = take_seat(
                 self.client,
@@ -266,13 +269,13 @@ class Membership:
     def _look(self) -> None:
         gone = self.parting.overdue() if self.parting is not None else None
         if gone is not None:
-            with contextlib.suppress(HooksError):  # it hears of the end from the watch, too
+            with contextlib.suppress(HooksError):  # the master also detects the end by the watch
                 said = p.Leave(self.config.job, self.incarnation, p.Departure.PREEMPTED, gone.step)
                 self.client.call(said, timeout_s=1.0)
             raise gone
 
     def close(self) -> None:
-        """End the watch, the connections and the engine. Idempotent; nothing in a forked child."""
+        """End the watch, the connections and the engine. Idempotent; does nothing in a forked child."""
         if not self._here:
             return
         self.ended = True
@@ -289,15 +292,15 @@ _active: list[Membership] = []
 
 
 def current() -> Membership | None:
-    """That of the `elastic_run` that is active in this process."""
+    """The membership of the `elastic_run` that is active in this process; None without one."""
     active = _active[-1] if _active else None
     return active if active is not None and active._here and not active.ended else None
 
 
 def binds(ranks: int) -> None:
-    """What this process gives to the others now, they may build on, whatever becomes of it, and of its node.
+    """Note this process's random state before it contributes to a result that lets the others complete the step.
 
-    Any thread, on all of so many ranks at once.
+    The note is replicated, so it survives this process and its node. Any thread, on all `ranks` ranks at once.
 
     Raises:
         RuntimeError: a peer is gone, as from any collective.
@@ -308,7 +311,7 @@ def binds(ranks: int) -> None:
 
 
 def entered(session: Any, config: Config) -> Membership | None:
-    """What outlives `session`, which begins, if this process is to survive its round. Raises as `same_job`."""
+    """The membership for the new `session`; None if this process does not survive rounds. Raises as `same_job`."""
     membership = current()
     if membership is not None:
         membership.same_job(config)
@@ -317,6 +320,6 @@ def entered(session: Any, config: Config) -> Membership | None:
 
 
 def activate(membership: Membership) -> Callable[[], None]:
-    """Make it `current`, until what is returned is called."""
+    """Make `membership` the `current` one, until the returned function is called."""
     _active.append(membership)
     return lambda: _active.remove(membership) if membership in _active else None

@@ -1,4 +1,4 @@
-"""What this process uses of its machine: CPU, memory, GPU. Sampled beside each heartbeat (DL-58, DL-61)."""
+"""Resources used by this process: CPU, memory, GPU. Sampled with each heartbeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlrover_hooks.protocol import Vitals
 
 
 class Sampler:
-    """Samples one process; `cpu_percent` is the mean since the sample before. Not thread-safe: one thread owns it."""
+    """Samples one process; `cpu_percent` is the mean since the last sample. Not thread-safe: one thread owns it."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -22,7 +22,7 @@ class Sampler:
 
 
 def _gpu_handle() -> object | None:
-    """NVML's handle of this process's GPU; None where there is none, or no driver."""
+    """NVML's handle of this process's GPU; None without a GPU or driver."""
     import pynvml
 
     own = settings.gpu()

@@ -1,10 +1,10 @@
 """Preemption, seen from one worker: a signal only sets a flag, and all ranks leave at the boundary of one step.
 
 The reporter thread sends the flag to the master, which sends it to the other ranks. Each rank's reporter promises for
-its training thread (`DepartureGate`) not to pass another step boundary without the master's approval; the master names
-the step after the last one that any rank has passed (`master/core/rounds/departure.py`). No rank can have passed that
-one, so the agreement is exact, in lock-step and out of it, and no collective is used. Only where no agreement comes a
-preempted rank leaves alone.
+its training thread (`DepartureGate`) not to pass another step boundary without the master's approval. The master then
+names the step after the last one that any rank has passed (`master/core/rounds/departure.py`). No rank can have passed
+that one, so the agreement is exact, whether or not ranks run in lock-step, and needs no collective. A preempted rank
+leaves alone only if there is no agreement.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from dlrover_hooks.client import Caller
 
 REQUEUE = p.REQUEUE
-"""Exit code: preempted, start me again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a preempted process that is to be started again (EX_TEMPFAIL of sysexits.h)."""
 AGREE = 0.5
-"""This share of the time that is left may pass until a step is agreed; the rest is for saving."""
+"""Share of the remaining time that may pass until a step is agreed; the rest is for saving."""
 _POLL_S = 2.0
 
 
 class Preempted(SystemExit):
-    """Raised in the training thread, by a hook at a quiet point, when everything is saved: the process ends with 75.
+    """Raised on the training thread by a hook at a step boundary, after saving: the process ends with exit code 75.
 
-    `reason`: what came; `step`: where all left; `mine`: this worker's own node goes; `durable`: the step is at
-    `save_to`; `left_s`: seconds until the node goes, as far as is known.
+    `reason`: the signal or notice; `step`: where all ranks left; `mine`: this worker's own node is preempted;
+    `durable`: the step is at `save_to`; `left_s`: seconds until the node ends, as far as is known.
     """
 
     def __init__(self, reason: str, step: int, *, mine: bool, durable: bool, left_s: float) -> None:
@@ -48,7 +48,7 @@ class Preempted(SystemExit):
 
 
 class Passage(enum.Enum):
-    """What a rank may do at a quiet point: pass it, leave there, or ask first."""
+    """What a rank may do at a step boundary: pass it, leave there, or request approval first."""
 
     PASS = enum.auto()
     LEAVE = enum.auto()
@@ -56,7 +56,7 @@ class Passage(enum.Enum):
 
 
 class DepartureGate:
-    """The quiet points that this rank has passed, and the one where it leaves. Any thread."""
+    """The step boundaries that this rank has passed, and the one where it leaves. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,28 +65,28 @@ class DepartureGate:
         self._step: int | None = None
 
     def begin(self, step: int) -> None:
-        """Training begins at the quiet point of `step`."""
+        """Training begins at the step boundary of `step`."""
         with self._lock:
             self._passed = step - 1
 
     @property
     def passed(self) -> int:
-        """The last quiet point that was passed."""
+        """The last step boundary that was passed."""
         return self._passed
 
     def promise(self) -> int:
-        """From here on no quiet point is passed unasked. Returns the last one that was; the same when called again."""
+        """Pass no further step boundary without approval. Returns the last one passed; the same when repeated."""
         with self._lock:
             self._promised = self._step is None
             return self._passed
 
     def settle(self, step: int | None) -> None:
-        """All leave at `step`. None: there will be no agreement, the promise is over."""
+        """All ranks leave at `step`. None: there will be no agreement, the promise ends."""
         with self._lock:
             self._promised, self._step = False, step
 
     def at(self, step: int) -> Passage:
-        """The training thread is at the quiet point of `step`, for the first time."""
+        """What the training thread may do at the step boundary of `step`, which it reaches for the first time."""
         with self._lock:
             if self._step is not None and step >= self._step:
                 return Passage.LEAVE
@@ -97,8 +97,9 @@ class DepartureGate:
 
 
 class Preemption:
-    """One worker's part. `flag` may be called by a signal handler, `speak` by the courier thread, `leaves_at` by the
-    training thread.
+    """One worker's part in a preemption.
+
+    Threads: a signal handler may call `flag`, the reporter thread calls `speak`, the training thread `leaves_at`.
 
     Args:
         grace_s: seconds from the signal until this process is killed.
@@ -108,29 +109,29 @@ class Preemption:
         self.gate = DepartureGate()
         self.reason = ""
         self.mine = False
-        """This worker itself was told to go, or its node."""
+        """This worker or its node is preempted."""
         self._job, self._incarnation, self._node, self._grace_s = job, incarnation, node, grace_s
         self._deadline: float | None = None
         self._agree_by = 0.0
         self.alone = False
-        """There was no agreement."""
+        """There was no agreement: this rank leaves by itself."""
         self._told = self._summoned = self._held = False
         self._answered: tuple[int, bool] | None = None
         self._pause = threading.Event()
 
     @property
     def left_s(self) -> float:
-        """Until the process is killed, or the first node goes. 0 if nobody is preempted."""
+        """Seconds until the process is killed, or the first node ends. 0 if no rank is preempted."""
         return max(0.0, self._deadline - time.monotonic()) if self._deadline is not None else 0.0
 
     def flag(self, reason: str) -> None:
-        """This worker is to go. Sets plain attributes only."""
+        """This worker is preempted. Only sets plain attributes."""
         if not self.mine:
             self.mine, self.reason = True, self.reason or reason
             self._bound(self._grace_s)
 
     def inherit(self, before: Preemption) -> None:
-        """Begin where the round before ended: if it broke ahead of an agreement, this worker still is to go."""
+        """Take over from the previous round: if it broke before an agreement, this worker is still preempted."""
         self.gate.begin(before.gate.passed + 1)
         if before.mine:
             self.mine, self.reason = True, self.reason or before.reason
@@ -138,17 +139,17 @@ class Preemption:
 
     @property
     def overdue(self) -> bool:
-        """It is to go, and too little time is left to wait for others."""
+        """This worker is preempted, and too little time is left to wait for others."""
         return self.mine and time.monotonic() > self._agree_by
 
     def summon(self, summoned: bool) -> None:
-        """What the last heartbeat said. A round that broke summons nobody, and so does the next one."""
+        """Record the flag in the last heartbeat's reply. It is False in a broken round and in the next one."""
         if summoned and not self._summoned and self._deadline is None:
             self._agree_by = time.monotonic() + AGREE * self._grace_s
         self._summoned = summoned
 
     def speak(self, call: Callable[[p.Message, str], p.Message | None]) -> None:
-        """Tell the master what is new; `call` answers None if it is away: then this is tried again."""
+        """Send pending messages to the master. `call` returns None if the master is away; the next call tries again."""
         while (word := self.word()) is not None:
             reply = call(word, "preempt")
             if reply is None:
@@ -156,7 +157,7 @@ class Preemption:
             self.hear(word, reply)
 
     def word(self) -> p.Preempt | p.Hold | None:
-        """What the master has to be told next. A `Hold` is a promise, kept from now on, heard or not."""
+        """The next message for the master. A `Hold` is a promise, binding from now on whether or not it arrives."""
         if self.mine and not self._told:
             return p.Preempt(self._job, self._incarnation, self._node, self.left_s, self.reason)
         if (self._summoned or self._told) and not (self._held or self.alone):
@@ -164,7 +165,7 @@ class Preemption:
         return None
 
     def hear(self, word: p.Preempt | p.Hold, reply: p.Message) -> None:
-        """The master's answer to `word`."""
+        """Process the master's reply to `word`."""
         if isinstance(word, p.Preempt):
             self._told = True
         else:
@@ -172,9 +173,9 @@ class Preemption:
         self._hear(reply)
 
     def leaves_at(self, step: int, caller: Caller) -> bool:
-        """Does this rank leave at the quiet point of `step`? Waits for the agreement, if there is one to be awaited.
+        """Whether this rank leaves at the step boundary of `step`. Waits for a pending agreement.
 
-        Asked again for the same step, inside the step that follows it, the answer stays.
+        Repeated calls for the same step, within the step that follows it, return the same answer.
         """
         if self._answered is None or step > self._answered[0]:
             self._answered = step, self._leaves_at(step, caller)
@@ -190,7 +191,7 @@ class Preemption:
         return passage is Passage.LEAVE or self.alone or unheard
 
     def stay(self) -> None:
-        """This rank was to leave, and does not: it is not asked again in this round."""
+        """This rank was to leave, but stays: no further promise in this round."""
         self.gate.settle(None)
         if self._answered is not None:
             self._answered = self._answered[0], False
@@ -221,7 +222,7 @@ class Preemption:
             self.gate.settle(reply.step)
 
     def _give_up(self) -> None:
-        """No agreement: whoever is to go goes alone."""
+        """No agreement: a preempted rank leaves alone."""
         self.gate.settle(None)
         self.alone, self._summoned, self._held = self.mine, False, False
 
@@ -232,39 +233,40 @@ class Preemption:
 
 
 def affordable(nbytes: int, bytes_per_s: float, left_s: float) -> bool:
-    """Can `nbytes` become durable in `left_s`? `bytes_per_s`: as measured, 0 if not known, then it is tried.
+    """Whether `nbytes` can become durable in `left_s`. `bytes_per_s`: measured; 0 if unknown, then True.
 
-    A quarter and two seconds are kept for the MANIFEST, slower ranks, and the way out.
+    A quarter of the writing time and two seconds are reserved for the MANIFEST, slower ranks, and shutting down.
     """
     spare_s = left_s - 2.0
     return spare_s > 0 and (bytes_per_s <= 0 or 1.25 * nbytes / bytes_per_s <= spare_s)
 
 
 class Signals:
-    """Our handlers for `names`, from `take` to `give_back`; main thread only, elsewhere nothing is done.
+    """Signal handlers for `names`, installed from `take` to `give_back`. Main thread only; does nothing on others.
 
-    A handler that was there before is called, too: what it raises is its own. In a forked child SIGTERM is as if we
-    were not there (`Process.terminate` must work), and the others do nothing: SLURM sends them to all of a step.
+    A handler installed before is called, too, and may raise. In a forked child SIGTERM acts as if these handlers were
+    not installed (`Process.terminate` must work). The other signals do nothing there: SLURM sends them to every process
+    of a step.
     """
 
     def __init__(self, names: Iterable[str], flag: Callable[[str], object]) -> None:
         self.numbers = [signal.Signals[name] for name in names]
         self.flag = flag
-        """Told of each that comes; to be replaced while they are in place."""
+        """Called with each signal's name; may be replaced while the handlers are installed."""
         self._pid = 0
         self._before: dict[int, Any] = {}
 
     def add(self, number: signal.Signals) -> None:
-        """One more, from the next `take` on; none if signals were turned off."""
+        """Add one, from the next `take` on; not if signals were turned off."""
         if self.numbers and number not in self.numbers:
             self.numbers.append(number)
 
     def owns(self, handler: object) -> bool:
-        """Is it ours?"""
+        """Whether `handler` is this object's."""
         return handler == self._handle
 
     def take(self) -> None:
-        """Put them in place; again where somebody else has put theirs over them meanwhile."""
+        """Install the handlers; also over those that other code has installed meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
@@ -273,7 +275,7 @@ class Signals:
                 self._before[number] = _living(before, number)
 
     def give_back(self) -> None:
-        """Put back what was there, unless somebody else has put theirs over ours. Idempotent."""
+        """Restore the earlier handlers, except where other code has replaced this one's. Idempotent."""
         if self._pid == os.getpid() and threading.current_thread() is threading.main_thread():
             for number, handler in self._before.items():
                 if signal.getsignal(number) == self._handle:
@@ -286,7 +288,7 @@ class Signals:
             self.flag(signal.Signals(number).name)
         elif self._pid and number != signal.SIGTERM:
             return
-        elif before in (None, signal.SIG_DFL):  # a forked child, or somebody put ours back after our end
+        elif before in (None, signal.SIG_DFL):  # a forked child, or other code restored this handler after `give_back`
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(signal.Signals(number))
         if callable(before):
@@ -294,12 +296,12 @@ class Signals:
 
 
 def _living(handler: Any, number: int) -> Any:
-    """`handler`, or what was before it if it is one of ours that has ended and that somebody put back."""
+    """`handler`; if it is a `Signals` handler that has ended and was restored by other code, the one before it."""
     while isinstance(owner := getattr(handler, "__self__", None), Signals) and owner._pid == 0:
         handler = owner._before.get(number)
     return handler
 
 
 def _settable(handler: Any) -> Any:
-    """None: it was not set from Python, and cannot be set again."""
+    """The default action for None: such a handler was not set from Python and cannot be restored."""
     return signal.SIG_DFL if handler is None else handler

@@ -1,7 +1,7 @@
-"""The one background thread of a worker: carries the keeper's notices to the master as votes, and the heartbeats.
+"""A worker's only background thread: sends heartbeats, and the keeper's notices as votes, to the master.
 
-It never raises into training: what went wrong is kept in `error` and surfaced by the session's next verb. While the
-master is away votes wait here, in order, and training goes on.
+It never raises into training: errors are kept in `error` and surface at the session's next call. While the master is
+away votes wait here, in order, and training goes on.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("dlrover_hooks")
 BEAT_S = 1.0
 STEADY_S = 3 * BEAT_S
-"""A master that was away is back when it has answered everything for so long: a network that comes and goes is one
-outage, and told of once."""
+"""An outage of the master ends when it has answered every call for this long. An intermittent network therefore counts
+as one outage, and is logged once."""
 Keepers = Hashed | Persisted | PersistFailed
 
 
@@ -46,11 +46,11 @@ class _Skipped(NamedTuple):
 
 
 class _Woken(NamedTuple):
-    """There is something to say at once."""
+    """Something is to be sent at once."""
 
 
 class Courier:
-    """Owns the thread `dlrover-hooks-courier`; `start` and `stop` are called by the session."""
+    """Owns the thread `dlrover-hooks-courier`; the session calls `start` and `stop`."""
 
     def __init__(self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None) -> None:
         self.error: HooksError | None = None
@@ -59,16 +59,16 @@ class Courier:
         self.failed: set[p.Generation] = set()
         """Generations that this rank could not make durable; the last one of a run is saved again (`LastSave`)."""
         self.broken: dict[p.Generation, StorageFailed] = {}
-        """Those of them that the storage did not take, which would not help."""
+        """Those of `failed` that the storage refused, so that saving again would not help."""
         self.newest_stored: p.Generation | None = None
-        """The newest one whose file, written by this rank, the master knows of."""
+        """The newest generation whose file, written by this rank, was acknowledged by the master."""
         self.cadence = p.Cadence()
         self.step = 0
         self.step_s = 0.0
         self.stored_bytes_per_s = 0.0
-        """As the newest durable copy went; 0: none did yet."""
+        """Measured with the newest durable copy; 0: there was none yet."""
         self.preemption: Preemption | None = None
-        """What it has to say travels with the heartbeats."""
+        """Its messages are sent along with the heartbeats."""
         self._caller, self._job, self._engine = caller, job, engine
         self._incarnation, self._rank, self._world_size = place_
         self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | None] = queue.SimpleQueue()
@@ -78,17 +78,17 @@ class Courier:
         self._hashed: deque[p.Generation] = deque(maxlen=16)
         self._passing = Passing()
         self._voted: deque[p.Generation] = deque(maxlen=16)
-        """The master knows that they are in this rank's memory."""
+        """The master has acknowledged that they are in this rank's memory."""
         self._to_persist: list[p.Generation] = []
         self._vitals = Sampler()
         self._reached, self._outage = False, Outage()
         self._doubtful: p.Generation | None = None
-        """A vote for it may have reached the master, though it was not answered."""
+        """An unanswered vote for this generation may have reached the master."""
         self._next_beat, self._ended = 0.0, False
         self._thread = threading.Thread(target=self._run, name="dlrover-hooks-courier", daemon=True)
 
     def start(self, cadence: p.Cadence) -> None:
-        """Begin, or go on with that cadence."""
+        """Start the thread, or set the cadence if it runs."""
         self.cadence, this = cadence, weakref.ref(self)
         step_for_last_words(lambda: one.step if (one := this()) is not None and one.step else -1)
         if not self._thread.is_alive():
@@ -100,20 +100,20 @@ class Courier:
             self._thread.join(timeout_s)
 
     def notice(self, notice: Keepers) -> None:
-        """Called by the keeper link's reader thread."""
+        """Called by the keeper connection's reader thread."""
         self._notices.put(notice)
 
     def saved(self, generation: p.Generation, copy_s: float, *, durable: bool = False) -> None:
-        """Called by the training thread after a save; `durable`: persist it whatever the cadence says."""
+        """Called by the training thread after a save; `durable`: persist it whatever the cadence is."""
         self._copy_s[generation] = copy_s
         self._notices.put(_Saved(generation, durable))
 
     def skipped(self, generation: p.Generation) -> None:
-        """Called by the training thread after a save that was not made: others need not keep theirs."""
+        """Called by the training thread after a save that was not made, so that other ranks need not keep theirs."""
         self._notices.put(_Skipped(generation))
 
     def wake(self) -> None:
-        """The preemption has news. Also in a signal handler: `SimpleQueue.put` is reentrant."""
+        """The preemption has messages. Usable in a signal handler: `SimpleQueue.put` is reentrant."""
         self._notices.put(_Woken())
 
     # ---- the thread -------------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ class Courier:
         while not self._ended:
             try:
                 self._turn()
-            except Exception as error:  # without this thread the worker is declared dead, and nobody says why
-                log.exception("rank %d of job %s: the thread that speaks with the master failed", self._rank, self._job)
+            except Exception as error:  # without this thread the worker would be declared dead without a reason
+                log.exception("rank %d of job %s: the thread that reports to the master failed", self._rank, self._job)
                 self.error = self.error or HooksError(
-                    f"rank {self._rank} of job {self._job}: the thread that speaks with the master met "
+                    f"rank {self._rank} of job {self._job}: the thread that reports to the master met "
                     f"{type(error).__name__}: {error}",
                     hint="its traceback is in the log; please report it",
                 )
@@ -173,7 +173,7 @@ class Courier:
             self._failed(notice.generation, notice.reason, gone=notice.gone, hint=notice.hint)
 
     def _left_out(self, generation: p.Generation) -> None:
-        """One such vote tells all: while the master is away they do not pile up."""
+        """Queues a SKIPPED vote. It replaces one at the end of the queue, so that they do not pile up in an outage."""
         if self._unsent and self._unsent[-1].kind is p.VoteKind.SKIPPED:
             self._unsent.pop()
         self._unsent.append(self._vote(generation, p.VoteKind.SKIPPED))
@@ -234,11 +234,11 @@ class Courier:
                 self._heard(reply)
 
     def _stands(self, vote: p.Vote) -> bool:
-        """Is there still what it votes for? While the master is away its slot may be written over."""
+        """False if the vote's slot was overwritten meanwhile, which may happen while the master is away."""
         return self._engine is None or vote.kind is not p.VoteKind.MEMORY or self._engine.others.vote(vote.generation)
 
     def _not_delivered(self, generation: p.Generation) -> None:
-        """Only what the master may have heard of keeps its slot."""
+        """Withdraws an undelivered vote unless it may have reached the master; only then its slot is kept."""
         if self._reached:
             self._doubtful = generation
         elif self._engine is not None and generation != self._doubtful:
@@ -246,13 +246,13 @@ class Courier:
         self._drop_withdrawn()
 
     def _drop_withdrawn(self) -> None:
-        """The votes after them say that this rank has passed them by."""
+        """Drops withdrawn votes: later votes report that this rank has passed those steps."""
         others = self._engine.others if self._engine is not None else Others()
         votes = [one for one in self._unsent if one.kind is not p.VoteKind.MEMORY or not others.forget(one.generation)]
         self._unsent = deque(votes)
 
     def _beat(self) -> None:
-        if self.step:  # what is imported with the first step is there
+        if self.step:  # by then, the imports of the first step have happened
             imported_modules.tell()
         reply = self._call(p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample()), "beat")
         if isinstance(reply, p.Beat):
@@ -272,7 +272,7 @@ class Courier:
         self._persist_if_due()
 
     def _persist_if_due(self) -> None:
-        """Order what is due once the keeper has hashed it; give it up if a later one was hashed and it never was."""
+        """Persist due generations once the keeper has hashed them; fail those whose slot was reused before that."""
         if (generation := self._durable.due(self.cadence)) is not None:
             self._plan_persist(generation)
         for generation in list(self._to_persist):
@@ -285,8 +285,10 @@ class Courier:
                 self._failed(generation, "its slot was used again before it was hashed", gone=True)
 
     def _call(self, request: p.Message, channel: str) -> p.Message | None:
-        """The reply; None if the master is away, or cannot write its journal and so has changed nothing: try again
-        later, and meanwhile save without hearing of other ranks. A refused vote is dropped and remembered.
+        """The reply; None if the master is away, or cannot write its journal and so has changed nothing.
+
+        After None the request is repeated later; until then this rank saves without information about the others. A
+        refused vote is dropped, and its error is kept.
         """
         try:
             reply = self._caller.call(request, channel=channel, timeout_s=5.0, again=False)
@@ -312,20 +314,20 @@ class Courier:
         if began and away is not None:
             log.warning("rank %d of job %s trains on without its master: %s", self._rank, self._job, away.message)
         if ended:
-            log.warning("rank %d of job %s hears its master again", self._rank, self._job)
+            log.warning("rank %d of job %s is connected to its master again", self._rank, self._job)
         if self._engine is not None:
             self._engine.others.away = away is not None
 
 
 class Outage:
-    """When an absence of the master begins, and when it is over."""
+    """Detects when an outage of the master begins and ends."""
 
     def __init__(self) -> None:
         self._missed_at: float | None = None
-        """When it last did not answer, in an outage that is not over yet."""
+        """Time of the last unanswered call in the current outage; None without an outage."""
 
     def heard(self, answered: bool, now: float) -> tuple[bool, bool]:
-        """One more call was answered, or not. Has an outage begun with it, and has one ended?"""
+        """Records the result of one call. Returns whether it began an outage, and whether it ended one."""
         if not answered:
             began, self._missed_at = self._missed_at is None, now
             return began, False

@@ -1,6 +1,6 @@
-"""What a session stands on: its line to the master, its checkpoints' engine, and what others have left for it.
+"""Builds a session's collaborators: master client, checkpoint engine, and the notes left by other processes.
 
-Under `regroup` the first two outlive it.
+With a `Membership`, client and engine survive the session.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class SessionCallbacks(Protocol):
-    """The session that is on."""
+    """The callbacks of the current session."""
 
     def locate(self, generation: p.Generation, rank: int) -> p.Located: ...
     def heard(self, notice: SaveNotice) -> None: ...
 
 
 def caller(config: Config, incarnation: str, kept: Membership | None) -> MasterClient | Alone:
-    """Who answers the session: the master, or its core in this process."""
+    """The session's connection to the master: a client, or the master's core in this process."""
     if kept is not None:
         return kept.client
     if config.master is not None:
@@ -45,7 +45,7 @@ def caller(config: Config, incarnation: str, kept: Membership | None) -> MasterC
 
 
 def engine(config: Config, place: Place, ear: SessionCallbacks, kept: Membership | None) -> Checkpointer:
-    """The session's engine: of the round before, if this process was there."""
+    """The session's engine: that of the last round, if this process took part in it."""
     if kept is not None and kept.engine is not None:
         return kept.engine
     now: Callable[[], SessionCallbacks] = (lambda: kept.session) if kept is not None else (lambda: ear)
@@ -58,10 +58,10 @@ def engine(config: Config, place: Place, ear: SessionCallbacks, kept: Membership
 
 
 class Noted(NamedTuple):
-    """What was left on this node that no image has: this rank's note, rank 0's batch statistics, notes of all ranks.
+    """Notes on this node that no image contains: this rank's, rank 0's batch statistics, those of all ranks.
 
-    `told`, `told_statistics`: what other nodes told this process, which counts where theirs is lost.
-    `alike`: the image is of that sort, on all ranks alike.
+    `told`, `told_statistics`: received from other nodes; they count if those nodes' own notes are lost.
+    `alike`: the images have no random state; this is the same on all ranks.
     """
 
     note: bytes | None = None
@@ -73,7 +73,7 @@ class Noted(NamedTuple):
 
 
 def noted(restored: startup.Restored, place: Place, engine: Checkpointer | None, kept: Membership | None) -> Noted:
-    """What belongs to an image without a random state. Own notes count first, in case they were not left in time."""
+    """The notes for an image without a random state. This process's own come first, in case the keeper lacks some."""
     if restored.rng is not None or restored.weights_only or engine is None:
         return Noted()
     own, told = (kept.draws.notes, kept.draws.told) if kept is not None else ([], [])
@@ -84,7 +84,7 @@ def noted(restored: startup.Restored, place: Place, engine: Checkpointer | None,
 
 
 def drawing(restored: startup.Restored, found: bytes | None, place: Place, attempt: int) -> startup.Restored:
-    """With a random state: its image's, or that of the note `found`; else the generators are seeded anew, here."""
+    """`restored` with its image's random state or that of the note `found`. Without both, reseeds the generators."""
     if restored.rng is not None or restored.weights_only:
         return restored
     if found is None:
@@ -94,7 +94,7 @@ def drawing(restored: startup.Restored, found: bytes | None, place: Place, attem
 
 
 def notes(plan: p.Plan, place: Place, engine: Checkpointer | None, kept: Membership, found: bytes | None) -> None:
-    """A life begins with `plan`: from here on it notes where its generators stand, in memory that is there in time."""
+    """Start noting random states for the round of `plan`, and allocate the memory for the notes."""
     begun = plan.restore.generation if plan.restore is not None else None
     here = p.Generation(plan.attempt, begun.step if begun is not None else 0, plan.run)
     kept.draws.begin(here, place.rank, place.world_size, begun, found)

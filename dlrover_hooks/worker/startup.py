@@ -1,4 +1,4 @@
-"""How a worker comes up: what storage offers it, whether it may write there, and when its seat is taken."""
+"""A worker's startup: scan the storage, check that it is writable, attach, and take over the rank at the keeper."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _log = logging.getLogger("dlrover_hooks")
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """What a restore brought: `state` as the adapter gave it to `cut`, and where it came from."""
+    """The result of a restore: `state` as the adapter gave it to `cut`, and its source."""
 
     generation: Generation
     source: Source
@@ -57,26 +57,26 @@ class Restored(msgspec.Struct, frozen=True):
     rng: dict[str, Any] | None
     """None at a new world size, or if it was lost with a node: the rank was reseeded instead."""
     weights_only: bool = False
-    """Of `state` only the model's weights are to be taken: everything else begins anew."""
+    """Only the model's weights of `state` are used: everything else starts fresh."""
 
 
 class _RankForm(msgspec.Struct):
-    """The `rank` part of a tree that `Session.cut` gave."""
+    """The `rank` part of a tree from `Session.cut`."""
 
     rng: dict[str, Any]
 
 
 class _TreeForm(msgspec.Struct):
-    """Of such a tree the parts that every rank has."""
+    """The parts of such a tree that every rank has."""
 
     data: dict[str, dict[str, Any]]
 
 
 def restored(choice: Restore, found: Opened) -> Restored:
-    """What `found`, once it is filled, brings of `choice`.
+    """`found`, already filled, as the `Restored` of `choice`.
 
     Raises:
-        Corrupt: it is no tree of a session.
+        Corrupt: it is not a session's tree.
     """
     if choice.weights:
         return Restored(choice.generation, choice.source, found.tree["state"], {}, {}, None, weights_only=True)
@@ -91,22 +91,22 @@ def restored(choice: Restore, found: Opened) -> Restored:
 
 
 def elsewhere(config: Config) -> str | None:
-    """The checkpoint tree that the user named to start from, whatever job it belongs to."""
+    """The checkpoint tree that the user named to start from, which may belong to any job."""
     url = config.resume.removeprefix("weights:")
     return url if ("/" in url or url != config.resume) and not config.fresh else None
 
 
 def anew(config: Config) -> bool:
-    """Whatever there is to go on with is not wanted."""
+    """Existing checkpoints are to be ignored."""
     return config.fresh or config.resume == "never"
 
 
 def stored(config: Config) -> generations.Scan:
-    """What storage holds: of whole generations the newest run only, without file lists (the master needs the names).
+    """Scan the storage: complete generations of the newest run only, without file lists (the master needs names).
 
     Raises:
-        StorageFailed: `save_to` cannot be written, or nothing can be read.
         SaveToBusy: `save_to` holds generations of another job.
+        StorageFailed: `save_to` is not writable, or nothing is readable.
     """
     url = elsewhere(config) or config.save_to
     if config.save_to is not None:
@@ -118,13 +118,13 @@ def stored(config: Config) -> generations.Scan:
     for damage in found.damaged:
         _log.warning("job %s: %s", config.job, damage)
     if found.finished_step is not None and elsewhere(config) is None:
-        _log.info("job %s already finished at step %d; --fresh starts anew", config.job, found.finished_step)
+        _log.info("job %s already finished at step %d; --fresh starts over", config.job, found.finished_step)
     names = tuple(msgspec.structs.replace(one, files=()) for one in found.manifests)
     return msgspec.structs.replace(found, manifests=names, heard=0 if elsewhere(config) else found.heard)
 
 
 def join(config: Config, place: Place, incarnation: str) -> Join:
-    """What a worker that no launcher has started asks its seat with."""
+    """The join request of a worker that no dlrover-hooks launcher has started."""
     return Join(
         job=config.job,
         incarnation=incarnation,
@@ -143,17 +143,17 @@ def join(config: Config, place: Place, incarnation: str) -> Join:
 def take_fixed_seat(
     call: Callable[..., Any], config: Config, place: Place, incarnation: str, patience_s: float
 ) -> None:
-    """Join with the rank that a foreign launcher gave, and wait for the round.
+    """Join with the rank from another launcher, and wait for the round.
 
     Raises:
-        UsageError: the job was finished, and no checkpoint outlived it.
-        MasterAway: the others did not come.
+        UsageError: the job was finished, and none of its checkpoints is left.
+        MasterAway: the other workers did not join.
     """
     joined = call(join(config, place, incarnation), timeout_s=60.0)
     if joined.finished:
         raise UsageError(
             f"job {config.job} was finished at step {joined.finished_step or 0}; no checkpoint outlived it",
-            hint="start anew with DLROVER_HOOKS_FRESH=1 or another job name; with save_to= it could be trained on",
+            hint="start over with DLROVER_HOOKS_FRESH=1 or another job name; with save_to= it could be trained on",
         )
     seated, deadline = Seated(), time.monotonic() + patience_s
     while seated.round is None:
@@ -162,7 +162,7 @@ def take_fixed_seat(
 
 
 def next_plan(call: Callable[..., Any], job: str, incarnation: str, plan: Plan, deadline: float) -> Plan:
-    """The plan after `plan`, as soon as there is one. Raises MasterAway behind `deadline` (monotonic)."""
+    """The next plan after `plan`. Raises MasterAway after `deadline` (monotonic)."""
     while True:
         _in_time(deadline, job, "all workers to come up and load")
         request = AwaitPlan(job, incarnation, after=plan.number or 0, timeout_s=20.0)
@@ -180,7 +180,7 @@ def _in_time(deadline: float, job: str, what: str) -> None:
 
 
 def engine(config: Config, place: Place, *, locate: Locate, notify: Callable[[SaveNotice], None]) -> Checkpointer:
-    """A worker's checkpoints; what a launcher started does not start a keeper."""
+    """A worker's checkpoint engine. It starts a keeper unless a launcher started this process."""
     return Checkpointer(
         config.job,
         place.node,
@@ -201,9 +201,9 @@ def attach(
     config: Config, place: Place, incarnation: str, engine: Checkpointer | None, *, speaks: bool = False,
     recovers: bool = False,
 ) -> Attach:  # fmt: skip
-    """What a worker says of itself and offers: its node's memory (local rank 0), what storage holds (rank 0).
+    """The attach request: offers the node's memory (local rank 0) and the contents of storage (rank 0).
 
-    `speaks`: for its node, whatever its local rank is: that of local rank 0 may have died. `recovers`: see `Attach`.
+    `speaks`: offer the node's memory at any local rank, since local rank 0 may have died. `recovers`: see `Attach`.
 
     Raises: as `stored` and `Checkpointer.held`.
     """
@@ -230,11 +230,11 @@ def attach(
 
 
 def seated_alike(attached: Attached, job: str, place: Place) -> Attached:
-    """`attached`, if its seat is what the process group here says. Raises UsageError: no vote of it would count."""
+    """`attached`, if its rank is that of the process group. Else raises UsageError: none of its votes would count."""
     here, seat = (place.rank, place.world_size), (attached.rank, attached.world_size)
     if here != seat:
         raise UsageError(
-            f"job {job}: rank {here[0]} of {here[1]} in its process group has the seat of rank {seat[0]} of {seat[1]}",
+            f"job {job}: rank {here[0]} of {here[1]} in its process group has the place of rank {seat[0]} of {seat[1]}",
             hint="the framework numbers its processes itself: let it take RANK and WORLD_SIZE from the environment "
             "(Lightning, Fabric: TorchElasticEnvironment), with as many devices and nodes as were launched",
         )
@@ -242,7 +242,7 @@ def seated_alike(attached: Attached, job: str, place: Place) -> Attached:
 
 
 def _held(config: Config, place: Place, engine: Checkpointer) -> tuple[Held, ...]:
-    """What this node's memory holds; where a launcher cares for the keeper and there is none, storage must do."""
+    """The contents of this node's memory; empty if a launcher manages the keeper and the keeper is away."""
     try:
         return engine.held()
     except KeeperAway as away:
@@ -253,9 +253,9 @@ def _held(config: Config, place: Place, engine: Checkpointer) -> tuple[Held, ...
 
 
 def _announced(offer: Attach, config: Config, place: Place, engine: Checkpointer | None) -> Attach:
-    """`offer` with the way to this node's keeper, if it is to take part in replication and `engine` is given.
+    """`offer` with the address of this node's keeper, if it takes part in replication and `engine` is given.
 
-    Where workers recover, a newcomer on another node gets what the survivors hold from there.
+    Where workers recover in process, a new worker on another node fetches the survivors' images from that keeper.
     """
     serves = offer.recovers and place.max_workers > place.local_world_size
     if not (config.replicas or serves) or config.master is None or engine is None:
@@ -271,7 +271,7 @@ def _announced(offer: Attach, config: Config, place: Place, engine: Checkpointer
 
 
 def follow(plan: Plan, engine: Checkpointer | None) -> None:
-    """Tell the keeper whom to admit and where to send; what fails is said again with the next seat that is taken."""
+    """Send the keeper its replication order: peers to admit and the target. The next `take_seat` repeats it."""
     if plan.replication is None or engine is None or engine.neighbours.order is None:
         return
     try:
@@ -286,18 +286,18 @@ def _claimable(config: Config, save_to: str) -> None:
 
 
 def _bounded(url: str, look: Callable[[str], _T]) -> _T:
-    """A store that does not answer must not hold up the start for ever."""
+    """Runs `look` with a timeout, so that a store that does not answer cannot block the start for ever."""
     return Patience().run(lambda _: look(url), f"open {url}")
 
 
 def instead(plan: Plan) -> str:
-    """What to do where `resume` wants a checkpoint and there is none to load."""
+    """A hint for `resume="require"` without a checkpoint to load."""
     damage = "`dlrover-hooks ckpt verify` says what is damaged; " if plan.lost else ""
-    return damage + 'use resume="auto" to start anew' + (": what is there stays" if plan.lost else "")
+    return damage + 'use resume="auto" to start over' + (": what is there stays" if plan.lost else "")
 
 
 def refuse_nothing(config: Config) -> None:
-    """Nothing could be restored. Raises NoCheckpoint if the user named a tree to start from; says what is there."""
+    """Nothing was restored. Raises NoCheckpoint, with what is there, if the user named a tree to start from."""
     if (url := elsewhere(config)) is not None:
         what, hint = _bounded(url, lambda url: _instead(url, config.storage_options))
         raise NoCheckpoint(f"job {config.job}: resume={config.resume!r}: {absolute(url)} {what}", hint=hint)
@@ -312,7 +312,7 @@ def _instead(url: str, options: dict[str, Any]) -> tuple[str, str]:
 
 
 def say_fallbacks(plan: Plan, config: Config, place: Place, said: set[str]) -> None:
-    """What could not be loaded, each once; the reason only if another rank found it, whose log may be elsewhere."""
+    """Log each failed restore once; the reason only if another rank reported it, whose log may be elsewhere."""
     for lost in plan.fallbacks:
         if lost not in said:
             said.add(lost)
@@ -321,27 +321,27 @@ def say_fallbacks(plan: Plan, config: Config, place: Place, said: set[str]) -> N
 
 
 def say(found: Restored, config: Config, place: Place) -> None:
-    """What the run goes on with: to be seen, and once."""
+    """Log the source of the restored state; as a warning on rank 0, so that it is visible once."""
     level = logging.WARNING if place.rank == 0 else logging.INFO
     what = "starts with the weights of" if found.weights_only else "resumes"
     _log.log(level, "job %s %s %s from %s", config.job, what, found.generation, found.source.value)
 
 
 def take_seat(config: Config, engine: Checkpointer, plan: Plan, place: Place) -> None:
-    """Begin to save for `place`. Only once the master let this life in: until then whoever had the seat keeps it.
+    """Start saving as `place`. Only after the master admitted this process: until then the previous one keeps the rank.
 
     Raises:
-        UsageError: a living process of another launch saves there.
+        UsageError: a living process of another launch saves with this rank.
     """
     engine.begin(plan.run, plan.attempt, place.rank, place.world_size)
     fresh = anew(config) and plan.restore is None
     try:
         engine.drop() if fresh or plan.lost else engine.take_seat()
-    except KeeperAway as away:  # the saves look for it again
+    except KeeperAway as away:  # the next save tries again
         _log.warning("job %s rank %d: %s", config.job, place.rank, away)
     if plan.lost and place.rank == 0:
         _log.warning(
-            "job %s: starting anew at step 0: none of %d checkpoints could be loaded; they stay where they are "
+            "job %s: starting over at step 0: none of %d checkpoints could be loaded; they stay where they are "
             "(`dlrover-hooks ckpt verify` names the damage), and this is a run of its own", config.job, plan.lost,
         )  # fmt: skip
     if fresh and place.rank == 0 and config.save_to is not None:

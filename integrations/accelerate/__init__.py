@@ -1,6 +1,6 @@
 """Accelerate 1.15: one object beside an `Accelerator` makes it elastic.
 
-The way in: `ElasticAccelerator`.
+Entry point: `ElasticAccelerator`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
         for batch in loader: ...
     accelerator.end_training()
 
-Accelerate shards every DataLoader it is given, again if need be (24 of 40 samples were visited), and counts epochs
-anew after a restart. So training loaders never go there: they become `PreparedLoader`s, which keep `GradientState`
-themselves.
+Accelerate shards every DataLoader it is given, even a sharded one (24 of 40 samples were visited), and counts epochs
+from zero after a restart. So training loaders are not passed to it: they become `PreparedLoader`s, which update
+`GradientState` themselves.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _OWN = {"accelerator", "config", "loop", "_accumulate", "_kept", "_saves", "_on_
 
 
 class ElasticAccelerator:
-    """An `Accelerator` whose training loop can be broken off anywhere and goes on at any world size.
+    """An `Accelerator` whose training loop can be interrupted anywhere and resumed at any world size.
 
-    Everything that is not named here is the wrapped Accelerator's. `prepare` restores what it is given; cuts are taken
-    when the training loader is asked for the batch after a step. Gradients are accumulated as the global batch demands,
-    with or without `accumulate()`.
+    All other attributes are those of the wrapped Accelerator. `prepare` restores the objects passed to it. Cuts are
+    taken when the batch after a step is requested from the training loader. Gradients are accumulated as the global
+    batch requires, with or without `accumulate()`.
 
     Args:
         accelerator: a fresh Accelerator: nothing was prepared with it.
@@ -67,7 +67,7 @@ class ElasticAccelerator:
         self.accelerator = accelerator
         self.config = settings.load(save_to=save_to, **shared)
         self.loop: TrainingLoop | None = None
-        """The seat in the job, from the first `prepare` to `end_training`; None when standing aside."""
+        """The membership in the job, from the first `prepare` to `end_training`; None when the hooks are inactive."""
         self._accumulate = accelerator.gradient_accumulation_steps
         self._kept: list[Any] = []
         self._saves: AsyncSaves | None = None
@@ -89,17 +89,17 @@ class ElasticAccelerator:
 
     @property
     def step(self) -> int:
-        """Optimizer steps in the model, over all restarts; 0 where it stands aside."""
+        """Optimizer steps in the model, over all restarts; 0 when the hooks are inactive."""
         return self.loop.step if self.loop is not None else 0
 
-    # ---- coming up --------------------------------------------------------------------------------------------------
+    # ---- setup ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As `Accelerator.prepare`; then what was prepared is restored.
+        """As `Accelerator.prepare`; then the prepared objects are restored.
 
-        Training loaders are the shuffled ones of the call; if none is, the first one, when an optimizer comes along.
-        They are made elastic. All other loaders go to Accelerate as they are; a loader with a state of its own is kept
-        in the cut and returned untouched.
+        Training loaders are the shuffled ones of the call; if there are none, the first loader, if the call has an
+        optimizer. They are made elastic. All other loaders are passed to Accelerate unchanged. A loader with its own
+        state is kept in the cut and returned unchanged.
         """
         placement = device_placement if device_placement is not None else [None] * len(args)
         if (loop := self._come_up()) is None:
@@ -117,7 +117,7 @@ class ElasticAccelerator:
         others = iter(made if len(rest) > 1 else (made,))
         result = [arg if own else next(others) for arg, own in zip(args, ours, strict=True)]
         for one in sorted((one for one, own in zip(result, ours, strict=True) if not own), key=_rank_of):
-            if not any(one is kept for kept in self._kept):  # prepared before: Accelerate returns it as it is
+            if not any(one is kept for kept in self._kept):  # prepared before: Accelerate returns it unchanged
                 self._kept.append(one)
                 self._keep(loop, one)
         if self.accelerator.scaler is not None and not loop.has("scaler"):
@@ -129,7 +129,7 @@ class ElasticAccelerator:
 
     def _come_up(self) -> TrainingLoop | None:
         if self.loop is None and (reason := self._stand_aside()) is not None:
-            log.warning("dlrover-hooks stands aside: %s", reason)
+            log.warning("dlrover-hooks is inactive: %s", reason)
         elif self.loop is None:
             inner = self.accelerator
             place = settings.place(rank=inner.process_index, world_size=inner.num_processes)
@@ -151,7 +151,7 @@ class ElasticAccelerator:
         return keeps_own_state(one) or is_training(one, beside)
 
     def _train(self, loop: TrainingLoop, loader: Any, placement: bool | None) -> Any:
-        """The loader as the training loop gets it."""
+        """The loader for the training loop."""
         if keeps_own_state(loader):
             log.warning("%s keeps its own state: exactly-once data is its promise, it is not wrapped", type(loader))
             loop.add_own_loader(loader)
@@ -174,7 +174,7 @@ class ElasticAccelerator:
         return PreparedLoader(made, self.accelerator, loop, self.accelerator.device if place else None)
 
     def _keep(self, loop: TrainingLoop, one: Any) -> None:
-        """Restore one prepared object, and have it in every cut."""
+        """Restore one prepared object, and add it to every cut."""
         if isinstance(one, nn.Module):
             loop.add_model(self.accelerator.unwrap_model(one, keep_torch_compile=False), one)
         elif isinstance(one, Optimizer):
@@ -187,7 +187,7 @@ class ElasticAccelerator:
                 _keep_pace(one, loop.first_world)
 
     def _guard_zero_grad(self, loop: TrainingLoop, optimizer: Any) -> None:
-        """A loop that zeroes before the backward would throw a window's first micro-batches away."""
+        """Ignore `zero_grad` inside a window: zeroing before a backward would discard earlier micro-batches."""
         plain, state, window = optimizer.zero_grad, self.accelerator.gradient_state, loop.window
 
         def zero_grad(set_to_none: bool | None = None) -> None:
@@ -203,7 +203,7 @@ class ElasticAccelerator:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs left of n, an interrupted one included: over restarts exactly n (`range(n)` would repeat)."""
+        """The epochs left of n, an interrupted one included: over all restarts exactly n (`range(n)` would repeat)."""
         return self.loop.epochs(n) if self.loop is not None else iter(range(n))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -216,25 +216,25 @@ class ElasticAccelerator:
         self.loop.window.pending = not self.loop.window.ends
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
-        """As Accelerate's; inside a window, where gradients are not whole, it only measures."""
+        """As Accelerate's; inside a window, where gradients are incomplete, it only measures the norm."""
         if self.loop is None or self.accelerator.sync_gradients:
             return self.accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters, math.inf, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As Accelerate's; inside a window, where gradients are not whole, it does nothing."""
+        """As Accelerate's; does nothing inside a window, where gradients are incomplete."""
         if self.loop is None or self.accelerator.sync_gradients:
             self.accelerator.clip_grad_value_(parameters, clip_value)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """As Accelerate's: kept in its `save_state` and in our cuts. Restored here; always in the same order."""
+        """As Accelerate's: kept in its `save_state` and in every cut. Restored here; always in the same order."""
         self.accelerator.register_for_checkpointing(*objects)
         if (loop := self._come_up()) is not None:
             for one in objects:
                 loop.add("object", one)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerate's for other loaders. One of ours has its place already: it is returned as it is."""
+        """As Accelerate's for other loaders. An elastic loader has its position already and is returned unchanged."""
         if isinstance(dataloader, PreparedLoader):
             return dataloader
         return self.accelerator.skip_first_batches(dataloader, num_batches)
@@ -242,20 +242,20 @@ class ElasticAccelerator:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training is over: make the last step durable and give up the seat. Safe to call twice."""
+        """Training is over: make the last step durable and leave the job. Safe to call twice."""
         if self.loop is not None:
             self.loop.finish()
             self.accelerator.gradient_accumulation_steps = self._accumulate
 
     def end_training(self) -> None:
-        """`finish`, then Accelerate's own, once all saves are there."""
+        """`finish`, then wait for all saves, then Accelerate's own `end_training`."""
         self.finish()
         if self._saves is not None:
             self._saves.close()
         self.accelerator.end_training()
 
     def close(self, reason: p.Departure = p.Departure.FAILED) -> None:
-        """Give up the seat without an end: the job is to be resumed. Happens by itself when the process ends."""
+        """Leave the job unfinished, to be resumed. Called automatically when the process ends."""
         if self.loop is not None:
             self.loop.close(reason)
             self.accelerator.gradient_accumulation_steps = self._accumulate
@@ -265,13 +265,13 @@ class ElasticAccelerator:
     # ---- Accelerate's own checkpoints -------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As Accelerate's, at the cost of a copy: the folder appears whole, a little later, see `wait_for_saves`.
+        """As Accelerate's, but asynchronous: only a copy is made in the step; for the folder see `wait_for_saves`.
 
-        One folder is being written and one more may wait; a third save waits for the first. What cannot be copied is
-        written within the step, said once.
+        One folder may be being written and one more waiting; a third save waits for the first. State that cannot be
+        copied is written within the step, with one warning. The folder appears atomically.
 
         Raises:
-            StorageFailed: an earlier save failed (`on_error="warn"`: it is only said).
+            StorageFailed: an earlier save failed (with `on_error="warn"` it is only logged).
             CheckpointError: earlier saves are not written within ten minutes.
         """
         if self.loop is None or kwargs or self.accelerator.project_configuration.save_on_each_node:
@@ -281,17 +281,17 @@ class ElasticAccelerator:
         return self._saves.save(output_dir, safe_serialization)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
-        """As Accelerate's, once what is being written is there."""
+        """As Accelerate's, after pending saves are written."""
         self.wait_for_saves()
         self.accelerator.load_state(input_dir, **kwargs)
 
     def wait_for_saves(self) -> None:
-        """All folders of `save_state` are there, or what failed is raised. Each process calls it."""
+        """Return when all folders of `save_state` are written. Raises the error of a failed save. On each process."""
         if self._saves is not None:
             self._saves.wait()
 
     def _save_data(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """`save_state` writes the place in the data beside its own files."""
+        """Called by `save_state`: write the data positions beside its own files."""
         if self.loop is not None and self.accelerator.is_main_process:
             Path(output_dir, DATA_STATE).write_text(json.dumps(self.loop.marked()))
 
@@ -302,10 +302,10 @@ class ElasticAccelerator:
 
 
 class PreparedLoader(Around):
-    """A training loader as Accelerate's loop gets it: elastic, batches on the device, `GradientState` kept.
+    """A training loader for Accelerate's loop: elastic, batches on the device, `GradientState` updated.
 
-    What it lacks is the `ElasticLoader`'s. `end_of_dataloader` and `remainder` are what Accelerate reads of its
-    loaders: nothing is padded, so the remainder is always 0.
+    Other attributes are those of the `ElasticLoader`. Accelerate reads `end_of_dataloader` and `remainder` from its
+    loaders. Nothing is padded, so the remainder is always 0.
     """
 
     _is_accelerate_prepared = True
@@ -334,7 +334,7 @@ class PreparedLoader(Around):
             self._loop.window.over()
 
     def _align(self) -> None:
-        """Accelerate counts micro-batches for itself, over epochs that were broken off too; ours is the count."""
+        """Overwrite Accelerate's count of micro-batches, which also counts interrupted epochs."""
         window = self._loop.window
         if isinstance(self.elastic, ElasticLoader):
             self.end_of_dataloader = self.elastic.sampler.progress.finished
@@ -343,11 +343,11 @@ class PreparedLoader(Around):
         self._gradients._set_sync_gradients(window.ends)
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the cursor owns the epoch."""
+        """Does nothing: the cursor determines the epoch."""
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of an optimizer step's micro-batches over all processes."""
+        """Samples in one micro-batch over all processes."""
         return self.elastic.batch_size * self._accelerator.num_processes
 
     @property
@@ -358,7 +358,7 @@ class PreparedLoader(Around):
 
 @elastic.between_lives
 def _forget() -> None:
-    """Accelerate keeps rank, world size and process group of this process in class attributes."""
+    """Reset the rank, world size and process group that Accelerate keeps in class attributes."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -369,7 +369,7 @@ def _rank_of(one: Any) -> int:
 
 
 def _keep_pace(scheduler: AcceleratedScheduler, times: int) -> None:
-    """Accelerate steps a scheduler once per process: after a resize it must go on at the pace of the first start."""
+    """Keep the scheduler at the rate of the first start: Accelerate steps it once per process."""
     scheduler.split_batches = True  # from here on one step in each call
     once = scheduler.step
 

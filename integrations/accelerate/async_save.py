@@ -1,7 +1,7 @@
-"""Accelerate's `save_state` behind the step: its own functions write its own folder from copies.
+"""Asynchronous `save_state` for Accelerate: its own functions write its folder from copies, in the background.
 
-A folder is made under a hidden name beside the place where it will be. Each process writes its files there and says so
-by an empty file; the main process waits for all of them and renames the folder. No collective runs behind the step.
+A folder is created under a hidden name near its final path. Each process writes its files there and then an empty
+marker file; the main process waits for all of them and renames the folder. No collective runs in the background.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlrover_hooks.errors import StorageFailed, UnsupportedState
 
 log = logging.getLogger("dlrover_hooks")
 PEERS_S = 60.0
-"""How long the main process waits for the files of the others, and they for its rename."""
+"""Timeout of the main process for the files of the others, and of the others for its rename."""
 
 
 class AsyncSaves:
@@ -48,7 +48,7 @@ class AsyncSaves:
         self._said = False
 
     def save(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool) -> Path:
-        """Where the folder will be. Its content is that of now."""
+        """Save the current state. Returns the folder's final path."""
         self._behind.room()
         target = self._target(output_dir)
         part = self._part(target)
@@ -69,11 +69,11 @@ class AsyncSaves:
         return target
 
     def wait(self) -> None:
-        """All folders are there, or what failed is raised."""
+        """Return when all folders are written. Raises the error of a failed save."""
         self._behind.wait()
 
     def close(self) -> None:
-        """As `wait`; memory and thread go."""
+        """As `wait`; then free the memory and end the thread."""
         self._behind.close()
         self._copies.close()
 
@@ -92,7 +92,7 @@ class AsyncSaves:
         return target
 
     def _part(self, target: Path) -> Path:
-        """The folder's name until it is whole: not among numbered checkpoints, which are loaded by their number."""
+        """The folder's temporary name. Not among numbered checkpoints, because those are loaded by their number."""
         numbered = self._accelerator.project_configuration.automatic_checkpoint_naming
         home = target.parent.parent if numbered else target.parent
         if not self._life:
@@ -108,7 +108,7 @@ class AsyncSaves:
         return part
 
     def _state(self, part: str) -> dict[str, Any]:
-        """What is written later; the user's hooks, the random state and the samplers have written theirs by then."""
+        """The state to write later. Hooks, RNG state and samplers are written to `part` at once."""
         inner: Any = self._accelerator
         weights = [inner.get_state_dict(model, unwrap=False) for model in inner._models]
         for hook in inner._save_model_state_pre_hook.values():
@@ -123,7 +123,7 @@ class AsyncSaves:
         }
 
     def _write(self, state: dict[str, Any], part: Path, target: Path, safe_serialization: bool) -> None:
-        """Behind the step, in every process."""
+        """In the background, in every process: write this process's files, then finish or wait for the main process."""
         rank, main = self._accelerator.process_index, self._accelerator.is_main_process
         try:
             self._write_own(state, part, safe_serialization)
@@ -154,15 +154,15 @@ class AsyncSaves:
         )
         for number, one in enumerate(state["objects"]):
             save_custom_state(_Said(one), str(own), number)
-        (own / f"random_states_{rank}.pkl").unlink()  # that of now; the one of then is there already
+        (own / f"random_states_{rank}.pkl").unlink()  # saved just now; the one of the step is there already
         for file in own.iterdir():
             file.rename(part / file.name)
         own.rmdir()
         if not inner.is_main_process:
-            sync_all(part)  # this machine's pages: the main process cannot write them out
+            sync_all(part)  # this machine's pages: the main process cannot sync them
 
     def _finish(self, part: Path, target: Path) -> None:
-        """Main process: the folder is whole once all have written."""
+        """Main process: wait for all files, then rename the folder."""
         ranks = range(self._accelerator.num_processes)
 
         def there(word: str) -> list[int]:
@@ -178,7 +178,7 @@ class AsyncSaves:
         self._retain(target.parent)
 
     def _retain(self, folder: Path) -> None:
-        """`total_limit`, once the new one is whole."""
+        """Apply `total_limit`, once the new folder is complete."""
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming or project.total_limit is None:
             return
@@ -188,7 +188,7 @@ class AsyncSaves:
 
 
 class _Said:
-    """What had this state."""
+    """Stands in for an object whose state was saved: `state_dict` returns that state."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -198,7 +198,7 @@ class _Said:
 
 
 def _until(condition: Any) -> bool:
-    """Other processes' files: there is no event to wait for."""
+    """Poll `condition`, because there is no event for other processes' files. Returns False after a timeout."""
     deadline, pause = time.monotonic() + PEERS_S, threading.Event()
     while not condition():
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """Lightning 2.6: one callback makes a `Trainer` elastic.
 
-The way in: `ElasticCallback`; `FlashCheckpointIO` for the user's own checkpoints.
+Entry points: `ElasticCallback`; `FlashCheckpointIO` for the user's own checkpoints.
 """
 
 from __future__ import annotations

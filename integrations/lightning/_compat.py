@@ -1,6 +1,6 @@
-"""What the adapter needs of Lightning 2.6 that has no public name. One function per need, each under a contract test.
+"""Access to Lightning 2.6's private API: one function per need, each with a contract test.
 
-Kept apart so that a new Lightning release is checked by reading one page.
+Kept in one module so that it can be checked against a new Lightning release in one place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("dlrover_hooks")
 
 
 class _ElasticSource(_DataLoaderSource):
-    """A loader source whose loaders pass through `wrap`: works for loaders, collections, modules and DataModules."""
+    """A loader source whose loaders pass through `wrap`. Works for loaders, collections, modules and DataModules."""
 
     def __init__(self, inner: _DataLoaderSource, wrap: Callable[[list[Any]], list[Any]]) -> None:
         super().__init__(inner.instance, inner.name)
@@ -49,13 +49,13 @@ class _ElasticSource(_DataLoaderSource):
 
 
 def datamodules(trainer: Trainer) -> list[LightningDataModule]:
-    """The data module of a fit, if it has one: `Trainer` gets the attribute when a fit attaches it."""
+    """The data module of a fit, if it has one. `Trainer` has the attribute only after a fit has attached it."""
     found = getattr(trainer, "datamodule", None)
     return [found] if found is not None else []
 
 
 def wrap_train_loaders(trainer: Trainer, wrap: Callable[[list[Any]], list[Any]]) -> None:
-    """Must run in `setup`: from `on_train_start` on it is too late and silently ignored."""
+    """Must run in `setup`: from `on_train_start` on it has no effect, without an error."""
     loop = trainer.fit_loop
     source = loop._data_source
     loop._data_source = _ElasticSource(source.inner if isinstance(source, _ElasticSource) else source, wrap)
@@ -65,7 +65,7 @@ def wrap_train_loaders(trainer: Trainer, wrap: Callable[[list[Any]], list[Any]])
 def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[str, dict[str, Any]], bool]) -> None:
     """Make this fit resume `checkpoint` natively (model, loops, callbacks, optimizers, schedulers), without a path.
 
-    With an explicit `ckpt_path` the decision is `wins(path, its content)`.
+    With an explicit `ckpt_path`, `wins(path, its content)` decides.
     """
     connector = trainer._checkpoint_connector
     original = connector.resume_start
@@ -80,7 +80,7 @@ def resume_from(trainer: Trainer, checkpoint: dict[str, Any], wins: Callable[[st
 
 
 def saved(restored: Restored) -> dict[str, Any]:
-    """The `Trainer`'s own checkpoint in what was restored."""
+    """The `Trainer`'s own checkpoint in `restored`."""
     return own(restored.state)
 
 
@@ -90,12 +90,12 @@ def own(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def progress(trainer: Trainer) -> dict[str, Any]:
-    """Of a fit's loops: epochs, batches, optimizer steps."""
+    """The progress of a fit's loops: epochs, batches, optimizer steps."""
     return trainer.fit_loop.state_dict()
 
 
 def set_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
-    """As if the fit's loops had never been elsewhere: no restart."""
+    """Set the progress of the fit's loops as if training had always been there, not as a restart."""
     loop = trainer.fit_loop
     loop.load_state_dict(progress)
     loop.restarting = False
@@ -106,22 +106,24 @@ def set_progress(trainer: Trainer, progress: dict[str, Any]) -> None:
 
 
 def owe_validation(checkpoint: dict[str, Any]) -> None:
-    """`checkpoint` was made as a validation began: have Lightning hold it for one from the middle of it. It is made
-    again then; else it would count as made, and be left out.
+    """Mark the validation in `checkpoint` as interrupted, so that Lightning repeats it.
+
+    `checkpoint` was taken as the validation began; unchanged, it would count as done and be skipped.
     """
     total = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
     total["started"] = total["ready"] = total["processed"] + 1
 
 
 def validation_begins(trainer: Trainer) -> None:
-    """Undoes what `owe_validation` did to the numbers. In `on_validation_start`."""
+    """Undo the change of `owe_validation` to the counts. Call in `on_validation_start`."""
     total = cast(Any, trainer.fit_loop.epoch_loop.val_loop.batch_progress).total
     total.started = total.ready = total.processed
 
 
 class _Mine(list[torch.device]):
-    """This worker's own device for each worker of the world. Local ranks stay when others are lost, so the list's own
-    places mean nothing any more.
+    """A list of devices whose every index gives this worker's own device.
+
+    Local ranks do not change when other workers are lost, so they no longer match positions in the list.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -129,10 +131,10 @@ class _Mine(list[torch.device]):
 
 
 def follow_world(trainer: Trainer) -> None:
-    """The Trainer was made for the world of another round; its DDP strategy is told of the one that is on.
+    """Update the Trainer's DDP strategy to the world of the current round.
 
-    Lightning asks the environment for ranks and world size, but shares out validation data by numbers of devices and
-    nodes, and finds its own device by the local rank.
+    Lightning reads ranks and world size from the environment. But it distributes validation data by numbers of devices
+    and nodes, and finds its own device by the local rank.
     """
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy) or not strategy.parallel_devices:
@@ -143,16 +145,16 @@ def follow_world(trainer: Trainer) -> None:
     device = devices[0] if devices[0].type == "cpu" else devices[own]
     strategy.parallel_devices = _Mine([device] * strategy.world_size)
     strategy.num_nodes = 1
-    strategy._configure_launcher()  # which compares both with the world
+    strategy._configure_launcher()  # checks both against the world size
 
 
 def limits(trainer: Trainer) -> list[int | None]:
-    """What ends a fit."""
+    """The limits that end a fit."""
     return [trainer.max_epochs, trainer.max_steps]
 
 
 def begin_with(trainer: Trainer, weights: dict[str, Any]) -> None:
-    """Make this fit begin with `weights`, once the model is made. An explicit `ckpt_path` comes after them."""
+    """Make this fit begin with `weights`, loaded once the model exists. An explicit `ckpt_path` is loaded later."""
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 
@@ -165,9 +167,9 @@ def begin_with(trainer: Trainer, weights: dict[str, Any]) -> None:
 
 
 def before_each_fetch(trainer: Trainer, call: Callable[[], object]) -> None:
-    """Have `call` run before each training batch is fetched, behind the making of the epoch's iterator.
+    """Call `call` before each training batch is fetched, after the epoch's iterator is created.
 
-    Not before a batch that Lightning fetches ahead (see `fetches_ahead`) of a training's first one.
+    Not before the first batch of a training if Lightning fetches ahead (see `fetches_ahead`).
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop._on_before_fetch
@@ -180,7 +182,7 @@ def before_each_fetch(trainer: Trainer, call: Callable[[], object]) -> None:
 
 
 def before_each_validation(trainer: Trainer, call: Callable[[], object]) -> None:
-    """Have `call` run before the iterator of a validation within the fit is made, which draws random numbers."""
+    """Call `call` before the iterator of a validation within the fit is created, which draws random numbers."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     original = loop.run
 
@@ -193,13 +195,13 @@ def before_each_validation(trainer: Trainer, call: Callable[[], object]) -> None
 
 
 def mode(trainer: Trainer) -> str:
-    """How several training loaders are combined. From `on_train_start` on."""
+    """How several training loaders are combined. Available from `on_train_start` on."""
     combined = trainer.fit_loop._combined_loader
     return combined._mode if combined is not None else ""
 
 
 def end_loaders(trainer: Trainer, ended: Sequence[Any]) -> None:
-    """Of the training loaders, let `ended` give nothing more in this epoch (mode "max_size"). In `on_train_start`."""
+    """End the training loaders in `ended` for this epoch (mode "max_size"). Call in `on_train_start`."""
     combined = trainer.fit_loop._combined_loader
     if combined is None or combined._iterator is None:
         return
@@ -209,13 +211,13 @@ def end_loaders(trainer: Trainer, ended: Sequence[Any]) -> None:
 
 
 def fetches_ahead(trainer: Trainer) -> bool:
-    """Where it does not know the epoch's length, Lightning fetches one batch before the one to be trained is over."""
+    """True if Lightning fetches one batch ahead, as it does if the epoch's length is unknown."""
     fetcher = trainer.fit_loop._data_fetcher
     return fetcher is not None and fetcher.length is None
 
 
 def unwrap(trainer: Trainer) -> None:
-    """Put back what `wrap_train_loaders`, `resume_from`, `before_each_fetch` and `before_each_validation` changed."""
+    """Undo `wrap_train_loaders`, `resume_from`, `before_each_fetch` and `before_each_validation`."""
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
     trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
@@ -225,7 +227,7 @@ def unwrap(trainer: Trainer) -> None:
 
 
 def dump(trainer: Trainer) -> dict[str, Any]:
-    """The whole training state as Lightning itself would save it, hooks included, but see `discount`."""
+    """The complete training state as Lightning itself would save it, hooks included, corrected by `discount`."""
     connector = trainer._checkpoint_connector
     cast(Any, connector)._get_loops_state_dict = lambda: loops(trainer)
     try:
@@ -237,8 +239,10 @@ def dump(trainer: Trainer) -> dict[str, Any]:
 
 
 def discount(checkpoint: dict[str, Any]) -> None:
-    """A batch that was handed out but not trained is not counted: Lightning takes it back for the epoch, but not in
-    total nor as the epoch's last one, and would validate at other steps, or leave the last batch out.
+    """Do not count a batch that was fetched but not trained.
+
+    Lightning removes it from the epoch's count, but not from the total nor as the epoch's last batch, and would
+    validate at other steps, or skip the last batch.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     if progress["current"]["ready"] > progress["current"]["processed"]:
@@ -247,15 +251,16 @@ def discount(checkpoint: dict[str, Any]) -> None:
 
 
 def loops(trainer: Trainer) -> dict[str, Any]:
-    """The states of all loops, as a checkpoint has them. `dataclasses.asdict`, which Lightning asks for their counts,
-    takes 0.2 ms for copies of numbers.
+    """The states of all loops, as in a checkpoint.
+
+    Lightning's own way, `dataclasses.asdict`, takes 0.2 ms for copies of numbers.
     """
     names = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
     return {name: _state_of(getattr(trainer, name), {}, "") for name in names}
 
 
 _PARTS = weakref.WeakKeyDictionary[_Loop, tuple[int, list[str]]]()
-"""Of a loop, how many attributes it has and which of them count or are loops: most are neither."""
+"""For each loop, the number of its attributes and the names of those that are progress counters or loops."""
 
 
 def _state_of(loop: _Loop, found: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -283,8 +288,9 @@ def _fields(one: Any) -> dict[str, Any]:
 
 
 def counts(trainer: Trainer) -> tuple[list[tuple[str, ...]], list[str]]:
-    """All that the loops of a fit count: the place of each number in `loops`' "fit_loop", and the attributes that lead
-    to it from the loop. Nothing else in there is a loop's own: see `adds_to_checkpoints` for loops of the user's.
+    """All counters of a fit's loops: the path of each in "fit_loop" of `loops`, and its attribute path from the loop.
+
+    A loop has no other state of its own there; for the user's own loops see `adds_to_checkpoints`.
     """
     places = [("epoch_loop.state_dict", "_batches_that_stepped"), *_counts(trainer.fit_loop, "")]
     return places, ["epoch_loop._batches_that_stepped", *(".".join(place) for place in places[1:])]
@@ -305,13 +311,14 @@ def _numbers(one: _BaseProgress) -> Iterator[tuple[str, ...]]:
 
 
 def keeps_state(callback: Callback) -> bool:
-    """Has it a `state_dict` of its own?"""
+    """True if the callback overrides `state_dict`."""
     return is_overridden("state_dict", callback, parent=Callback)
 
 
 def adds_to_checkpoints(trainer: Trainer) -> str:
-    """The class that has an `on_save_checkpoint` of its own, if one has: of the module, a callback (not ours), the
-    precision plugin, a loop. Else empty.
+    """The name of a class that overrides `on_save_checkpoint`; empty if there is none.
+
+    Checks the module, the callbacks (except dlrover-hooks'), the precision plugin and the loops.
     """
     hooked: list[tuple[Any, type]] = [(one, Callback) for one in callbacks(trainer)]
     hooked += [(trainer.lightning_module, CheckpointHooks), (trainer.precision_plugin, CheckpointHooks)]
@@ -334,8 +341,9 @@ def _loops(loop: _Loop) -> Iterator[_Loop]:
 
 
 def stateful_loaders(trainer: Trainer) -> list[Any]:
-    """The training loaders that Lightning saves the state of, as it finds them. Without its check against a Protocol,
-    which takes 20 us.
+    """The training loaders whose state Lightning saves, in its order.
+
+    Skips its check against a Protocol, which takes 20 us.
     """
     combined = trainer.fit_loop._combined_loader
     flattened = combined.flattened if combined is not None else ()
@@ -343,7 +351,7 @@ def stateful_loaders(trainer: Trainer) -> list[Any]:
 
 
 def replace_loader_states(trainer: Trainer, checkpoint: dict[str, Any], state_of: Callable[[Any], Any]) -> None:
-    """Put `state_of(loader)` (None: as it is) for each stateful training loader into a dumped `checkpoint`."""
+    """Put `state_of(loader)` (None: unchanged) for each stateful training loader into a dumped `checkpoint`."""
     loop, stateful = checkpoint.get("loops", {}).get("fit_loop", {}), stateful_loaders(trainer)
     if not stateful or not (states := loop.get("state_dict", {}).get("combined_loader")):
         return
@@ -351,8 +359,10 @@ def replace_loader_states(trainer: Trainer, checkpoint: dict[str, Any], state_of
 
 
 def load_pending_loader_states(trainer: Trainer) -> None:
-    """Lightning forgets the loaders' states of a `ckpt_path` that was written at an epoch's end, or if the loaders were
-    needed before it was read (`estimated_stepping_batches` in `configure_optimizers`): the data would start over.
+    """Load the loaders' states that Lightning would drop, so that the data does not start over.
+
+    It drops those of a `ckpt_path` written at an epoch's end, or if the loaders were needed before it was read
+    (`estimated_stepping_batches` in `configure_optimizers`).
     """
     loop = trainer.fit_loop
     states = loop._combined_loader_states_to_load
@@ -363,21 +373,21 @@ def load_pending_loader_states(trainer: Trainer) -> None:
 
 
 def epoch_is_over(trainer: Trainer) -> bool:
-    """No batch of this epoch is left: it was read to its end, or to `limit_train_batches`."""
+    """True if no batch of this epoch is left: it was read to its end, or to `limit_train_batches`."""
     progress = cast(Any, trainer.fit_loop.epoch_loop.batch_progress)
     trained = progress.current.ready == progress.current.processed
     return trained and (bool(progress.is_last_batch) or progress.current.ready >= trainer.fit_loop.max_batches)
 
 
 def come_first(trainer: Trainer, callback: Callback) -> None:
-    """Have `callback` hear of everything before the other callbacks do. Call in `setup`."""
+    """Make `callback` the first one, so that its hooks run before the others'. Call in `setup`."""
     found = cast(Any, trainer).callbacks
     found.remove(callback)
     found.insert(0, callback)
 
 
 def stop(trainer: Trainer) -> None:
-    """Train nothing: as if it had been stopped early. Call in `on_train_start`."""
+    """Train nothing, as after early stopping. Call in `on_train_start`."""
     trainer.should_stop = True
 
 
@@ -386,19 +396,19 @@ def batches_that_stepped(checkpoint: dict[str, Any]) -> int:
 
 
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
-    """Lightning counts one step too many for its loggers when a checkpoint was not taken in `on_train_batch_end`."""
+    """Set the count for loggers: Lightning's is one too high if a checkpoint was not taken in `on_train_batch_end`."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
 
 
 def restart_is_over(trainer: Trainer) -> None:
-    """Lightning takes the whole epoch it resumes in for a restart, and leaves out `ReduceLROnPlateau` at its end."""
+    """End Lightning's restart mode, which lasts for the whole epoch and skips `ReduceLROnPlateau` at its end."""
     trainer.fit_loop._restarting = False
 
 
 def count_batches_anew(trainer: Trainer, per_step: int) -> None:
-    """After a restore the counts are batches of the run before: make them `per_step` for each step of this epoch.
+    """Convert the restored counts, which are batches of the previous run, to `per_step` for each step of this epoch.
 
-    Before the epoch loop starts (`on_train_start`). Nothing changes where they are that already.
+    Call before the epoch loop starts (`on_train_start`). Does nothing if they match already.
     """
     loop = trainer.fit_loop.epoch_loop
     steps = loop.automatic_optimization.optim_progress.optimizer.step.current.completed
@@ -410,17 +420,17 @@ def count_batches_anew(trainer: Trainer, per_step: int) -> None:
 
 
 def batches(trainer: Trainer) -> int:
-    """Batches of an epoch."""
+    """Number of batches in an epoch."""
     return int(trainer.fit_loop.max_batches)
 
 
 def has_length(trainer: Trainer) -> bool:
-    """Is it known how many batches an epoch has?"""
+    """True if the number of batches in an epoch is known."""
     return sized_len(trainer.fit_loop._combined_loader) is not None
 
 
 def set_batches(trainer: Trainer, count: int) -> None:
-    """This epoch has `count` batches; a share of it that calls for validation moves along."""
+    """Give this epoch `count` batches, and adjust a validation interval that is a fraction of the epoch."""
     loop = trainer.fit_loop
     loop.max_batches = count
     if loop._data_fetcher is not None and loop._data_fetcher.length is not None:
@@ -430,7 +440,7 @@ def set_batches(trainer: Trainer, count: int) -> None:
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Batches of this epoch that are trained; `completed` is one behind in a checkpoint of `on_train_batch_end`."""
+    """Number of trained batches of this epoch; `completed` is one less in a checkpoint of `on_train_batch_end`."""
     return cast(Any, trainer.fit_loop.epoch_loop.batch_progress).current.processed
 
 
@@ -439,7 +449,7 @@ def fast_dev_run(trainer: Trainer) -> bool:
 
 
 def tunes(trainer: Trainer) -> bool:
-    """Is this fit a trial of `Tuner` (a learning rate, a batch size), which ends before anything is trained?"""
+    """True if this fit is a trial of `Tuner` (a learning rate, a batch size), which ends before anything is trained."""
     return any(getattr(callback, "_early_exit", False) for callback in callbacks(trainer))
 
 
@@ -454,11 +464,13 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def count_files_under_way(
     leaves: Callable[[str], bool | None], link_later: Callable[[str, str], bool]
 ) -> Callable[[], None]:
-    """`ModelCheckpoint` looks at the folder for names that are taken, and links to the file just saved. What is still
-    being written must count as being there: `leaves(path)` (None: ask the file system). `link_later(path, link)`: True
-    if the link will be made when the file is there. Returns what puts the class back.
+    """Make `ModelCheckpoint` count files that are still being written as existing, and link to them later.
 
-    It is the class, because a CheckpointIO is told of neither the Trainer nor its callbacks.
+    It checks the folder for names that are taken, and links to the file just saved. `leaves(path)`: whether the file
+    will exist (None: check the file system). `link_later(path, link)`: True if the link will be made when the file
+    exists. Returns a function that restores the class.
+
+    Patches the class, because a CheckpointIO has no access to the Trainer or its callbacks.
     """
     exists, link = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
 
@@ -478,7 +490,7 @@ def count_files_under_way(
     cast(Any, ModelCheckpoint)._link_checkpoint = staticmethod(link_checkpoint)
 
     def put_back() -> None:
-        if ModelCheckpoint.file_exists is file_exists:  # else somebody has put theirs around ours
+        if ModelCheckpoint.file_exists is file_exists:  # otherwise the user's code has patched it on top
             cast(Any, ModelCheckpoint).file_exists = exists
         if ModelCheckpoint._link_checkpoint is link_checkpoint:
             cast(Any, ModelCheckpoint)._link_checkpoint = staticmethod(link)

@@ -2,8 +2,8 @@
 
     trainer = Trainer(..., callbacks=[ElasticCallback(save_to="saved")])
 
-The callback only turns Lightning's events into `Session` verbs. What it touches of Lightning that is not public is in
-`_lightning_private.py`, one function each, each with a contract test.
+The callback only translates Lightning's events into calls of `Session`. Its uses of Lightning's private API are in
+`_compat.py`, one function each, each with a contract test.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ log = logging.getLogger("dlrover_hooks")
 class ElasticCallback(Callback):
     """Exactly-once data, in-memory checkpoints and resume for one `Trainer`.
 
-    Alone in `callbacks=[...]` it puts the elastic sampler into the training loaders, resumes this job's newest whole
-    generation without `ckpt_path`, cuts at quiet points, and ends the run durably. With one process and no master it
-    works by itself. Every argument is plain, for YAML and LightningCLI; `None` means the environment, then the default.
+    Alone in `callbacks=[...]` it puts the elastic sampler into the training loaders, resumes this job's newest complete
+    generation without `ckpt_path`, takes cuts at step boundaries, and makes the end of the run durable. With one
+    process it needs no master. All arguments have plain types, for YAML and LightningCLI; `None` means the environment,
+    then the default.
 
     Args:
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
@@ -62,19 +63,20 @@ class ElasticCallback(Callback):
             at most each 0.25 s), or a duration.
         persist_every: durable copy: optimizer steps or a duration.
         keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
-        snapshot: `"eager"` copies at once, `"lazy"` behind the next forward and backward, `"auto"` measures and picks.
+        snapshot: `"eager"` copies at once, `"lazy"` overlaps the copy with the next forward and backward, `"auto"`
+            measures and picks.
         resume: `"auto"`, `"never"`, `"require"`, another tree's URL; `"weights"`, `"weights:URL"`.
         job: the job's name; by default the launcher's.
-        global_batch_size: samples per optimizer step; None keeps what the first start had.
+        global_batch_size: samples per optimizer step; None keeps that of the first start.
         master: URL of the master; by default the launcher's, else none.
         token: the master's bearer token.
         storage_options: fsspec options of `save_to`.
         on_error: `"raise"` or `"warn"` for errors that need not stop training.
-        sampler: False leaves the training loaders alone.
+        sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
-        recover: `"process"`: when another worker is lost this one leaves `fit` and enters it again by itself, under
-            `dlrover-hooks run`; `"restart"`: the launcher starts all anew.
-        on_recover: called with a `Recovery` at the first quiet point after such a loss, or after newcomers came.
+        recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
+            process, under `dlrover-hooks run`; `"restart"`: the launcher restarts all workers.
+        on_recover: called with a `Recovery` at the first step boundary after such a loss, or after new workers joined.
         on_resize: the same, before it, if the world size changed.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
 
@@ -110,7 +112,7 @@ class ElasticCallback(Callback):
         self.config = settings.load(**given)
         self.fits = Fits(self.config, *lives, checkpoint=checkpoint)
         self.session: Session | None = None
-        """The seat in the job, from `setup` to `teardown`."""
+        """The membership in the job, from `setup` to `teardown`."""
         self._restored: Restored | None = None
         self._loaders: dict[str, ElasticLoader | EvenLoader] = {}
         self._own: OwnLoaders | None = None
@@ -122,18 +124,18 @@ class ElasticCallback(Callback):
         self._beside: Beside | None = None
         self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
-        """Where the data stood at the end of the fit before: the same Trainer may fit again."""
+        """Data positions at the end of the previous fit: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
         self._versions: list[Any] = []
 
     @property
     def restored(self) -> Restored | None:
-        """What this fit resumed, None for a fresh start."""
+        """The checkpoint that this fit resumed, None for a fresh start."""
         return self._restored
 
     @property
     def state_key(self) -> str:
-        """One key whatever the arguments, so that a moved `save_to` still finds the run it belongs to."""
+        """A key that does not depend on the arguments, so that the run is still found after `save_to` has changed."""
         return "dlrover_hooks.ElasticCallback"
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,18 +143,18 @@ class ElasticCallback(Callback):
             return {}
         return {"run": self.session.run, "attempt": self.session.attempt, "versions": self._versions}
 
-    # ---- coming up --------------------------------------------------------------------------------------------------
+    # ---- setup ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if (reason := stand_aside(trainer, stage, disabled=self.config.disable)) is not None:
-            rank_zero_info(f"dlrover-hooks stands aside: {reason}")
+            rank_zero_info(f"dlrover-hooks is inactive: {reason}")
             return
         if (reason := other_strategy(trainer, self.config.on_error)) is not None:
-            log.warning("dlrover-hooks stands aside: %s", reason)
+            log.warning("dlrover-hooks is inactive: %s", reason)
             return
         place = settings.place(rank=trainer.global_rank, world_size=trainer.world_size)
         check_devices(trainer)
-        private.come_first(trainer, self)  # a cut must not hold what others do with the batch that follows it
+        private.come_first(trainer, self)  # a cut must not hold other callbacks' results of the batch after it
         self.session = Session(self.config, place, checkpoint=self._checkpoint)
         self.fits.begin(trainer, pl_module, self.session)
         try:
@@ -177,7 +179,7 @@ class ElasticCallback(Callback):
         private.before_each_validation(trainer, lambda: draw_before(trainer, self.session, self._survivor, self._again))
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
-        """Our generation or the user's `ckpt_path`? The explicit one, unless ours is newer in the same run."""
+        """True if the restored generation replaces the user's `ckpt_path`, because it is newer in the same run."""
         assert self.session is not None
         assert self._restored is not None
         generation, mark = self._restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
@@ -191,7 +193,7 @@ class ElasticCallback(Callback):
         return newer
 
     def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
-        """Each training loader with the elastic sampler in it; those that must be left alone are named in the log."""
+        """Each training loader with the elastic sampler in it; unsupported loaders are logged and stay unchanged."""
         names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
         self._units = self._units or Units(trainer)
         self._own = OwnLoaders(trainer)
@@ -229,14 +231,14 @@ class ElasticCallback(Callback):
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
-        wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # captures the random state, once a step
+        wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # captures the RNG state, once a step
         assert self._units is not None
-        if wrapped is next(iter(self._loaders.values())):  # all others have as many micro-batches
+        if wrapped is next(iter(self._loaders.values())):  # the others have the same number of micro-batches
             self._units.share(trainer, wrapped.sampler.plan)
         return wrapped
 
     def _handed_over(self, trainer: Trainer, name: str, loader: Any) -> dict[str, Any] | None:
-        """Where this Trainer's fit before stood; None if that was another Trainer's, or on other data."""
+        """The data position of this Trainer's previous fit; None for another Trainer or other data."""
         state = self._handover.get(name) if self._fitted is not None and self._fitted() is trainer else None
         if state is None or state["n"] == len(loader.dataset):
             return state
@@ -244,9 +246,9 @@ class ElasticCallback(Callback):
         return None
 
     def _batch_of(self, trainer: Trainer, name: str, loader: Any, state: dict[str, Any] | None) -> int | None:
-        """The global batch: as given, as restored (None), or what this first start makes of the loader's batch."""
+        """The global batch: as given, as restored (None), or computed from the loader's batch at the first start."""
         first = next(iter(self._loaders.values()), None)
-        if first is not None and first.name != name:  # loaders of one step have equally many micro-batches
+        if first is not None and first.name != name:  # loaders of one step have the same number of micro-batches
             return first.sampler.plan.total * (loader.batch_size or 1)
         assert self._units is not None
         if self.config.global_batch_size or state is not None:
@@ -309,7 +311,7 @@ class ElasticCallback(Callback):
             self.session.stepped()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Short and unevenly shared steps: weigh the loss, without touching its value."""
+        """Weight the gradient of the loss for short and unevenly shared steps, without changing its value."""
         loader = leader(list(self._loaders.values()))
         if self.session is None or loader is None:
             return
@@ -352,8 +354,10 @@ class ElasticCallback(Callback):
         return cut(trainer, self._own, self._buckets, ended=ended)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Averaged weights may be swapped in now; in the middle of a window no optimizer's step has waited yet. A step
-        that is over need not be lost because a peer is while this takes its time.
+        """Wait for the copy, and take a step snapshot.
+
+        Averaged weights may be swapped in now, and in the middle of a window no optimizer step has waited for the copy
+        yet. With the snapshot, the finished step is not lost if a peer is lost during the validation.
         """
         if self.session is None:
             return
@@ -365,7 +369,7 @@ class ElasticCallback(Callback):
             self._survivor.validates(trainer.global_step, lambda: validating(trainer, self._buckets))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint of the user's own (ModelCheckpoint) holds the step just taken, so its data state must, too."""
+        """A checkpoint of the user's own (ModelCheckpoint) includes the step just taken, so must its data state."""
         over = private.epoch_is_over(trainer)
         private.replace_loader_states(trainer, checkpoint, lambda loader: marked(loader, over))
 
@@ -375,7 +379,7 @@ class ElasticCallback(Callback):
         if self.session is None:
             return
         for loader in self._loaders.values() if private.epoch_is_over(trainer) else ():
-            loader.sampler.begin()  # an epoch that was cut short by a limit is over all the same
+            loader.sampler.begin()  # an epoch cut short by a limit is over, too
         self.session.finish(trainer.global_step, self._state(trainer, ended=True))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -383,10 +387,10 @@ class ElasticCallback(Callback):
         if session is None or session.membership is None or not isinstance(exception, Exception | SystemExit):
             stopped = isinstance(exception, KeyboardInterrupt)
             return self._leave(trainer, p.Departure.STOPPED if stopped else p.Departure.FAILED)
-        session.membership.keep()  # before Lightning moves the model; whether it is a fault is for `elastic_run` to say
+        session.membership.keep()  # before Lightning moves the model; `elastic_run` decides whether it is a fault
         before = self._handover
         self._let_go(trainer)
-        self._handover = before  # what this life has trained is in a save, or is no more
+        self._handover = before  # the steps of this round are either in a save or lost
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave(trainer, p.Departure.DONE)

@@ -1,9 +1,9 @@
-"""Lightning 2.6: the user's own checkpoints, written behind the step.
+"""Lightning 2.6: writes the user's own checkpoints in the background.
 
     trainer = Trainer(..., plugins=[FlashCheckpointIO()])
 
-`trainer.save_checkpoint` and `ModelCheckpoint` keep their meaning, their names and Lightning's own files; a step pays
-for the copy of the state only.
+`trainer.save_checkpoint` and `ModelCheckpoint` keep their behavior, their names and Lightning's file format. A step
+only waits for the copy of the state.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dlrover_hooks.integrations.lightning import _compat as private
 log = logging.getLogger("dlrover_hooks")
 _alive: WeakSet[FlashCheckpointIO] = WeakSet()
 _undo: list[Callable[[], None]] = []
-"""Puts `ModelCheckpoint` back. One at most, while any of `_alive` may write."""
+"""Restores `ModelCheckpoint`. Has at most one element, while any of `_alive` may write."""
 
 
 class FlashCheckpointIO(TorchCheckpointIO):
-    """Lightning's stock `.ckpt` files, written by one thread behind the step, whole or not at all.
+    """Lightning's stock `.ckpt` files, written atomically by one background thread.
 
-    A save copies the state and returns. One file is being written and one more may wait; a third save waits for the
-    first. Removals keep their place behind the saves before them, `load_checkpoint` waits for what is under way, and a
-    fit ends when all is on the disk. While nothing trains, after a fit, a save returns when its file is there.
+    A save copies the state and returns. One file may be being written and one more waiting; a third save waits for the
+    first. Removals are ordered after the saves before them, `load_checkpoint` waits for pending saves of its path, and
+    a fit ends when all is written. Outside of training, after a fit, a save returns when its file is written.
 
     Args:
         on_error: `"raise"`: a save that failed raises StorageFailed at the next save, load or end; `"warn"`: it warns.
@@ -55,7 +55,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
         self._said = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For processes that are spawned: settings only."""
+        """For spawned processes: settings only."""
         return {"on_error": self.on_error, "deadline": self.deadline}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,18 +83,18 @@ class FlashCheckpointIO(TorchCheckpointIO):
             behind.wait(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As Lightning's own, once `path` is not being written any more."""
+        """As Lightning's own, after pending saves of `path`."""
         if self._behind is not None:
             self._behind.wait(_spelled(path))
         return super().load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove it behind all saves so far."""
+        """Remove `path` after all earlier saves."""
         behind, remove = self._started(), super().remove_checkpoint
         behind.remove(_spelled(path), lambda: remove(path))
 
     def teardown(self) -> None:
-        """A fit ends: everything is on the disk, or what failed is raised."""
+        """End of a fit: wait until everything is written. Raises the error of a failed save."""
         behind, self._behind = self._behind, None
         self._copies.close()
         self._idle_at = _ANY
@@ -104,12 +104,12 @@ class FlashCheckpointIO(TorchCheckpointIO):
         try:
             self._over(behind)
         except HooksError as error:
-            if already is None:  # else the fit's own error goes up
+            if already is None:  # otherwise the fit's own error propagates
                 raise
             log.error("%s", error)
 
     def leaves(self, path: str) -> bool | None:
-        """Whether `path` will exist when what is under way is done; None if nothing is."""
+        """Whether `path` will exist when pending work is done; None if nothing is pending for it."""
         return self._behind.leaves(_spelled(path)) if self._behind is not None else None
 
     def _started(self) -> Behind:
@@ -129,7 +129,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
                 _undo.pop()()
 
     def _is_idle(self, checkpoint: dict[str, Any]) -> bool:
-        """Nothing trains: what is saved after a fit is of one step, until the steps go on."""
+        """True while no steps are trained: all saves after a fit have the same step, until training continues."""
         step = checkpoint.get("global_step")
         if self._idle_at is _ANY:
             self._idle_at = step
@@ -149,15 +149,15 @@ class FlashCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(state, path)
             return
         with whole_file(path) as part:
-            torch.save(state, part)  # to a name, not into a buffer: only so the interpreter's lock is free meanwhile
+            torch.save(state, part)  # by name: with a buffer, torch.save would hold the interpreter's lock
 
 
 _ANY = object()
-"""The step of the first save after a fit, whatever it will be."""
+"""Placeholder for the step of the first save after a fit."""
 
 
 def _spelled(path: Any) -> str:
-    """One name for one file."""
+    """One normalized name per file."""
     text = os.fspath(path)
     return os.path.abspath(text.removeprefix("file://")) if _is_local_file_protocol(text) else text
 
@@ -167,7 +167,7 @@ def _leaves(path: str) -> bool | None:
 
 
 def _link_later(path: str, link: str) -> bool:
-    """Have `link` point to `path` when that is written; False if nobody writes it."""
+    """Create `link` to `path` when that is written; False if `path` is not being written."""
     for io in _alive:
         if io.leaves(path) and io._behind is not None and _spelled(path) != _spelled(link):
             io._behind.add(_spelled(link), lambda: whole_link(path, link))

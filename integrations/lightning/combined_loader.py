@@ -1,7 +1,7 @@
-"""Several training loaders in one loop under Lightning: which epochs are over, and which short steps cannot be weighed.
+"""Several training loaders in one Lightning loop: which epochs are over, and which short steps cannot be weighted.
 
-Where one ends its epoch with a short step it leads (see `even.leader`), and what is beside it must be short alike, or
-be left behind there anyway.
+A loader that ends its epoch with a short step leads (see `even_batches.leader`). The others must have an equal short
+step there, or their rest of the epoch must be discarded at that point.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Loaders = Mapping[str, ElasticLoader | EvenLoader]
 
 
 class EpochRest(msgspec.Struct, frozen=True):
-    """What is left of one loader's epoch."""
+    """The rest of one loader's epoch."""
 
     name: str
     plan: BatchPlan
@@ -36,19 +36,19 @@ class EpochRest(msgspec.Struct, frozen=True):
 
     @property
     def tail(self) -> tuple[int, int]:
-        """(samples, batch size) of the short last step: what its weights follow from. No samples: there is none."""
+        """(samples, batch size) of the short last step, which determine its weights. Zero samples: there is none."""
         left = (self.plan.n - self.place) % self.plan.global_batch_size
         return left * self.plan.has_tail(self.place), self.plan.batch_size
 
 
 def closing(mode: str, loaders: Loaders) -> ElasticLoader | EvenLoader:
-    """The one that the epoch ends with."""
+    """The loader that the epoch ends with."""
     choose = min if mode == "min_size" else max
     return choose(loaders.values(), key=lambda one: epoch_batches(one.sampler.plan))
 
 
 def combine(trainer: Trainer, loaders: Loaders) -> None:
-    """Those whose epoch is over stay so after a restore; what cannot be weighed is refused. In `on_train_start`."""
+    """Keep finished epochs finished after a restore; refuse steps that cannot be weighted. Call in `on_train_start`."""
     if len(loaders) < 2:
         return
     mode = private.mode(trainer)
@@ -60,8 +60,9 @@ def combine(trainer: Trainer, loaders: Loaders) -> None:
 
 
 def marked(loader: Any, over: bool) -> dict[str, Any] | None:
-    """The data state with the step just taken in it, at the next epoch's start if this one is `over`; None for a loader
-    that is not ours.
+    """The data state including the step just taken; None for a loader that is not elastic.
+
+    If the epoch is `over`, the state is at the next epoch's start.
     """
     if not isinstance(loader, ElasticLoader | EvenLoader):
         return None
@@ -70,15 +71,15 @@ def marked(loader: Any, over: bool) -> dict[str, Any] | None:
 
 
 def ended(mode: str, loaders: Loaders) -> list[ElasticLoader | EvenLoader]:
-    """Those that a restored epoch is over for, while it goes on for others: they stand at the start of the next one."""
+    """Loaders at the start of their next epoch after a restore, while the epoch continues for others."""
     at_start = [one for one in loaders.values() if one.sampler.cursor % one.sampler.plan.n == 0]
     return at_start if mode == "max_size" and len(at_start) < len(loaders) else []
 
 
 def check_short_steps(mode: str, loaders: Loaders) -> None:
-    """Raises UsageError where a short step falls beside another one: a weight that is right for both does not exist.
+    """Raises UsageError if a short step coincides with a different one: no single weight is right for both.
 
-    Samples would be trained with weight 0, or ghosts with a weight. One micro-batch per step is always a whole step.
+    Samples would be trained with weight 0, or ghosts with a weight. A step of one micro-batch is never short.
     """
     over = ended(mode, loaders)
     _refuse_clash(mode, [EpochRest(name, one.sampler.plan) for name, one in loaders.items()])
@@ -103,6 +104,6 @@ def _refuse_clash(mode: str, runs: Sequence[EpochRest]) -> None:
 def _clash(mode: str, short: EpochRest, other: EpochRest) -> bool:
     if short.steps == other.steps:
         return short.tail != other.tail
-    if mode == "min_size":  # the shorter one ends the epoch: nothing of the longer one's short step is run
+    if mode == "min_size":  # the shorter one ends the epoch: the longer one's short step is never run
         return False
     return mode == "max_size_cycle" or other.steps > short.steps

@@ -1,4 +1,4 @@
-"""One consistent cut of a `Trainer`, as the tree that is saved: Lightning's own checkpoint, and what it leaves out."""
+"""One consistent cut of a `Trainer`, as the saved tree: Lightning's own checkpoint, and the state that it lacks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dlrover_hooks.pytorch.ddp import BucketOrder
 from dlrover_hooks.pytorch.state_dict import OptimizerForm
 
 _OF_STEPS = ("state_dict", "optimizer_states")
-"""What only an optimizer's step changes; buffers aside, which `SmallSet` keeps."""
+"""Keys that only an optimizer step changes; except buffers, which `SmallSet` keeps."""
 
 
 def cut(
     trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None, *, ended: bool = False
 ) -> dict[str, Any]:
-    """At a quiet point; `ended`: at the end of training."""
+    """The cut at a step boundary; `ended`: at the end of training."""
     checkpoint = private.dump(trainer)
     if own is not None:
         private.replace_loader_states(trainer, checkpoint, own.at_end if ended else own.at_request)
@@ -59,7 +59,7 @@ class _LoopsForm(msgspec.Struct):
 
 
 class _TrainerForm(msgspec.Struct):
-    """Of the `Trainer`'s own checkpoint what is used here, or by Lightning without a question."""
+    """The fields of the `Trainer`'s own checkpoint that are used here, or by Lightning without a check."""
 
     state_dict: dict[str, Any]
     optimizer_states: list[OptimizerForm]
@@ -72,7 +72,7 @@ class _TrainerForm(msgspec.Struct):
 
 
 class _CutForm(msgspec.Struct):
-    """What `cut` gives; an older version left some of it out."""
+    """The form of `cut`; fields with a default may be absent in older checkpoints."""
 
     lightning: _TrainerForm
     bucket_order: list[str]
@@ -82,14 +82,15 @@ class _CutForm(msgspec.Struct):
 
 
 def check_state(state: Any) -> None:
-    """Raises UsageError for what another adapter has saved, Corrupt for what none would."""
+    """Raises UsageError for the state of another adapter, Corrupt for a state of none."""
     private.own(state)
     require(state, _CutForm, "the state")
 
 
 def validating(trainer: Trainer, buckets: BucketOrder | None) -> dict[str, Any]:
-    """Of a cut what may change without an optimizer's step, as a validation begins, with which the step before is over:
-    the loaders stand behind its batch.
+    """The part of a cut that may change without an optimizer step, taken as a validation begins.
+
+    The step before is over then: the loaders are positioned after its batch.
     """
     made = cut(trainer, None, buckets)
     made["lightning"] = {key: value for key, value in made["lightning"].items() if key not in _OF_STEPS}
@@ -98,5 +99,5 @@ def validating(trainer: Trainer, buckets: BucketOrder | None) -> dict[str, Any]:
 
 
 def put_back(cut: dict[str, Any], validating: dict[str, Any]) -> dict[str, Any]:
-    """A cut made later, with what had changed since a validation began as it was then."""
+    """`cut`, made later, with the state of `validating` put back."""
     return cut | validating | {"lightning": cut["lightning"] | validating["lightning"]}

@@ -1,8 +1,8 @@
-"""A Trainer, its module and its callbacks as the first life of a fit found them.
+"""Restores the attributes of a Trainer, its module and its callbacks to those before the first round of a fit.
 
-A worker that replaces a lost one makes all of them anew. The survivors have theirs already, with attributes in them
-that are in no checkpoint (`ModelCheckpoint` remembers the step it saved last), and ranks that do not agree in those do
-not come to the same collectives. So a life begins with the same for all; what is restored comes over it.
+A worker that replaces a lost one creates all of these objects. The survivors' objects exist already, with attributes
+that are in no checkpoint (`ModelCheckpoint` has the step it saved last). Ranks that differ in those do not reach the
+same collectives. So each round begins with the same attributes on all ranks, before the restore.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 class FreshAttributes:
-    """All but parameters, which an optimizer alone changes. Taken in `setup`, put back in each later one."""
+    """Everything except parameters, which only an optimizer changes. Taken in `setup`, put back in each later one."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._module = module
@@ -41,15 +41,17 @@ class FreshAttributes:
         self._attributes = [Attributes(one) for one in owners]
 
     def let_go(self) -> None:
-        """When a life was left. Lightning puts a `forward` of its own into the module for each step, which holds the
-        wrapped model and runs a training step; a fault within DDP, before the module is called, leaves it there.
+        """Call when a round is left: restores the module's `forward`.
+
+        For each step Lightning puts its own `forward` into the module, which holds the wrapped model and runs a
+        training step. A fault within DDP, before the module is called, leaves it there.
         """
         vars(self._module).pop("forward", None)
         vars(self._module).update(self._forward)
 
     @torch.no_grad()
     def put_back(self, trainer: Trainer) -> None:
-        """The fault may have come in a validation, or between a `toggle_optimizer` and its end."""
+        """Restore everything. The fault may have come in a validation, or between a `toggle_optimizer` and its end."""
         private.set_progress(trainer, copy.deepcopy(self._progress))
         for attributes in self._attributes:
             attributes.put_back()
@@ -64,7 +66,7 @@ class FreshAttributes:
 
 
 class Attributes:
-    """The plain attributes of one object: numbers, texts, small tensors."""
+    """The plain attributes of one object: numbers, strings, small tensors."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -72,7 +74,7 @@ class Attributes:
         self._kept = {name: copy.deepcopy(value) for name, value in self._all().items() if is_plain(value)}
 
     def put_back(self) -> None:
-        """Later ones are removed. What is something else and always was stays."""
+        """Restore plain attributes and remove those added later. Attributes of other types stay as they are."""
         live = vars(self._owner)
         for name in [name for name, value in self._all().items() if name not in self._names and is_plain(value)]:
             del live[name]
@@ -85,7 +87,7 @@ class Attributes:
 
 
 def others(trainer: Trainer) -> list[Any]:
-    """The callbacks that are not ours, nor made from ours."""
+    """The callbacks that are neither dlrover-hooks' own nor derived from them."""
     return [one for one in private.callbacks(trainer) if not any(_is_ours(kind) for kind in type(one).__mro__)]
 
 
@@ -94,6 +96,6 @@ def _is_ours(kind: type) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Is it worth as much as a copy of it? Containers are not: they are where users collect what they want to see."""
+    """True for immutable values and small leaf tensors. Not for containers, in which users collect results."""
     small = type(value) is torch.Tensor and value.is_leaf and value.nbytes <= SMALL_BYTES
     return small or isinstance(value, _PLAIN)

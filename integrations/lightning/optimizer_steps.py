@@ -1,6 +1,6 @@
 """Lightning counts batches; a job that changes its world size must count optimizer steps.
 
-`Units` keeps settings that are given in batches at the same number of steps when a step gets another number of batches.
+`Units` keeps settings in batches at the same number of steps when the number of batches in a step changes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from dlrover_hooks.session import Session
 
 
 class Units:
-    """What the user's Trainer counts in batches, for a step of another number of batches than the user wrote.
+    """Converts the Trainer's settings in batches for a step with another number of batches than the user's.
 
-    `accumulate_grad_batches` as the user wrote it says how many batches a step was meant to have. Where a step has
-    exactly that many, nothing is touched.
+    The user's `accumulate_grad_batches` is the intended number of batches in a step. If a step has exactly that many,
+    nothing is changed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         callbacks = private.callbacks(trainer)
         self.scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-        """A GradientAccumulationScheduler sets the number of batches."""
+        """True if a GradientAccumulationScheduler sets the number of batches."""
         self.accumulate: int = 1 if self.scheduled else trainer.accumulate_grad_batches
         self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
         self._frequencies: list[tuple[Any, int]] = []
         self._whole_epoch: int | None = None
 
     def share(self, trainer: Trainer, plan: BatchPlan) -> None:
-        """Have Lightning accumulate what a step of this plan needs. Before it reads the length of the loaders.
+        """Make Lightning accumulate as many batches as a step of this plan needs.
 
-        Raises UsageError where somebody else says when to step, and that would be another global batch.
+        Call before Lightning reads the loaders' length. Raises UsageError if a scheduler or manual optimization
+        determines the steps and would change the global batch.
         """
         now, size, world = step_batches(plan), plan.global_batch_size, plan.world_size
         if self.scheduled:
@@ -71,7 +72,7 @@ class Units:
         trainer.val_check_interval = self._in_batches(self._interval, steps, now, plan)
 
     def _in_batches(self, given: Any, steps: int, now: int, plan: BatchPlan) -> Any:
-        """`given` batches, or a share of the epoch, as batches of now; whole epochs and times stay as they are."""
+        """`given` batches, or a fraction of the epoch, in current batches; full epochs and times stay as they are."""
         if isinstance(given, int) and given > 0:
             wanted = max(1, round(given / self.accumulate))
         elif isinstance(given, float) and 0 < given < 1:
@@ -81,7 +82,7 @@ class Units:
         return epoch_batches(plan) if wanted == steps else wanted * now
 
     def convert_schedulers(self, trainer: Trainer) -> None:
-        """Step-wise schedulers with a frequency count batches, too. Once Lightning has made them."""
+        """Convert step-wise schedulers with a frequency, which count batches, too. Call once Lightning made them."""
         now = trainer.accumulate_grad_batches
         if now == self.accumulate:
             return
@@ -91,7 +92,7 @@ class Units:
                 config.frequency = config.frequency // math.gcd(config.frequency, self.accumulate) * now
 
     def continue_epoch(self, trainer: Trainer, loaders: Loaders) -> None:
-        """An epoch that was begun with another global batch has another number of batches, this once."""
+        """Set the number of batches of an epoch that was begun with another global batch, for this epoch only."""
         if not loaders or trainer.limit_train_batches != 1.0:
             return
         sampler = closing(private.mode(trainer), loaders).sampler
@@ -103,13 +104,13 @@ class Units:
             private.set_batches(trainer, count)
 
     def epoch_ends(self, trainer: Trainer) -> None:
-        """The next one is a whole one."""
+        """The next epoch has its regular number of batches again."""
         if self._whole_epoch is not None:
             private.set_batches(trainer, self._whole_epoch)
             self._whole_epoch = None
 
     def restore(self, trainer: Trainer) -> None:
-        """The user's own settings again."""
+        """Restore the user's own settings."""
         if self.scheduled:
             return
         trainer.accumulate_grad_batches = self.accumulate
@@ -119,7 +120,7 @@ class Units:
 
 
 def draw_before(trainer: Trainer, session: Session | None, survivor: Survivor | None, stepped: int | None) -> None:
-    """The iterator of a validation is about to be made: one that is made again draws the random numbers of before."""
+    """Called before the iterator of a validation is created: a repeated validation draws the same random numbers."""
     if session is not None and stepped is not None:
         session.before_fetch(trainer.global_step)
     if survivor is not None:
@@ -127,15 +128,15 @@ def draw_before(trainer: Trainer, session: Session | None, survivor: Survivor | 
 
 
 def begin_epoch_again(trainer: Trainer, session: Session, stepped: int | None) -> None:
-    """What comes first in an epoch that is resumed in its middle (a batch, or a validation) is about to begin.
+    """Called before the first batch or validation of an epoch that is resumed in its middle.
 
-    Lightning says `on_train_epoch_start` where an epoch starts, not here. Two of its callbacks keep what they did there
-    in no checkpoint: the factor of a schedule, and the scheduler of SWA. `stepped`: batches that did before;
-    None: no epoch is resumed, or it is under way again.
+    Lightning calls `on_train_epoch_start` when an epoch starts, not here. Two of its callbacks keep the result of that
+    hook in no checkpoint: the factor of a schedule, and the scheduler of SWA. `stepped`: number of batches that stepped
+    before; None if no epoch is resumed, or this was done already.
     """
     if stepped is None:
         return
-    session.before_fetch(trainer.global_step)  # a validation may draw random numbers: those that it drew before
+    session.before_fetch(trainer.global_step)  # a repeated validation must draw the same random numbers
     private.set_batches_that_stepped(trainer, stepped)
     private.restart_is_over(trainer)
     for callback in private.callbacks(trainer):
@@ -145,4 +146,4 @@ def begin_epoch_again(trainer: Trainer, session: Session, stepped: int | None) -
             rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, rate in zip(trainer.optimizers[0].param_groups, rates, strict=True):
-                group["lr"] = rate  # a new scheduler starts at its first one
+                group["lr"] = rate  # a new scheduler starts at its first rate

@@ -1,7 +1,7 @@
-"""Names over restarts: a run that is started again writes over what its earlier lives wrote, and beside nothing.
+"""Output names across restarts: a restarted run overwrites its earlier files, and adds no new names beside them.
 
-`ModelCheckpoint` takes a name that is not free for somebody else's and adds `-v1`; `CSVLogger` begins a new `version_N`
-folder for every start. Both are right for a new run and litter for a run that goes on.
+`ModelCheckpoint` treats an existing file as foreign and adds `-v1`; `CSVLogger` begins a new `version_N` folder at
+every start. Both are right for a new run, but leave stray files for a resumed run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning.pytorch.loggers import CSVLogger
 from dlrover_hooks.integrations.lightning import _compat as private
 
 MARK = "dlrover_hooks_run"
-"""In files of weights only, which hold no callback's state."""
+"""Key in weights-only files, which hold no callback state."""
 
 
 def write_over_earlier(trainer: Trainer, run: str) -> None:
-    """A file of `run` from before this fit counts as free, for every `ModelCheckpoint`; others keep their `-v1`."""
+    """Treat existing files of `run` from before this fit as free, for every `ModelCheckpoint`; others get `-v1`."""
     given = set[str]()
     for callback in private.callbacks(trainer):
         if isinstance(callback, ModelCheckpoint):
@@ -65,7 +65,7 @@ def forget(trainer: Trainer) -> None:
 
 
 def written_by(path: str, run: str) -> bool:
-    """Is this a checkpoint of `run`? It names its run in its pickle, which is looked at as bytes, not loaded."""
+    """True if the file is a checkpoint of `run`. Searches its pickle as bytes for the run's id, without loading it."""
     with contextlib.suppress(OSError, zipfile.BadZipFile), fsspec.open(path, "rb") as file:
         archive = zipfile.ZipFile(cast(Any, file))
         name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
@@ -74,8 +74,9 @@ def written_by(path: str, run: str) -> bool:
 
 
 def forget_missing(trainer: Trainer) -> None:
-    """A run that is killed while files are written behind the step knows of some that never appeared. When callbacks
-    are restored; all ranks.
+    """Drop files from `ModelCheckpoint`'s records that do not exist. Call when callbacks are restored; all ranks.
+
+    A run killed during background writes has recorded some that were never written.
     """
     for callback in private.callbacks(trainer):
         if isinstance(callback, ModelCheckpoint):
@@ -97,27 +98,29 @@ def _forget(callback: ModelCheckpoint, missing: set[str]) -> None:
 
 
 def saved_at(trainer: Trainer) -> dict[str, int]:
-    """By `ModelCheckpoint`, the step that it saved last: it keeps that to itself, and would save the step again."""
+    """The last saved step by `ModelCheckpoint`. It is in no checkpoint; without it the step would be saved again."""
     found = (one for one in private.callbacks(trainer) if isinstance(one, ModelCheckpoint))
     return {one.state_key: one._last_global_step_saved for one in found}
 
 
 def keep_saved_at(trainer: Trainer, steps: dict[str, int]) -> None:
-    """What `saved_at` gave. Once callbacks are restored."""
+    """Restore the result of `saved_at`. Call once callbacks are restored."""
     for one in private.callbacks(trainer):
         if isinstance(one, ModelCheckpoint):
             one._last_global_step_saved = steps.get(one.state_key, one._last_global_step_saved)
 
 
 def versions(trainer: Trainer) -> list[Any]:
-    """By logger, its `version_N` on rank 0, which alone writes; None for those that are left alone. All ranks."""
+    """`version_N` by logger, as on rank 0, the only writer; None for loggers that are left unchanged. All ranks."""
     own = [logger.version if isinstance(logger, CSVLogger) else None for logger in trainer.loggers]
     return trainer.strategy.broadcast(own)
 
 
 def leave_folders(trainer: Trainer) -> None:
-    """This rank may be 0 in the next life. A `CSVLogger` that has written nothing begins in a folder of its own then,
-    as that of a new process does: in one that is there already it would remove what the rank 0 before has written.
+    """Reset the version of each `CSVLogger` that has written nothing, because this rank may be 0 in the next round.
+
+    The logger then begins in a folder of its own, as in a new process. In an existing folder it would remove the files
+    of the previous rank 0.
     """
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
@@ -125,8 +128,10 @@ def leave_folders(trainer: Trainer) -> None:
 
 
 def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str) -> None:
-    """Have the loggers go on in the folders that callback `key` noted in a checkpoint of `run`, without the rows of
-    steps that are trained again. In `setup`, where Lightning has made the new folders already.
+    """Make the loggers continue in the folders recorded under callback `key` in a checkpoint of `run`.
+
+    Drops the rows of steps that are trained again. Call in `setup`, where Lightning has created the new folders
+    already.
     """
     mark = restored["callbacks"].get(key, {})
     before = mark.get("versions", ()) if mark.get("run") == run else ()
@@ -138,7 +143,7 @@ def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str
             if trainer.is_global_zero:
                 _go_on(logger, steps)
             if trainer.is_global_zero and new != logger.log_dir:
-                with contextlib.suppress(OSError):  # something is in it: not ours to remove
+                with contextlib.suppress(OSError):  # not empty: do not remove it
                     os.rmdir(new)
 
 
@@ -151,7 +156,7 @@ def _go_on(logger: CSVLogger, steps: int) -> None:
         return
     with open(writer.metrics_file_path, newline="") as file:
         text = file.read()
-    whole = text[: text.rfind("\n") + 1]  # a process that is killed as it writes leaves the beginning of a row
+    whole = text[: text.rfind("\n") + 1]  # a process killed while writing leaves a partial row
     if not whole:
         os.remove(writer.metrics_file_path)
         return
@@ -167,10 +172,10 @@ def _go_on(logger: CSVLogger, steps: int) -> None:
 
 
 def rows_before(rows: Sequence[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """The rows that were written up to that step.
+    """The rows written up to step `steps`.
 
-    Lightning gives a row of its own an epoch. Others may have another axis (a module that logs a "step" of its own), so
-    they are judged by their place: what lies ahead of a row that stays, stays; what lies behind one that goes, goes.
+    Lightning's own rows have an epoch. Others may have another axis (a module that logs its own "step"), so they are
+    judged by their position: a row before a kept one is kept, and a row after a dropped one is dropped.
     """
     numbers = [int(number) if (number := row.get("step") or "0").isdigit() else 0 for row in rows]
     own = [place for place, row in enumerate(rows) if row.get("epoch")]

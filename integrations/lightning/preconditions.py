@@ -1,4 +1,4 @@
-"""What a Trainer must be for `ElasticCallback`: when it stands aside, what it refuses, what it cannot keep as it is."""
+"""Preconditions of `ElasticCallback`: when it is inactive, what it refuses, what it cannot keep unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrover_hooks.pytorch.tensor_loading import left_alone
 
 
 def stand_aside(trainer: Trainer, stage: str, *, disabled: bool) -> str | None:
-    """Why the callback is not wanted for this Trainer and stage; None where it is."""
+    """Why the callback is inactive for this Trainer and stage; None if it is active."""
     if stage != "fit":
         return f"stage {stage!r} trains nothing"
     if disabled:
@@ -38,7 +38,7 @@ def other_strategy(trainer: Trainer, on_error: str) -> str | None:
 
 
 def check_devices(trainer: Trainer) -> None:
-    """Raises UsageError where each of a launcher's workers would train alone."""
+    """Raises UsageError if each of a launcher's workers would train alone."""
     workers = settings.place().world_size
     if workers == trainer.world_size:
         return
@@ -50,7 +50,7 @@ def check_devices(trainer: Trainer) -> None:
 
 
 def check_length(trainer: Trainer, loaders: Mapping[str, object]) -> None:
-    """Raises UsageError where Lightning fetches a batch ahead: a cut would count it as trained."""
+    """Raises UsageError if Lightning fetches a batch ahead, because a cut would count it as trained."""
     if loaders and not private.has_length(trainer):
         raise UsageError(
             "a training loader without a length stands beside an elastic one, and the longest of them ends the epoch: "
@@ -60,7 +60,7 @@ def check_length(trainer: Trainer, loaders: Mapping[str, object]) -> None:
 
 
 def plain(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters that can be saved as they are; others as their repr, said once."""
+    """Hyper-parameters that can be saved as they are; others as their repr, with one warning each."""
     plain = {}
     for name, value in parameters.items():
         try:

@@ -1,8 +1,8 @@
-"""Preemption under Lightning 2.6: its own signal handlers are taken over once it has registered them.
+"""Preemption under Lightning 2.6: replaces its own signal handlers once it has registered them.
 
-Its SIGTERM handler broadcasts inside the signal, and so waits for ever when one rank alone gets it. Its SLURM handler
-saves inside the signal, where ranks are at different steps, and requeues; here the job leaves at an agreed step, and is
-requeued after that, by rank 0, unless a launcher of ours does it.
+Its SIGTERM handler broadcasts inside the signal handler, and so waits forever when only one rank gets the signal. Its
+SLURM handler saves inside the signal handler, where ranks are at different steps, and requeues. Here the job leaves at
+an agreed step. After that rank 0 requeues it, unless a dlrover-hooks launcher does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("dlrover_hooks")
 
 
 def take_over(trainer: Trainer, session: Session, on_preempt: Callable[[Preempted], object] | None) -> None:
-    """Call in `on_train_start`: Lightning registers its handlers before it. Handlers of the user's own are kept."""
+    """Call in `on_train_start`, after Lightning has registered its handlers. The user's own handlers are kept."""
     environment = _requeueing(trainer)
     signals = session.parting.signals
     if environment is not None and environment.requeue_signal is not None:
@@ -44,7 +44,7 @@ def take_over(trainer: Trainer, session: Session, on_preempt: Callable[[Preempte
 
 
 def _keep_others(number: signal.Signals, composed: _HandlersCompose, trainer: Trainer) -> None:
-    """Put back what Lightning composed its own handlers with."""
+    """Restore the handlers that Lightning composed its own with."""
     own = trainer._signal_connector
     theirs = (own._sigterm_notifier_fn, own._sigterm_handler_fn, own._slurm_sigusr_handler_fn)
     kept: list[Any] = [one for one in composed.signal_handlers if one not in theirs]
@@ -53,6 +53,6 @@ def _keep_others(number: signal.Signals, composed: _HandlersCompose, trainer: Tr
 
 
 def _requeueing(trainer: Trainer) -> SLURMEnvironment | None:
-    """Where Lightning would requeue the job by itself."""
+    """The SLURM environment in which Lightning would requeue the job itself; else None."""
     environment: Any = trainer._accelerator_connector.cluster_environment
     return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None

@@ -1,7 +1,7 @@
-"""`recover="process"`: a fit that is left and entered again, in the same process, whenever its round ends.
+"""`recover="process"`: leaves a fit and enters it again, in the same process, whenever its round ends.
 
-Lightning leaves it by its own way of errors (`on_exception`, teardown of the strategy) and enters it as it does when a
-Trainer fits twice. What a new process would make anew, and the next fit of an old one does not, is put back here.
+Lightning leaves it through its error handling (`on_exception`, teardown of the strategy) and enters it as when a
+Trainer fits twice. State that is fresh in a new process, but not in a second fit of an old one, is restored here.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ RECOVER = ("process", "restart")
 
 
 class Fits:
-    """The lives of one fit. Training thread.
+    """Runs one fit, once per round. Training thread.
 
     Args:
         config: of the callback.
         recover: one of `RECOVER`.
-        on_recover, on_resize: as `elastic_run` takes them.
-        checkpoint: False: there is nothing that a life could go on from.
+        on_recover, on_resize: as for `elastic_run`.
+        checkpoint: False: there is no checkpoint to continue from.
 
     Raises:
-        UsageError: another word for `recover`.
+        UsageError: an unknown value of `recover`.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Fits:
 
     @property
     def again(self) -> bool:
-        """This fit has been left before."""
+        """True if this fit has been left before."""
         return self._life > 1
 
     def run(self, trainer: Trainer, fit: Callable[[], None]) -> None:
-        """`fit()`, again in each round, until it returns or fails."""
+        """Call `fit()`, again in each round, until it returns or fails."""
         if self._recover != "process":
             return fit()
 
@@ -81,11 +81,11 @@ class Fits:
         finally:
             if (
                 membership.current() is None
-            ):  # else the next life of an `elastic_run` around it may use the same Trainer
+            ):  # otherwise the next round of an enclosing `elastic_run` may use the same Trainer
                 self._life, self._fresh, self._survivor, self._stepped = 0, None, None, False
 
     def begin(self, trainer: Trainer, module: LightningModule, session: Session) -> None:
-        """In `setup` of each life, before the session joins: what is restored comes over it."""
+        """Called in `setup` in each round, before the session joins: the restore comes later."""
         if session.membership is None:
             return
         if (reason := self._why_not(trainer)) is not None:
@@ -96,7 +96,7 @@ class Fits:
             self._fresh.put_back(trainer)
 
     def check(self, trainer: Trainer, session: Session, restored: Restored | None) -> None:
-        """Nothing may be trained twice. Raises RoundEnded if nothing is restored into weights that have changed."""
+        """Ensure that nothing is trained twice. Raises RoundEnded if nothing is restored into changed weights."""
         self._stepped |= self._survivor is not None and self._survivor.stepped
         if session.membership is None or not self.again or not self._stepped:
             return
@@ -104,11 +104,11 @@ class Fits:
             session.membership.refuse("a fit that lost a worker before anything was saved")
             raise RoundEnded(
                 "a worker was lost when steps were made and none was saved yet: the weights of this process have them",
-                hint="the launcher starts all workers anew; save_every= says how often to save",
+                hint="the launcher restarts all workers; save_every= says how often to save",
             )
 
     def _why_not(self, trainer: Trainer) -> str | None:
-        """What prevents this Trainer from outliving a round."""
+        """What prevents this Trainer from surviving a round; None if nothing does."""
         if self._recover != "process":
             return f"a Trainer with recover={self._recover!r}"
         if not self._checkpoint:
@@ -127,9 +127,9 @@ class Fits:
         state: Callable[[], dict[str, Any]],
         ends: Sequence[Callable[[], object]],
     ) -> Survivor | None:
-        """For a life whose round may be outlived; None for any other. In `on_train_start`, when all is restored.
+        """Recovery support for a round that may be survived; None for any other.
 
-        `state` makes a cut; `ends` as `Survivor` takes them.
+        Call in `on_train_start`, after the restore. `state` makes a cut; `ends` as for `Survivor`.
         """
         if session.membership is None or session.membership.unsupported:
             return None
@@ -148,7 +148,7 @@ class Fits:
 
 
 def _wrap_fit() -> None:
-    """A callback hears of a fit when it has begun: too late to have it entered again, or its process group watched."""
+    """Wrap `Trainer.fit`: a callback runs too late to enter a fit again, or to track its process group."""
     fit = Trainer.fit
     if getattr(fit, "elastic", False):
         return

@@ -1,4 +1,4 @@
-"""Training loaders that keep a state of their own, under Lightning: never wrapped, saved as they were at the step."""
+"""Training loaders with their own state, under Lightning: never wrapped, saved with their state at the step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dlrover_hooks.integrations.lightning import _compat as private
 
 
 class OwnLoaders:
-    """What such loaders said before the two newest batches were fetched, when the epoch's iterator was there already.
+    """The states of such loaders before each of the two newest batches was fetched.
 
-    Their state counts what was fetched; a cut needs what was trained. Training thread only.
+    Recorded after the epoch's iterator was created. Their state counts fetched batches; a cut needs the trained ones.
+    Training thread only.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -26,15 +27,15 @@ class OwnLoaders:
         self._loaders.append(loader)
 
     def note(self) -> None:
-        """A batch is about to be fetched."""
+        """Called before a batch is fetched."""
         self._noted.append([loader.state_dict() for loader in self._loaders])
 
     def at_request(self, loader: Any) -> dict[str, Any] | None:
-        """Where `loader` stood before the batch that the loop has just got. None: no other loader, or no batch yet."""
+        """State of `loader` before the batch that the loop has just got. None: an unknown loader, or no batch yet."""
         return self._of(loader, 0 if private.fetches_ahead(self._trainer) else -1)
 
     def at_end(self, loader: Any) -> dict[str, Any] | None:
-        """Where a longer training would go on: behind an epoch's end with the next epoch."""
+        """State from which a longer training would continue: after an epoch's end, the next epoch."""
         if not any(one is loader for one in self._loaders):
             return None
         if private.epoch_is_over(self._trainer):

@@ -1,8 +1,8 @@
-"""What a step may change of a `Trainer` beside its optimizer: taken at each step boundary, put over a cut when needed.
+"""Trainer state beside the optimizer that a step may change: taken at each step boundary, merged into a later cut.
 
-A cut takes a millisecond, most of it for hooks and nested dicts. Here only the values are taken that may be others at
-the next boundary, by ways that are found once. The dicts around them, and what no step changes (hyper-parameters), are
-those of a cut that is made when a worker was lost.
+A cut takes a millisecond, most of it for hooks and nested dicts. Here only the values are taken that may differ at the
+next boundary, through attribute paths that are resolved once. The dicts around them, and state that no step changes
+(hyper-parameters), come from a cut that is made when a worker was lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlrover_hooks.pytorch.even_batches import EvenLoader
 
 
 class Values(tuple[Any, ...]):
-    """Of what cannot change in place, so that there is nothing to copy."""
+    """A tuple of immutable values, so that a deep copy is not needed."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class Values(tuple[Any, ...]):
 
 
 class Beside:
-    """Of one fit, from `on_train_start` on. Training thread."""
+    """The step state of one fit, from `on_train_start` on. Training thread."""
 
     def __init__(self, trainer: Trainer, own: OwnLoaders | None, buckets: BucketOrder | None) -> None:
         self._trainer, self._own, self._buckets = trainer, own, buckets
@@ -45,10 +45,10 @@ class Beside:
         self._flattened: list[Any] = []
         self._loaders = list[Any]()
         self.rests = False
-        """The fit is being left at a step boundary: nothing has run since."""
+        """True if the fit is being left at a step boundary, and nothing has run since."""
 
     def take(self) -> dict[str, Any]:
-        """At a step boundary. Containers in it are the Trainer's own, and to be copied."""
+        """The state at a step boundary. Containers in it are the Trainer's own; the caller must copy them."""
         trainer, self.rests = self._trainer, False
         return {
             "values": Values((
@@ -67,15 +67,17 @@ class Beside:
         }  # fmt: skip
 
     def lost(self, kept: dict[str, Any]) -> str:
-        """Why `kept` (a copy of what `take` gave, or a part of a whole cut) cannot be put over a cut of now; else
-        empty. What hooks put into a checkpoint is known where they are called, and they see attributes as they are now.
+        """Why `kept` (a copy of the result of `take`, or a part of a full cut) cannot be merged into a current cut.
+
+        Empty if it can. The content that hooks add to a checkpoint is available only when they are called, and they use
+        attributes as they are then.
         """
         if not self._hooked or self.rests or "lightning" in kept:
             return ""
         return f"{self._hooked} has an on_save_checkpoint, which is called for saves only"
 
     def put_over(self, cut: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-        """`cut`, which was made in the middle of a step, as it would have been when `kept` (see `lost`) was taken."""
+        """`cut`, made in the middle of a step, as it would have been when `kept` (see `lost`) was taken."""
         if "lightning" in kept:
             return put_back(cut, kept)
         counts, epoch, step, saved_at, stopped, buckets = kept["values"]
@@ -98,7 +100,7 @@ class Beside:
         return cut | beside
 
     def _stateful(self) -> list[Any]:
-        """The training loaders that have a state. Those of an epoch may be others than those of the one before."""
+        """The training loaders with a state. They may change between epochs."""
         combined = self._trainer.fit_loop._combined_loader
         if combined is not None and combined.flattened is not self._flattened:
             self._flattened = combined.flattened
@@ -123,7 +125,7 @@ def _put(tree: dict[str, Any], place: tuple[str, ...], value: object) -> None:
 
 
 def _put_if(tree: dict[str, Any], key: str, state: Any) -> None:
-    """Lightning leaves empty states out."""
+    """Set `key`, or remove it for an empty state, as Lightning does."""
     tree.pop(key, None)
     if state:
         tree[key] = state

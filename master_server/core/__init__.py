@@ -1,4 +1,4 @@
-"""The master's pure machines: (state, event, now) -> effects. No clock, randomness, I/O or threads.
+"""The master's pure state machines: (state, event, now) -> effects. No clock, randomness, I/O or threads.
 
-The way in: `job_registry.Jobs`.
+Entry point: `job_registry.apply` on a `job_registry.Master`.
 """

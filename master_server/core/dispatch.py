@@ -1,6 +1,6 @@
-"""One event, applied to one job once. An event that comes again gets the answer of the first time.
+"""Applies an event to a job exactly once. A repeated event gets the reply of its first occurrence.
 
-`apply` validates first and mutates after, so an error leaves the state as it was.
+`apply` validates before it mutates, so an error leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from dlrover_hooks.protocol import (
 
 
 class EventOutcome(msgspec.Struct, frozen=True):
-    """What an event led to."""
+    """The result of an event: its reply and its effects."""
 
     reply: Message
     effects: tuple[Effect, ...] = ()
     repeated: bool = False
-    """The event had been applied before: nothing changed, nothing is to be journaled."""
+    """The event was applied before: nothing changed and nothing is journaled."""
 
 
 _REPLY: dict[type[Message], type[Message]] = {route.request: route.reply for route in ROUTES}
 
 
 def apply(job: Job, event: Message, now: float, key: Key | None = None) -> EventOutcome:
-    """Change `job` by one event. Raises a MasterError, then nothing was changed."""
+    """Apply `event` to `job`. If this raises a MasterError nothing was changed."""
     if key is not None and (reply := _repeated(job, event, key)) is not None:
         return EventOutcome(reply=reply, repeated=True)
     effects: Effects = []
     reply = _TABLE[type(event)](job, event, now, effects)
     job.changed_at = now
     if key is not None and (knows(job, key.incarnation) or isinstance(event, Leave)):
-        # who leaves is unknown afterwards, and may ask again; a join that gets no seat is simply applied again
+        # a sender that leaves is unknown afterwards but may repeat its request; a join without a rank is applied again
         channels = job.replies.setdefault(key.incarnation, {})
         channels[key.channel] = Remembered(seq=key.seq, event=_checksum(event), reply=msgspec.json.encode(reply))
     return EventOutcome(reply=reply, effects=tuple(effects))

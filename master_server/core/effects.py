@@ -1,4 +1,4 @@
-"""What a core machine asks its surroundings to do. The runtime does it after the event is durable, never before."""
+"""Effects: the actions that an event requires of the runtime, which performs them only after the event is durable."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dlrover_hooks.protocol import Manifest, Message, Retention
 
 
 class Wake(Message, frozen=True):
-    """Whoever waits on `topic` should ask again."""
+    """Requests that wait on `topic` are to be evaluated again."""
 
     topic: str
 
 
 class RoundFormed(Message, frozen=True):
-    """Seats were given: their workers must attach in time."""
+    """Ranks were assigned: the workers must attach in time."""
 
     job: str
 
@@ -27,7 +27,7 @@ class Deadline(Message, frozen=True):
 
 
 class CommitGeneration(Message, frozen=True):
-    """Write the MANIFEST, then `latest`, then remove what `keep` does not keep; answer Committed or CommitFailed."""
+    """Write the MANIFEST, then `latest`, then apply the retention `keep`. Results in Committed or CommitFailed."""
 
     job: str
     url: str
@@ -37,7 +37,7 @@ class CommitGeneration(Message, frozen=True):
 
 
 class WriteFinished(Message, frozen=True):
-    """Write down beside the checkpoints that `run` ended at `step`; answer FinishWritten."""
+    """Record beside the checkpoints that `run` ended at `step`. Results in FinishWritten."""
 
     job: str
     url: str
@@ -47,7 +47,7 @@ class WriteFinished(Message, frozen=True):
 
 
 class ReleaseClaims(Message, frozen=True):
-    """The job writes no more: let other jobs have its checkpoint URLs, unless it writes again by then."""
+    """The job no longer writes: release its checkpoint URLs for other jobs, unless it writes again by then."""
 
     job: str
 
@@ -56,22 +56,22 @@ Effect = Wake | RoundFormed | Deadline | CommitGeneration | WriteFinished | Rele
 
 
 def round_topic(job: str) -> str:
-    """Woken when a round is formed."""
+    """Woken when a round is formed or will not be formed."""
     return f"round {job}"
 
 
 def plan_topic(job: str) -> str:
-    """Woken when there is a new plan, or none to wait for."""
+    """Woken when there is a new plan, or no plan to wait for."""
     return f"plan {job}"
 
 
 def watch_topic(job: str) -> str:
-    """Woken when the round broke or the job ended."""
+    """Woken when the round broke, the job ended, or the number of newcomers changed."""
     return f"watch {job}"
 
 
 def parting_topic(job: str) -> str:
-    """Woken when it is agreed where the round parts, or cannot be any more."""
+    """Woken when the step at which members leave is agreed, or can no longer be agreed."""
     return f"parting {job}"
 
 
@@ -81,5 +81,5 @@ def key_topic(job: str, key: str) -> str:
 
 
 def shards_topic(job: str, name: str) -> str:
-    """Woken when positions of ledger `name` came back, an epoch of it ended, or its fence rose."""
+    """Woken when positions of ledger `name` were returned, an epoch of it ended, or its fence increased."""
     return f"shards {job}\n{name}"

@@ -1,8 +1,8 @@
-"""What happens to a job from inside the master, and the envelope in which every event is journaled.
+"""The master's internal events, and the envelope in which every event is journaled.
 
-An event is either a request whose route says `event=True` or one of the structs below. `now` is in seconds, taken once
-and journaled, so that replaying gives the same state. It begins with the time of day when the journal is made; then it
-counts the time in which a master worked, and does not follow the wall clock.
+An event is either a request whose route has `event=True` or one of the structs below. `now` is in seconds, taken once
+and journaled, so that a replay gives the same state. It starts with the time of day at which the journal is created.
+From then on it counts the time during which a master worked, and does not follow the wall clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dlrover_hooks.protocol import ROUTES, Generation, Message
 
 
 class Lost(Message, frozen=True):
-    """The verdict of `nodes`: a lease ran out or a connection ended and nobody came back."""
+    """A verdict of `heartbeats`: a lease expired, or a connection ended and was not followed by a sign of life."""
 
     job: str
     incarnation: str
@@ -22,7 +22,7 @@ class Lost(Message, frozen=True):
 
 
 class Tick(Message, frozen=True):
-    """A `Deadline` of this job has come."""
+    """A `Deadline` of this job is reached."""
 
     job: str
 
@@ -43,13 +43,13 @@ class CommitFailed(Message, frozen=True):
 
 
 class FinishWritten(Message, frozen=True):
-    """Storage remembers that the job's run is over."""
+    """The end of the job's run is recorded in storage."""
 
     job: str
 
 
 class ForgetFinished(Message, frozen=True):
-    """Jobs that are over, and of which nothing was heard since `before`, are forgotten."""
+    """Delete the jobs that are over and had no event after `before`."""
 
     before: float
 
@@ -61,7 +61,7 @@ KINDS: dict[str, type[Message]] = {
 
 
 class Key(Message, frozen=True):
-    """Idempotency key: the `seq`-th event that `incarnation` sent on `channel`. `seq` only counts up."""
+    """Idempotency key: the `seq`-th event that `incarnation` sent on `channel`. `seq` only increases."""
 
     incarnation: str
     channel: str
@@ -96,8 +96,8 @@ def decode(data: bytes) -> Envelope:
     """The envelope from `encode`.
 
     Raises:
-        msgspec.DecodeError, KeyError: these are no bytes of ours, or a kind of event that this release does not know.
-        BadRequest: this release wants more of such an event than the one that journaled it.
+        msgspec.DecodeError, KeyError: the bytes are no encoded envelope, or this release has no such kind of event.
+        BadRequest: this release has stricter rules for the event than the release that journaled it.
     """
     record = msgspec.msgpack.decode(data, type=JournalRecord)
     try:

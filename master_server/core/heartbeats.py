@@ -1,10 +1,10 @@
-"""Liveness: leases and watch connections of every incarnation. Volatile: a new master life starts all leases anew.
+"""Liveness: leases and watch connections of every incarnation. Not journaled: a restarted master starts new leases.
 
-Pure like the rest, but not journaled. Only a verdict is: `verdicts` names who is dead, and the runtime turns each into
-the journaled event `Lost`. A heartbeat starts a lease; whoever has not sent one yet (it imports, or loads a checkpoint)
-gets a longer grace, and an open watch connection prolongs that. While it is open the kernel reports a real death at
-once, so silence alone (C code that holds the GIL, a suspended machine) is borne for `open_lease_s`. One heap entry per
-incarnation, renewed when it comes up: every sign of life costs O(1).
+Pure like the rest of the core. Only the verdicts are journaled: `verdicts` lists the dead incarnations, and the runtime
+applies each as a `Lost` event. A heartbeat starts a lease. An incarnation that has sent none yet (it imports, or loads
+a checkpoint) gets a longer grace period, and an open watch connection prolongs it. While that connection is open the
+kernel reports a real death at once, so silence alone (C code that holds the GIL, a suspended machine) is tolerated for
+`open_lease_s`. There is one heap entry per incarnation, renewed when it is popped: each sign of life costs O(1).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dlrover_hooks.protocol import Vitals
 Name = tuple[str, str]
 """(job, incarnation)."""
 GRACE_S = 300.0
-"""For whoever has not sent a heartbeat yet: a worker may import or load for so long."""
+"""Grace period before the first heartbeat: a worker may import or load for so long."""
 
 
-SILENT = "it never spoke"
+SILENT = "it never sent a heartbeat"
 
 
 class Pulse(msgspec.Struct):
-    """What is known of one incarnation. `until`: dead after this; `suspect_until`: too, since its connection ended.
+    """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
-    `ears`: its open watch connections. `beats`: it has sent a heartbeat.
+    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat.
     """
 
     until: float
@@ -42,7 +42,7 @@ class Pulse(msgspec.Struct):
 
     @property
     def end(self) -> float:
-        """When it is dead unless it gives a sign."""
+        """When it is declared dead, without another sign of life."""
         return min(self.until, self.suspect_until)
 
 
@@ -57,7 +57,7 @@ class Nodes(msgspec.Struct):
 
 
 def beat(nodes: Nodes, name: Name, now: float, *, step: int = 0, vitals: Vitals | None = None) -> None:
-    """A heartbeat: the lease starts anew, a suspicion is dropped."""
+    """A heartbeat: the lease starts again, a suspicion is dropped."""
     pulse = _pulse(nodes, name, now)
     pulse.until, pulse.suspect_until, pulse.beats = now + lease_of(nodes, pulse), math.inf, True
     pulse.step = max(pulse.step, step)
@@ -66,19 +66,19 @@ def beat(nodes: Nodes, name: Name, now: float, *, step: int = 0, vitals: Vitals 
 
 
 def lease_of(nodes: Nodes, pulse: Pulse) -> float:
-    """For how many seconds it may be silent between two heartbeats."""
+    """Seconds it may be silent between two heartbeats."""
     return max(nodes.lease_s, nodes.open_lease_s) if pulse.ears else nodes.lease_s
 
 
 def heard(nodes: Nodes, name: Name, now: float, for_s: float) -> None:
-    """Another sign of life, good for `for_s` at least."""
+    """Another sign of life, which is valid for at least `for_s`."""
     pulse = _pulse(nodes, name, now)
     pulse.until, pulse.suspect_until = max(pulse.until, now + for_s), math.inf
     _queue(nodes, name, pulse)
 
 
 def expect(nodes: Nodes, name: Name, now: float, within_s: float, *, beats: bool = False) -> None:
-    """It must give a sign `within_s`, whatever was promised before. `beats`: another life has had its heartbeats."""
+    """Require a sign of life `within_s`, whatever applied before. `beats`: it sent heartbeats before a restart."""
     pulse = _pulse(nodes, name, now)
     pulse.until, pulse.beats = now + within_s, pulse.beats or beats
     _queue(nodes, name, pulse)
@@ -92,9 +92,10 @@ def opened(nodes: Nodes, name: Name, now: float) -> None:
 
 
 def closed(nodes: Nodes, name: Name, now: float, *, answered: bool = False) -> None:
-    """A watch connection ended: with the last one, death is suspected unless somebody speaks soon.
+    """A watch connection ended. After the last one, the next sign of life must follow within `suspicion_s`.
 
-    Who was `answered` asks again at once. But when a thousand are told of one break, the last of them is heard late.
+    After an answer it is a whole lease: the client sends its watch again at once, but if a thousand are `answered`
+    because of one break, the last of these requests arrives late.
     """
     pulse = nodes.pulses.get(name)
     if pulse is None:
@@ -108,7 +109,7 @@ def closed(nodes: Nodes, name: Name, now: float, *, answered: bool = False) -> N
 
 
 def grant(nodes: Nodes, now: float, missed_s: float) -> None:
-    """For `missed_s` nobody could be heard: everybody gets as long to speak, at most a lease or a suspicion."""
+    """No sign of life could be received for `missed_s`: allow all incarnations that time, up to a lease (suspicion)."""
     lease_until, suspect_until = now + min(missed_s, nodes.lease_s), now + min(missed_s, nodes.suspicion_s)
     for pulse in nodes.pulses.values():
         pulse.until = max(pulse.until, lease_until)
@@ -116,17 +117,17 @@ def grant(nodes: Nodes, now: float, missed_s: float) -> None:
 
 
 def forget(nodes: Nodes, name: Name) -> None:
-    """No longer of interest. Its heap entry is skipped when it comes up."""
+    """Stop the tracking. The heap entry is skipped when it is popped."""
     nodes.pulses.pop(name, None)
 
 
 def next_at(nodes: Nodes) -> float:
-    """When to call `verdicts` next; infinity if nobody is known."""
+    """When to call `verdicts` next; infinity if nothing is tracked."""
     return nodes.heap[0][0] if nodes.heap else math.inf
 
 
 def verdicts(nodes: Nodes, now: float) -> list[Lost]:
-    """Who is dead by now. They are forgotten here."""
+    """The incarnations that are dead by now. Their tracking ends."""
     dead: list[Lost] = []
     while nodes.heap and nodes.heap[0][0] <= now:
         at, job, incarnation = heapq.heappop(nodes.heap)
@@ -157,7 +158,7 @@ def _pulse(nodes: Nodes, name: Name, now: float) -> Pulse:
 
 
 def _queue(nodes: Nodes, name: Name, pulse: Pulse) -> None:
-    """An entry that comes up too early is renewed then; one that would come up too late is renewed now."""
+    """Queue an earlier entry if the current one is too late. One that is too early is renewed when it is popped."""
     if pulse.end < pulse.queued:
         pulse.queued = pulse.end
         heapq.heappush(nodes.heap, (pulse.end, *name))

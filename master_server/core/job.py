@@ -1,6 +1,6 @@
-"""One job: its journaled state, and what a new master life must take up again.
+"""One job: its journaled state, and the effects that a restarted master must perform again.
 
-`answers.apply` is the only way to change a job.
+A job is changed through `dispatch.apply` only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Effects = list[Effect]
 
 
 class Remembered(msgspec.Struct, frozen=True, gc=False):
-    """The last answer on one channel, as JSON. `event`: checksum of what was asked."""
+    """The last reply on one channel, as JSON. `event`: checksum of the request."""
 
     seq: int
     event: int
@@ -41,7 +41,7 @@ class Remembered(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice(msgspec.Struct):
-    """The plan of the current round. `number` counts up with every change a member must hear of."""
+    """The plan of the current round. `number` increases with every change that members must receive."""
 
     number: int = 0
     restore: Restore | None = None
@@ -49,22 +49,22 @@ class Choice(msgspec.Struct):
     fallbacks: tuple[str, ...] = ()
     lost: int = 0
     replicas_to: dict[str, str] = {}
-    """By node, the one that keeps its replicas."""
+    """By node, the node that keeps its replicas."""
     holders: tuple[tuple[str, ...], ...] = ()
-    """By saved rank, the nodes that hold its image of what is restored from memory, its own one first."""
+    """By saved rank, the nodes that hold its image of the generation restored from memory, its own node first."""
     answers: dict[str, tuple[int, ...]] = {}
-    """By incarnation, what `Restore.answers` says to it; empty where each local rank 0 answers for its node."""
+    """By incarnation, its `Restore.answers`; empty if each local rank 0 answers for its node."""
 
 
 class Leaving(msgspec.Struct):
-    """Who is preempted in the current round (`nodes` empty: nobody), and where its members leave: see `preemption`."""
+    """The preempted nodes of the current round (empty: none) and the step at which members leave: see `departure`."""
 
     nodes: tuple[str, ...] = ()
     reason: str = ""
     until: float = math.inf
-    """When the first of them goes, by the clock of `now`."""
+    """When the first of these nodes is taken away, by the clock of `now`."""
     promised: dict[str, int] = {}
-    """By live member: the last quiet point it has passed. `passed`: the greatest of all."""
+    """By live member: the last step boundary it has passed. `passed`: the greatest of all."""
     passed: int = -1
     step: int | None = None
 
@@ -75,7 +75,7 @@ class Job(msgspec.Struct):
     name: str
     run: str
     proposed: str = ""
-    """By the last join, for a new run."""
+    """The name that the last join proposed for a new run."""
     fresh: bool = False
     attempt: int = 0
     rounds: Rounds = msgspec.field(default_factory=Rounds)
@@ -88,50 +88,50 @@ class Job(msgspec.Struct):
     ledgers: Ledgers = msgspec.field(default_factory=Ledgers)
     leaving: Leaving = msgspec.field(default_factory=Leaving)
     keys: Keys = msgspec.field(default_factory=Keys)
-    """Of the current round."""
+    """The key-value store of the current round."""
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
     finish_written: bool = False
     ending: Ending | None = None
-    """An agent has given the job up, for all; until somebody launches it again."""
+    """An agent has given up the job for all nodes. Cleared when the job is launched again."""
     failures: int = 0
-    """See `JobView`: what the launchers' budget of restarts is counted by."""
+    """See `JobView`: the launchers count their restart budget by it."""
     replies: dict[str, dict[str, Remembered]] = {}
     """By incarnation and channel."""
     alarm: float = math.inf
-    """When the last `Deadline` that was asked for comes."""
+    """When the last requested `Deadline` is due."""
     changed_at: float = math.inf
     """Time of its last event."""
 
     @property
     def live(self) -> bool:
-        """Somebody holds a seat or waits for one."""
+        """A live member holds a rank, or an agent waits for one."""
         return self.standing > 0
 
     @property
     def writes(self) -> bool:
-        """It may write to its checkpoint URL: it is live, and not finished."""
+        """It may write to its checkpoint URL: it is live and not finished."""
         return self.live and not self.finished
 
     @property
     def over(self) -> bool:
-        """It is finished, and nobody holds anything of it any more."""
+        """It is finished, and no process holds a rank or leases of it or waits for a rank."""
         return self.finished and not self.live and not self.ledgers.free
 
     @property
     def standing(self) -> int:
-        """How many agents wait, and how many members live."""
+        """Number of waiting agents plus number of live members."""
         return len(self.rounds.waiting) + (self.rounds.round.live if self.rounds.round is not None else 0)
 
 
 def knows(job: Job, incarnation: str) -> bool:
-    """It holds a seat, waits for one, or holds leases without one."""
+    """True if `incarnation` holds a rank, waits for one, or may hold leases without one."""
     return incarnation in job.ledgers.free or rounds.knows(job.rounds, incarnation)
 
 
 def seat(job: Job, incarnation: str) -> tuple[Round, Member]:
-    """The current round and the live member called so. Raises Stale for anyone else."""
+    """The current round and its live member `incarnation`. Raises Stale if there is no such member."""
     member = rounds.member_of(job.rounds, job.name, incarnation)
     assert job.rounds.round is not None
     return job.rounds.round, member
@@ -148,7 +148,7 @@ def in_round(job: Job, incarnation: str, number: int) -> Round:
 
 
 def enter(job: Job, current: Round, phase: Phase, effects: Effects) -> None:
-    """The round is in `phase` now: whoever waits for the plan must hear of it."""
+    """Move the round to `phase` and wake the requests that wait for its plan."""
     current.phase = phase
     job.plan.number += 1
     effects.append(Wake(topic=plan_topic(job.name)))
@@ -156,7 +156,7 @@ def enter(job: Job, current: Round, phase: Phase, effects: Effects) -> None:
 
 
 def tell_of_newcomers(job: Job, effects: Effects) -> None:
-    """Whoever may let them in must hear of it, whether they came just now or before the round began to train."""
+    """Wake the watch requests if the number of newcomers changed: by a join, or because the round began to train."""
     waiting = rounds.count_newcomers(job.rounds)
     if waiting != job.rounds.newcomers:
         job.rounds.newcomers = waiting
@@ -164,18 +164,18 @@ def tell_of_newcomers(job: Job, effects: Effects) -> None:
 
 
 def persist_due_at(job: Job) -> float:
-    """When a persist is due, if the job trains, votes do not tell, and it is not announced yet; else `inf`."""
+    """When a persist is due by time, if the job trains and none is announced yet; else `inf`."""
     current = job.rounds.round
     trains = current is not None and current.phase is Phase.TRAINING and current.attempt > 0 and not job.finished
     return votes.persist_due_at(job.saves, job.settings) if trains else math.inf
 
 
 EVERY_S = 1.0
-"""Leases of a job that ran out are looked for no more often."""
+"""Shortest time between two searches for expired leases of a job."""
 
 
 def arm(job: Job, now: float, effects: Effects) -> None:
-    """Have the job's one `Deadline` come in time for whatever is due first."""
+    """Set the job's only `Deadline` to the earliest time at which something is due."""
     forming = rank_assignment.due(job.rounds)
     soonest = job.ledgers.expired_at + EVERY_S
     dues = [max(ledger.heap[0][0], soonest) for ledger in job.ledgers.named.values() if ledger.heap]
@@ -189,7 +189,7 @@ def arm(job: Job, now: float, effects: Effects) -> None:
 
 
 def arm_for_persist(job: Job, now: float, effects: Effects) -> None:
-    """The same, if a persist is what is due first."""
+    """Like `arm`, but only if a persist is due before the current deadline."""
     if persist_due_at(job) < job.alarm:
         arm(job, now, effects)
 
@@ -202,7 +202,7 @@ def committing(job: Job, commit: Commit) -> CommitGeneration:
 
 
 def finishing(job: Job) -> Effects:
-    """The effect that writes down the end, if that is still to be done, and storage has what the run ended with."""
+    """The effect that records the run's end, if that is not done yet and storage has the run's last generation."""
     url, step, durable = job.settings.save_to, job.finished_step or 0, job.saves.newest_committed
     if not job.finished or job.finish_written or url is None or durable is None:
         return []

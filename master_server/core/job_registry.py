@@ -1,4 +1,4 @@
-"""All jobs of one master: finds the job of an event, keeps two live jobs off one checkpoint URL."""
+"""All jobs of one master: finds the job of an event and prevents two live jobs from using one checkpoint URL."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenL
 
 
 class Master(msgspec.Struct):
-    """The whole journaled state."""
+    """The complete journaled state."""
 
     jobs: dict[str, Job] = {}
     owners: dict[str, str] = {}
     """Job by the checkpoint URL it saves to."""
     now: float = 0.0
-    """Of the last event: a new life of the master goes on counting from here."""
+    """Time of the last event: a restarted master continues from it."""
 
 
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
@@ -38,7 +38,7 @@ _DECODER = msgspec.msgpack.Decoder(Master)
 
 
 def encode(state: Master) -> bytes:
-    """Equal states give equal bytes."""
+    """The state as MessagePack. Equal states give equal bytes."""
     return _ENCODER.encode(state)
 
 
@@ -48,7 +48,7 @@ def decode(data: bytes) -> Master:
 
 
 def job_named(state: Master, name: str) -> Job:
-    """Raises UnknownJob."""
+    """The job called `name`. Raises UnknownJob."""
     if name not in state.jobs:
         raise UnknownJob(
             f"This master keeps no job {name!r}.",
@@ -58,7 +58,7 @@ def job_named(state: Master, name: str) -> Job:
 
 
 def apply(state: Master, event: Message, now: float, key: Key | None = None) -> EventOutcome:
-    """Change `state` by one event. Raises a MasterError, then nothing was changed."""
+    """Apply `event` to `state`. If this raises a MasterError nothing was changed."""
     outcome = _apply(state, event, now, key)
     if not outcome.repeated:
         state.now = now
@@ -95,7 +95,7 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutco
 
 
 def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> EventOutcome:
-    """A holder without a seat may be the first that a job hears of; its run is then named by the first join."""
+    """Open a ledger for a holder without a rank. This may create the job; the first join then names its run."""
     if not event.job:
         raise BadRequest("A ledger needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
     _check_name(event.job)
@@ -117,12 +117,12 @@ def _delete(state: Master, event: DeleteJob) -> EventOutcome:
 
 
 def finished_before(state: Master, before: float) -> list[str]:
-    """The jobs that are over, and whose last event was not after `before`."""
+    """The jobs that are over and had no event after `before`."""
     return [name for name, job in state.jobs.items() if job.changed_at <= before and job.over]
 
 
 def _forget(state: Master, names: list[str]) -> EventOutcome:
-    """These jobs are unknown from now on. Requests that wait for one of them hear it."""
+    """Delete these jobs. Requests that wait for one of them are answered with UnknownJob."""
     effects: list[Effect] = []
     for name in names:
         job = state.jobs.pop(name)
@@ -143,13 +143,13 @@ def _check_name(job: str) -> None:
 
 
 def check_attach(state: Master, event: Attach) -> None:
-    """Raise what `apply` would raise for the sender of an attach, before its checkpoint URL is claimed."""
+    """Check the sender of an attach before its checkpoint URL is claimed. Raises what `apply` would raise."""
     one.seat(job_named(state, event.job), event.incarnation)
     _check_owner(state, event)
 
 
 def writes(state: Master, name: str) -> bool:
-    """Does that job need its claims?"""
+    """True if that job needs its claims."""
     job = state.jobs.get(name)
     return job is not None and job.writes
 
@@ -166,5 +166,5 @@ def _check_owner(state: Master, event: Attach) -> None:
 
 
 def unfinished_effects(state: Master) -> list[Effect]:
-    """What a new master life has to take up again."""
+    """The effects that a restarted master must perform again."""
     return [effect for _, job in sorted(state.jobs.items()) for effect in one.unfinished_effects(job)]

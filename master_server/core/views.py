@@ -1,4 +1,4 @@
-"""What may be asked without changing anything. A long-poll's answer is None while there is nothing to tell."""
+"""Queries, which do not change the state. The answer to a long-poll is None while there is nothing to report."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
-    """The answer as of now; None means: wait for a `Wake` on `topic(request)`. Raises a MasterError."""
+    """The current answer; None: wait for a `Wake` on one of `topics(state, request)`. Raises a MasterError."""
     return _TABLE[type(request)](state, nodes, request)
 
 
 def topics(state: Master, request: Poll) -> tuple[str, ...]:
-    """What a waiting request waits for, any of them."""
+    """The topics of a waiting request; a `Wake` on any of them may change its answer."""
     if isinstance(request, AwaitShards):
         return (shards_topic(request.job, request.name),)
     if isinstance(request, AwaitKeys):
@@ -69,7 +69,7 @@ def topics(state: Master, request: Poll) -> tuple[str, ...]:
 
 
 def nothing(request: Message) -> Message | None:
-    """The answer of a long-poll whose time has passed; None for `Watch`, which has no such answer."""
+    """The answer to a long-poll that timed out; None for `Watch`, which has no timeout."""
     return _NOTHING.get(type(request))
 
 
@@ -133,7 +133,7 @@ def _round(state: Master, nodes: Nodes, request: AwaitRound) -> Seated | None:
     del nodes
     job = job_named(state, request.job)
     if job.finished and request.incarnation in job.rounds.waiting:
-        raise Stale(f"Job {job.name!r} is finished: no round will form any more.", hint="Join again to hear the rest.")
+        raise Stale(f"Job {job.name!r} is finished: no round will form any more.", hint="Join again to get the rest.")
     if job.ending is not None and request.incarnation in job.rounds.waiting:
         raise GivenUp(f"Job {job.name!r} was given up: {job.ending.why}", hint="Launch it again on all nodes.")
     return rendezvous.seated(job.rounds, job.name, request.incarnation, request.after)
@@ -225,7 +225,7 @@ def _keys(state: Master, nodes: Nodes, request: AwaitKeys) -> KeyValues | None:
         return KeyValues(tuple(job.keys.values[name] for name in request.keys))
     if current.phase is Phase.BROKEN:
         raise Stale(
-            f"Round {current.number} of job {job.name!r} lost a member: nobody may be left to set {key!r}.",
+            f"Round {current.number} of job {job.name!r} lost a member: no member may be left to set {key!r}.",
             hint="Join again.",
         )
     return None

@@ -139,7 +139,7 @@ def test_shrink_replaces_nobody(survivors: Callable[..., Launched]) -> None:
     code, errors = run.end()
     assert code == 77, errors
     assert "1 worker of node" in errors
-    assert "left, and 2 needed: nobody is replaced with --fault-level shrink" in errors
+    assert "left, and 2 needed: --fault-level shrink replaces no worker" in errors
     assert len({life["pid"] for life in run.read()}) == 3
     assert all_gone([life["pid"] for life in run.read()])
 

@@ -95,7 +95,7 @@ def test_a_start_anew_over_damaged_checkpoints_is_loud_and_keeps_them(
     with caplog.at_level(logging.WARNING, "dlrover_hooks"):
         second = house.life(**options)
     assert second.restored is None
-    assert caplog.text.count("starting anew at step 0: none of 2 checkpoints could be loaded") == 1
+    assert caplog.text.count("starting over at step 0: none of 2 checkpoints could be loaded") == 1
     trained(second, 4, durable=True)
     assert second.session.run != first.session.run
     assert {file: file.read_bytes() for file in left} == left

@@ -280,7 +280,7 @@ def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched
     run = launch(script, "-n", "2", member=known_first)
     code, errors = run.end()
     assert (code, len(run.read())) == (78, 2), errors
-    assert "rank 1 of 2 in its process group has the seat of rank 0 of 2" in errors, errors
+    assert "rank 1 of 2 in its process group has the place of rank 0 of 2" in errors, errors
     assert "TorchElasticEnvironment" in errors
 
 

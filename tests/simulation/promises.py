@@ -102,7 +102,7 @@ class Promises:
         """By round, the step where all leave, as the first of them was told."""
         self._last: Model | None = None
         self.silent = False
-        """Some worker left without the master's word."""
+        """Some worker left without a reply of the master."""
         self.exited = False
         """All have ended with exit code 0, and some of them in training: the job is over for its launchers alone."""
         self._seen = 0

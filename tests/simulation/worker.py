@@ -372,7 +372,7 @@ class Worker:
             await self.call(leave, timeout_s=5.0)
         except HooksError:
             self.world.promises.silent = True
-            self.world.tell(self.process.name, "left without the master's word")
+            self.world.tell(self.process.name, "left without a reply of the master")
 
     async def _last_save(self) -> None:
         post, engine = self.post, self.engine

@@ -155,7 +155,7 @@ def test_prune_says_what_it_removes(tree: str) -> None:
     assert dry.stdout == (
         "would remove step-0000000010-0000\nwould remove step-0000000030-0000\n"
         "step-0000000060-0000 was never committed, but is newer than what is whole: it stays, since a keeper may still "
-        "be writing it. If none of that job lives, remove the folder by hand\n"
+        "be writing it. If no process of that job runs, remove the folder by hand\n"
     )
     done = called("prune", tree, "--keep", "last=1,every_steps=20")
     assert done.stdout == dry.stdout.replace("would remove", "removed")

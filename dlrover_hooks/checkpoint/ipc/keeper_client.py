@@ -1,4 +1,4 @@
-"""A trainer's seat at its keeper: the line is found again when the keeper died, and the seat taken anew. No torch."""
+"""A trainer's client of its keeper: reconnects after the keeper died, and registers the worker again. No torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from dlrover_hooks.host.fork_guard import ForkGuard
 
 _log = logging.getLogger(__name__)
 RECONNECT_S = 1.0
-"""How long the successor of a dead keeper is waited for."""
+"""Time to wait for the successor of a dead keeper."""
 PAUSE_S = 30.0
-"""The longest pause between two such waits."""
+"""Longest pause between two such attempts."""
 ANSWER_S = 60.0
-"""How long a living keeper is waited for that has nothing to hash."""
+"""Reply timeout of a keeper that has nothing to hash."""
 HASH_BYTES_PER_S = 200e6
-"""A keeper hashes at least so fast. Measured: a thread takes 0.09 s for 1 GB, 0.14 s where it leaves the caches to the
-trainers, and a keeper has two. This is a thirtieth of the slower one: the keeper has the lowest priority on a machine
-whose cores are all busy, and its memory may be another socket's."""
+"""Lower bound of a keeper's hash rate, for timeouts. Measured: a thread takes 0.09 s for 1 GB, 0.14 s where it bypasses
+the caches to leave them to the trainers, and a keeper has two threads. This is a thirtieth of the slower rate: the
+keeper has the lowest priority on a machine whose cores are all busy, and its memory may belong to another socket."""
 
 
 class KeeperClient:
-    """Verbs from any thread; those that may have to find the keeper again wait for each other.
+    """All methods from any thread; those that may have to reconnect are serialized.
 
-    `connect(deadline_s)` makes a link. `lost()`: a dead line is given up. `hello(ref)`: who takes the seat.
+    `connect(deadline_s)` opens a connection. `hello(ref)` makes the registration. `lost()` is called when a dead
+    connection is dropped.
     """
 
     def __init__(
@@ -44,44 +45,44 @@ class KeeperClient:
         self._deadline_s = deadline_s
         self._link: KeeperLink | None = None
         self._seated: KeeperLink | None = None
-        """The line on which the seat was taken."""
+        """The connection on which the worker is registered."""
         self._pause_s, self._not_before = RECONNECT_S, 0.0
         self._closed, self.here = False, ForkGuard()
         self._lock = threading.RLock()
 
     @property
     def opened(self) -> bool:
-        """There is, or was, a line."""
+        """There is, or was, a connection."""
         return self._link is not None
 
     @property
     def broken(self) -> bool:
-        """There was a line, and its keeper is gone."""
+        """There was a connection, and its keeper is gone."""
         return self._link is not None and not self._link.alive
 
     @property
     def seated(self) -> bool:
-        """The seat is ours, on a line that lives."""
+        """The worker is registered on a live connection."""
         link = self._link
         return link is not None and link.alive and self._seated is link
 
     def open(self) -> KeeperLink:
         """The connection; a new one if the keeper has died.
 
-        After a failure it is not tried again for a while, twice as long each time: a keeper that is stopped, not dead,
-        would cost a whole wait at every save.
+        After a failure there is no attempt for a while, twice as long each time: a keeper that is stopped, not dead,
+        would otherwise cost a full timeout at every save.
 
         Raises:
             KeeperAway: there is no keeper.
         """
         if not self.here:
-            raise KeeperAway("a forked child has no line to the keeper", hint="save in the process that trains")
+            raise KeeperAway("a forked child has no connection to the keeper", hint="save in the process that trains")
         with self._lock:
             return self._open()
 
     def _open(self) -> KeeperLink:
         if self._closed:
-            raise KeeperAway("the line to the keeper is closed")
+            raise KeeperAway("the connection to the keeper is closed")
         if self._link is not None and self._link.alive:
             return self._link
         if self._link is not None:
@@ -100,7 +101,7 @@ class KeeperClient:
         return self._link
 
     def seat(self) -> KeeperLink:
-        """The connection, with the seat taken on it. Raises as `take` does."""
+        """The connection, with the worker registered on it. Raises as `take` does."""
         with self._lock:
             link = self.open()
             if self._seated is not link:
@@ -108,11 +109,11 @@ class KeeperClient:
             return link
 
     def take(self) -> None:
-        """Take the seat, again if it is ours already.
+        """Register this worker, also if it is registered already.
 
         Raises:
             KeeperAway: there is no keeper.
-            UsageError: a living process of another launch saves there, or a newer life of this run.
+            UsageError: a living process of another launch saves there, or one of a newer attempt of this run.
         """
         with self._lock:
             link = self.open()
@@ -122,20 +123,20 @@ class KeeperClient:
     def ask(
         self, request: Callable[[int], keeper_messages.KeeperMessage], *, timeout_s: float = 60.0
     ) -> tuple[Any, int]:
-        """Reply and descriptor."""
+        """Send a request and wait: the reply and its descriptor."""
         return self.open().call(request, timeout_s=timeout_s)
 
     def inventory(self, master: str | None = None) -> keeper_messages.Welcome:
-        """What this node holds, once all of it is hashed. `master`: see `wire.Inventory`.
+        """What this node holds, once all of it is hashed. `master`: see `keeper_messages.Inventory`.
 
         Raises:
-            KeeperAway: there is no keeper, or it has not hashed its memory in the time that this may take.
+            KeeperAway: there is no keeper, or it did not finish hashing within the timeout.
             UsageError: a living process of another launch saves there.
         """
         return _welcomed(self.open(), lambda ref: keeper_messages.Inventory(ref=ref, master=master))
 
     def tell(self, message: keeper_messages.KeeperMessage) -> bool:
-        """Send `message` if there is a line; False if there is none."""
+        """Send `message`; False if there is no connection."""
         link = self._link
         try:
             if link is None or not link.alive:
@@ -146,7 +147,7 @@ class KeeperClient:
         return True
 
     def close(self, *, finished: bool) -> None:
-        """Say goodbye. Idempotent."""
+        """Send Goodbye and close. Idempotent."""
         with self._lock:
             link, self._link, self._seated, self._closed = self._link, None, None, True
         if link is None:
@@ -165,7 +166,7 @@ class KeeperClient:
             link = self._connect(left_s)
             try:
                 link.call(lambda ref: keeper_messages.Inventory(ref=ref, waits=False), timeout_s=max(left_s, 1.0))
-            except KeeperAway:  # it was just ending: there will be another one
+            except KeeperAway:  # the keeper was ending: another one will start
                 link.close()
                 if time.monotonic() >= until:
                     raise
@@ -174,7 +175,7 @@ class KeeperClient:
 
 
 def _welcomed(link: KeeperLink, request: Callable[[int], keeper_messages.KeeperMessage]) -> keeper_messages.Welcome:
-    """The answer to `request`, Hello or Inventory, which a keeper gives once it has hashed what lies there."""
+    """The reply to `request`, Hello or Inventory, which a keeper sends once its memory is hashed."""
     left = granted(
         link.call(lambda ref: keeper_messages.Inventory(ref=ref, waits=False), timeout_s=ANSWER_S)[0]
     ).unhashed_bytes
@@ -182,7 +183,7 @@ def _welcomed(link: KeeperLink, request: Callable[[int], keeper_messages.KeeperM
 
 
 def granted(answer: keeper_messages.KeeperMessage) -> keeper_messages.Welcome:
-    """The answer to Hello or Inventory. Raises UsageError with the keeper's reason if it refused."""
+    """The reply to Hello or Inventory. Raises UsageError with the keeper's reason if it refused."""
     if isinstance(answer, keeper_messages.Refused):
         raise UsageError(answer.reason, hint=answer.hint)
     assert isinstance(answer, keeper_messages.Welcome)

@@ -1,4 +1,4 @@
-"""A trainer's line to its node's keeper: starts the keeper if need be, matches replies, hands on notices. No torch."""
+"""A trainer's connection to its keeper: starts a keeper if needed, matches replies, delivers notices. No torch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _HINT = "its memory is lost; the next save starts a new keeper, older checkpoint
 _log = logging.getLogger(__name__)
 _links: weakref.WeakSet[KeeperLink] = weakref.WeakSet()
 _START_S = 60.0
-"""A keeper that does not listen by then hangs."""
+"""A keeper that does not listen after this time is considered hung."""
 _starting: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-"""Keepers that did not listen yet when their try was over, by socket, and when they are given up."""
+"""By socket path: starter processes that outlasted their `connect`, and when to kill them."""
 
 
 class KeeperLink:
-    """One connection. `call` and `send` from any thread; `notify` is called on the link's own reader thread.
+    """One connection. `call` and `send` from any thread. `notify` is called on the connection's own reader thread.
 
-    So is `ended`, once, when the keeper (not `close`) ended the line.
+    So is `ended`, once, when the keeper (not `close`) ended the connection.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KeeperLink:
         self._refs = 0
         self._lock = threading.Lock()
         self._answers = threading.Lock()
-        """A reply is put into its queue, or the queue is given up, never both at once."""
+        """Held to put a reply into its queue or to remove the queue, so that the two never overlap."""
         self._alive = True
         self._reader = threading.Thread(target=self._read, name="dlrover-hooks-keeper-link", daemon=True)
         self._reader.start()
@@ -67,10 +67,10 @@ class KeeperLink:
         linger_s: float = 600.0,
         deadline_s: float = 30.0,
     ) -> KeeperLink:
-        """Connect to the keeper of (job, node); with `start`, start one first if none is there.
+        """Connect to the keeper of (job, node); with `start`, start one first if there is none.
 
         Raises:
-            KeeperAway: there is none within `deadline_s`.
+            KeeperAway: no keeper listens within `deadline_s`.
         """
         path, until = address(job, node).socket, time.monotonic() + deadline_s
         while True:
@@ -87,7 +87,7 @@ class KeeperLink:
     def begin(job: str, node: str, linger_s: float) -> bool:
         """Start a keeper of (job, node) without waiting for it, unless one listens. `connect` waits.
 
-        True: none was there, so this node's memory holds nothing of the job.
+        True: there was none, so this node's memory holds nothing of the job.
         """
         path = address(job, node).socket
         connection = dial(path)
@@ -100,16 +100,16 @@ class KeeperLink:
 
     @property
     def alive(self) -> bool:
-        """The keeper has not closed the line."""
+        """The connection is open."""
         return self._alive
 
     def call(
         self, request: Callable[[int], keeper_messages.KeeperMessage], *, timeout_s: float = 60.0
     ) -> tuple[Any, int]:
-        """Send `request(ref)`, wait for its reply: the reply and its descriptor (-1: none).
+        """Send `request(ref)` and wait: the reply and its descriptor (-1: none).
 
         Raises:
-            KeeperAway: the keeper is gone or does not answer in time.
+            KeeperAway: the keeper is gone or does not reply in time.
         """
         answer: queue.SimpleQueue[tuple[keeper_messages.KeeperMessage, int] | None] = queue.SimpleQueue()
         with self._lock:
@@ -133,7 +133,7 @@ class KeeperLink:
         return reply, fd
 
     def _give_up(self, ref: int, answer: queue.SimpleQueue[tuple[keeper_messages.KeeperMessage, int] | None]) -> None:
-        """Nobody waits for the reply `ref` any more; the descriptor of one that came too late is closed."""
+        """Stop waiting for the reply `ref`; close the descriptor of a reply that came too late."""
         with self._answers:
             self._waiting.pop(ref, None)
         while not answer.empty():
@@ -142,10 +142,10 @@ class KeeperLink:
                 os.close(late[1])
 
     def send(self, message: keeper_messages.KeeperMessage) -> None:
-        """Send without waiting for an answer. The line is over once a send has failed.
+        """Send without waiting for a reply. A failed send ends the connection.
 
         Raises:
-            KeeperAway: the keeper is gone, or has not read for `address.SEND_S`.
+            KeeperAway: the keeper is gone, or has not read for `unix_socket.SEND_S`.
         """
         try:
             with self._lock:
@@ -153,13 +153,13 @@ class KeeperLink:
         except OSError as error:
             self._alive = False
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # half a message may be out, and others wait to send theirs
+                self._socket.shutdown(socket.SHUT_RDWR)  # half a message may be out, and other threads wait to send
             stopped = isinstance(error, BlockingIOError)
             why = "the keeper reads nothing any more" if stopped else f"the keeper is gone: {error.strerror or error}"
             raise KeeperAway(why, hint=_HINT) from error
 
     def close(self) -> None:
-        """End the line and its thread. Idempotent."""
+        """Close the connection and end its thread. Idempotent."""
         self._alive, self._closed = False, True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -174,7 +174,7 @@ class KeeperLink:
                 for message, fd in frames.messages():
                     self._deliver(message, fd)
         except (OSError, KeeperAway) as error:
-            _log.debug("the line to the keeper ended: %s", error)
+            _log.debug("the connection to the keeper ended: %s", error)
         finally:
             self._alive = False
             frames.close()
@@ -187,7 +187,7 @@ class KeeperLink:
         if not message.ref:
             try:
                 self._notify(message)
-            except Exception:  # the reader must go on; whoever listens stores its own errors
+            except Exception:  # the reader must go on; listeners store their own errors
                 _log.exception("a keeper's notice was not taken")
             return
         with self._answers:
@@ -199,7 +199,7 @@ class KeeperLink:
             os.close(fd)
 
     def _forked(self) -> None:
-        """In a forked child: let go of the line, or the keeper would not see the trainer die."""
+        """In a forked child: close its copy of the socket, or the keeper would not notice that the trainer died."""
         self._alive = False
         self._socket.close()
 
@@ -213,10 +213,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _start(job: str, node: str, linger_s: float, until: float) -> None:
-    """Start a keeper of its own session; returns when it listens, when another one does, or at `until`.
+    """Start a keeper in its own session. Returns when a keeper listens, this or another one, or at `until`.
 
-    On a slow machine a start takes longer than a try waits: it goes on, and a later try finds it. Were it killed, a
-    trainer whose keeper has died would never have another one there.
+    On a slow machine a start takes longer than one attempt waits. The start goes on, and a later attempt finds the
+    keeper. If it were killed, a trainer whose keeper has died would never get another one.
     """
     path, now = address(job, node).socket, time.monotonic()
     process, hangs = _starting.pop(path, None) or (_spawned(job, node, linger_s), now + _START_S)
@@ -231,14 +231,14 @@ def _start(job: str, node: str, linger_s: float, until: float) -> None:
 
 
 def _spawned(job: str, node: str, linger_s: float) -> subprocess.Popen[bytes]:
-    """A process that ends as soon as its keeper, detached from it, listens."""
+    """A process that exits as soon as its keeper, detached from it, listens."""
     command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--detach"]
     log = address(job, node).log
     command += ["--job", job, "--node", node, "--linger-s", str(linger_s), "--log", log]
     environment = worker_environment()
     if not _ROOT.endswith("-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
-    with open(log, "ab") as file:  # it outlives the worker, and with it the worker's own standard error
+    with open(log, "ab") as file:  # the keeper outlives the worker and the worker's standard error
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

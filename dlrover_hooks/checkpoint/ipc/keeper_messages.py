@@ -1,6 +1,6 @@
-"""What a trainer and its node's keeper say to each other: length-prefixed JSON on a unix socket, descriptors beside it.
+"""Messages between a trainer and its node's keeper: length-prefixed JSON on a unix socket, with file descriptors.
 
-A request carries `ref` > 0 and its reply the same one; `ref` 0 is a notice that nobody waits for. No torch.
+A request carries `ref` > 0 and its reply the same value. `ref` 0 is a notice without a reply. No torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _READ_BYTES = 1 << 18
 
 
 Whereabouts = tuple[str, int, int]
-"""Path, device and inode of a descriptor, for a receiver to whom the system does not let it pass."""
+"""Path, device and inode of an open file, for receivers on systems that do not pass descriptors."""
 
 
 def whereabouts(fd: int) -> Whereabouts:
-    """Of a descriptor of this process: one of the same user may open it while it is open here."""
+    """Of a descriptor of this process. Processes of the same user can open the file while it is open here."""
     found = os.fstat(fd)
     return f"/proc/{os.getpid()}/fd/{fd}", found.st_dev, found.st_ino
 
@@ -40,9 +40,9 @@ class KeeperMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Replicate(KeeperMessage, frozen=True):
-    """Listen on `host`:`port` (0: any) for other nodes' keepers, as `node`, and send this node's images `to` that one.
+    """Listen on `host`:`port` (0: any) for other keepers, as `node`, and send this node's images to the keeper `to`.
 
-    Without a secret nobody is admitted and nothing is sent yet. Answer: Replicating, or Refused.
+    Without a secret no peer is admitted and nothing is sent yet. Reply: Replicating, or Refused.
     """
 
     node: str
@@ -51,11 +51,11 @@ class Replicate(KeeperMessage, frozen=True):
     secret: Secret = Secret()
     to: KeeperAddress | None = None
     mb_per_s: int = 0
-    """At most so many millions of bytes per second; 0: no limit."""
+    """Rate limit in millions of bytes per second; 0: no limit."""
 
 
 class Fetch(KeeperMessage, frozen=True):
-    """Have `rank`'s image of `generation` here, from the first of `at` that gives it. Answer: Done, or Refused."""
+    """Fetch `rank`'s image of `generation` from the first of `at` that provides it. Reply: Acknowledged, or Refused."""
 
     node: str
     generation: Generation
@@ -66,10 +66,11 @@ class Fetch(KeeperMessage, frozen=True):
 
 
 class Hello(KeeperMessage, frozen=True):
-    """From here on this process saves for `seat`, in attempt `attempt` of `run`. Answer: Welcome, or Refused.
+    """Register: this process saves for local rank `seat`, in attempt `attempt` of `run`. Reply: Welcome, or Refused.
 
-    `master`: who let it in (a URL; empty: itself, see `Peer.master`). A living process's seat goes to nobody that
-    another master let in, nor to an older attempt; its own master's successor gets it, and it is told `Replaced`.
+    `master`: URL of the master that admitted this process; empty: none did (see `Peer.master`). Refused while a process
+    admitted by another master saves on this node, or one of a newer attempt for `seat`. Otherwise this process replaces
+    the one registered for `seat`, which receives `Replaced`.
     """
 
     seat: int
@@ -81,14 +82,14 @@ class Hello(KeeperMessage, frozen=True):
     storage_options: dict[str, Any] = {}
     keep: int | Retention = 2
     replicate: Replicate | None = None
-    """What the keeper was told before; a new one has to hear it again."""
+    """The latest such request of this worker: a restarted keeper needs it again."""
 
 
 class Inventory(KeeperMessage, frozen=True):
-    """Takes no seat. Answer: Welcome, or Refused.
+    """Request the inventory without registering. Reply: Welcome, or Refused.
 
-    `master` as in `Hello`: what a living launch of another master holds is not shown. None: a mere question.
-    `waits`: for the hashes of all that is published by now. Else the answer comes at once and says how much is left.
+    `master` as in `Hello`: refused while a process admitted by another master saves here. None: no such check. `waits`:
+    reply once everything published so far is hashed. Otherwise the reply comes at once, with the bytes left.
     """
 
     master: str | None = None
@@ -96,10 +97,10 @@ class Inventory(KeeperMessage, frozen=True):
 
 
 class Allocate(KeeperMessage, frozen=True):
-    """Slots of at least `slot_bytes` for this connection's seat, and notes of `note_bytes`. Answer: Allocated and a
+    """Request slots of at least `slot_bytes` for this worker, and notes of `note_bytes`. Reply: Allocated with a
     descriptor, or Refused.
 
-    `gives`: this trainer writes none of the seat's segments any more. Where memory is short their slots may be freed.
+    `gives`: this trainer no longer writes any of the worker's segments. Their slots may be freed if memory is short.
     """
 
     slot_bytes: int
@@ -108,11 +109,11 @@ class Allocate(KeeperMessage, frozen=True):
 
 
 class Published(KeeperMessage, frozen=True):
-    """Slot `slot` of this seat's segment `segment` was published with sequence word `seq`: hash it. Later: Hashed.
+    """Slot `slot` of this worker's segment `segment` was published with sequence number `seq`: hash it. Later: Hashed.
 
-    0 for either: the newest segment, the word that stands there now. `unchanged`: byte ranges [start, stop) of the
-    image that were not copied, because the slot held them already. Chunks that lie wholly inside one
-    are compared with their newest hash, if there is one yet; where one differs, the answer is `Damaged`.
+    0 for either: the newest segment, the current sequence number. `unchanged`: byte ranges [start, stop) of the image
+    that were not copied, because the slot held them already. Chunks that lie entirely inside one are compared with
+    their newest hash, if there is one. If one differs, the keeper sends `Damaged`.
     """
 
     slot: int
@@ -128,7 +129,7 @@ class Complete(KeeperMessage, frozen=True):
 
 
 class Persist(KeeperMessage, frozen=True):
-    """Make this seat's slot of `generation` durable, once it is hashed. Later: Persisted or PersistFailed."""
+    """Make this worker's slot of `generation` durable, once it is hashed. Later: Persisted or PersistFailed."""
 
     generation: Generation
     rank: int
@@ -138,7 +139,7 @@ class Persist(KeeperMessage, frozen=True):
 
 
 class OpenImage(KeeperMessage, frozen=True):
-    """`rank`'s image of `generation`, verified now. Answer: Opened and a descriptor, or Refused."""
+    """Verify `rank`'s image of `generation` and open it. Reply: Opened with a descriptor, or Refused."""
 
     generation: Generation
     rank: int
@@ -146,23 +147,23 @@ class OpenImage(KeeperMessage, frozen=True):
 
 
 class Recall(KeeperMessage, frozen=True):
-    """What the trainers of this node, the dead among them, have noted for who goes on. Answer: Recalled."""
+    """Request the notes that trainers of this node, dead ones included, left for their successors. Reply: Recalled."""
 
 
 class Drop(KeeperMessage, frozen=True):
-    """Forget other runs than `run` in this seat and in those that nobody has (`--fresh`). Answer: Done."""
+    """Free all runs but `run`, for this worker and for those without a process (`--fresh`). Reply: Acknowledged."""
 
     run: str = ""
 
 
 class Goodbye(KeeperMessage, frozen=True):
-    """This process leaves on purpose; `finished`: the job needs no successor. Answer: Done."""
+    """This process leaves on purpose; `finished`: it needs no successor. Reply: Acknowledged."""
 
     finished: bool = False
 
 
 class Adopt(KeeperMessage, frozen=True):
-    """A launcher's second keeper gives its life pipe to the first one. Comes with a descriptor. Answer: Done."""
+    """A launcher's second keeper hands its life pipe to the first one, as a descriptor. Reply: Acknowledged."""
 
     at: Whereabouts | None = None
 
@@ -171,9 +172,9 @@ class Adopt(KeeperMessage, frozen=True):
 
 
 class Welcome(KeeperMessage, frozen=True):
-    """What this node holds, hashed, and who holds it. `damage`: lines about what is lost, until a seat was taken.
+    """The hashed slots of this node. `damage`: messages about lost data, cleared once a registered worker got them.
 
-    `unhashed_bytes`: what is published, but not hashed yet.
+    `unhashed_bytes`: published, but not hashed yet.
     """
 
     held: tuple[Held, ...] = ()
@@ -183,7 +184,7 @@ class Welcome(KeeperMessage, frozen=True):
 
 
 class Allocated(KeeperMessage, frozen=True):
-    """`persisting`: this seat's generations being made durable right now, begun by an earlier life."""
+    """`persisting`: this worker's generations that are being made durable now, started for an earlier process."""
 
     complete: Generation | None = None
     persisting: tuple[Generation, ...] = ()
@@ -218,7 +219,7 @@ class Acknowledged(KeeperMessage, frozen=True):
 
 
 class Hashed(KeeperMessage, frozen=True):
-    """This seat's slot of `generation` is whole and hashed: it may be voted for."""
+    """This worker's slot of `generation` is complete and hashed: the rank may vote for it."""
 
     generation: Generation
     rank: int
@@ -226,14 +227,14 @@ class Hashed(KeeperMessage, frozen=True):
 
 
 class Damaged(KeeperMessage, frozen=True):
-    """This seat's slot of `generation` does not hold what it held before where it was not copied again: copy it all."""
+    """This worker's slot of `generation` changed where it was not copied again: everything must be copied."""
 
     generation: Generation
     reason: str
 
 
 class Storing(KeeperMessage, frozen=True):
-    """A long write so far."""
+    """Progress of a long write."""
 
     generation: Generation
     done_bytes: int
@@ -242,7 +243,7 @@ class Storing(KeeperMessage, frozen=True):
 
 
 class Persisted(KeeperMessage, frozen=True):
-    """`seconds`: how long it took, queue and all attempts included; 0 where it was written before."""
+    """`seconds`: duration, with queue and all attempts; 0 if it was written before."""
 
     generation: Generation
     file: ShardFile
@@ -250,7 +251,7 @@ class Persisted(KeeperMessage, frozen=True):
 
 
 class PersistFailed(KeeperMessage, frozen=True):
-    """`gone`: the slot was used again or its keeper died; nothing is wrong with the storage."""
+    """`gone`: the slot was used again or its keeper died; the storage did not fail."""
 
     generation: Generation
     reason: str
@@ -259,13 +260,13 @@ class PersistFailed(KeeperMessage, frozen=True):
 
 
 class Unreplicated(KeeperMessage, frozen=True):
-    """Why an image of this seat is in this node's memory alone. Said once for each kind of reason."""
+    """Why an image of this worker has no replica. Sent once for each kind of reason."""
 
     reason: str
 
 
 class Space(KeeperMessage, frozen=True):
-    """Whether there is room, in a line for a person; `tight`: it is worth a warning, and `hint` says what to do."""
+    """Whether there is enough space, as a line for the log. `tight`: log it as a warning, with `hint` as the remedy."""
 
     line: str
     tight: bool
@@ -273,7 +274,7 @@ class Space(KeeperMessage, frozen=True):
 
 
 class Replaced(KeeperMessage, frozen=True):
-    """Process `pid` has this connection's seat now: nothing that is saved here counts any more."""
+    """Process `pid` now saves for this worker: nothing saved on this connection counts any more."""
 
     pid: int = 0
 
@@ -288,20 +289,20 @@ _any = msgspec.json.Decoder(Request | Reply | Notice)
 
 
 def frame(message: KeeperMessage) -> bytes:
-    """`message` as it travels."""
+    """`message` as bytes on the socket."""
     body = msgspec.json.encode(message)
     return struct.pack("<I", len(body)) + body
 
 
 class Frames:
-    """Messages out of a stream, each with its descriptor if it carries one. One thread."""
+    """Decodes messages from a stream, each with its descriptor if it carries one. One thread."""
 
     def __init__(self) -> None:
         self._data = bytearray()
         self._fds: deque[int] = deque()
 
     def receive(self, connection: socket.socket) -> bool:
-        """One read; False at the end of the stream. Raises BlockingIOError where there is nothing yet."""
+        """One read; False at the end of the stream. Raises BlockingIOError if there is no data yet."""
         size = array.array("i").itemsize
         data, extra, _, _ = connection.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * size), socket.MSG_CMSG_CLOEXEC)
         for level, kind, body in extra:
@@ -311,10 +312,10 @@ class Frames:
         return bool(data)
 
     def messages(self) -> Iterator[tuple[Any, int]]:
-        """Whole messages so far, and the descriptor of each (-1: none).
+        """The complete messages so far, and the descriptor of each (-1: none).
 
         Raises:
-            KeeperAway: the other side does not speak this protocol.
+            KeeperAway: the bytes are not of this protocol.
         """
         while len(self._data) >= 4:
             (length,) = struct.unpack_from("<I", self._data)

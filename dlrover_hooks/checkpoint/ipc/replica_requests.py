@@ -1,4 +1,4 @@
-"""A trainer's words to its keeper about other nodes' keepers: take part, fetch an image. Training thread; no torch."""
+"""A trainer's requests to its keeper about replicas: take part, fetch an image. Training thread; no torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.protocol import Generation, KeeperAddress, Located, Replication
 
 FETCH_S = 600.0
-"""For an image from another node."""
+"""Timeout of an image from another node."""
 Locate = Callable[[Generation, int], Located]
 
 
 def host_towards(master: str) -> str:
-    """This machine's address as the master at that URL sees it, where no proxy is between. No packet is sent.
+    """This machine's address as the master at that URL sees it, if there is no proxy between. No packet is sent.
 
     Raises:
-        KeeperAway: there is no way to the master.
+        KeeperAway: there is no route to the master.
     """
     url = urlsplit(master)
     try:
@@ -35,14 +35,14 @@ def host_towards(master: str) -> str:
 
 
 class Neighbours:
-    """`locate` asks the master who holds an image. `order`: what the keeper was told, and a new one must hear again."""
+    """`locate` asks the master which nodes hold an image. `order`: the latest request, for a restarted keeper."""
 
     def __init__(self, line: KeeperClient, node: str, locate: Locate) -> None:
         self.order: keeper_messages.Replicate | None = None
         self._line, self._node, self._locate = line, node, locate
 
     def listen(self, host: str, mb_per_s: int = 0) -> KeeperAddress:
-        """Have the keeper listen on `host`; where others reach it. Nobody is admitted before `follow`.
+        """Have the keeper listen on `host`; returns its address for other nodes. No peer is admitted before `follow`.
 
         Raises:
             KeeperAway: it cannot, or there is no keeper.
@@ -52,7 +52,7 @@ class Neighbours:
         return KeeperAddress(self._node, host, self.order.port)
 
     def follow(self, replication: Replication) -> None:
-        """Admit those who know the secret, and send this node's images where the master says. After `listen`.
+        """Admit peers that have the secret, and send this node's images where the master directs. After `listen`.
 
         Raises:
             KeeperAway: there is no keeper, or a new one that cannot listen where the old one did.
@@ -64,12 +64,12 @@ class Neighbours:
             self._tell(self.order)
 
     def fetch(self, generation: Generation, rank: int, world_size: int) -> None:
-        """Have `rank`'s image of `generation` in this node's memory: afterwards the keeper opens it like its own.
+        """Copy `rank`'s image of `generation` into this node's memory; afterwards the keeper opens it like its own.
 
         Raises:
-            Corrupt: no keeper of the round gave it whole; says why each did not.
+            Corrupt: no keeper of the round provided a complete copy; gives the reason of each.
             KeeperAway: this node's keeper is gone.
-            HooksError: the master does not say who holds it.
+            HooksError: the master did not return the holders.
         """
         found = self._locate(generation, rank)
         which = {"generation": generation, "rank": rank, "world_size": world_size}

@@ -1,4 +1,4 @@
-"""The keeper's connections: one thread that never waits for any of them. No torch."""
+"""The keeper's connections: one thread that never blocks on any of them. No torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 class ServerLoop:
-    """All but `post` is called on the thread that calls `turn`.
+    """All methods but `post` are called on the thread that calls `turn`.
 
-    `handle(peer, message, fd)` takes what a trainer says, KeeperAway ends its line; `lost(peer)` hears of its end.
-    Whatever else any of them, or a call that was posted, raises is logged: what goes wrong for one trainer must cost
-    the others no memory.
+    `handle(peer, message, fd)` handles a message; if it raises KeeperAway, the connection is closed. `lost(peer)` is
+    called after a connection ended. Any other exception of these or of posted calls is logged: a failure for one
+    trainer must not cost the others their memory.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class ServerLoop:
         self._bell, self._ring = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        """Given up for a moment where no other descriptor is left."""
+        """Closed for a moment when no other descriptor is left."""
         for end in (self._bell, self._ring):
             end.setblocking(False)
         self.open_door(listener)
         self.watch(self._bell, self._answer_bell)
 
     def turn(self, timeout_s: float | None) -> None:
-        """Serve whoever speaks within `timeout_s`."""
+        """Serve the connections that become ready within `timeout_s`."""
         for key, events in self._selector.select(timeout_s):
             if isinstance(key.data, Peer):
                 self._serve(key.data, events)
@@ -58,28 +58,28 @@ class ServerLoop:
             self._ring.send(b"!")
 
     def watch(self, source: socket.socket | int, then: Callable[[], None]) -> None:
-        """`then()` whenever `source` can be read."""
+        """Call `then()` whenever `source` can be read."""
         self._selector.register(source, selectors.EVENT_READ, then)
 
     def unwatch(self, source: socket.socket | int) -> None:
         self._selector.unregister(source)
 
     def open_door(self, listener: socket.socket) -> None:
-        """Whoever comes now comes in here, and here alone."""
+        """Replace the listening socket; the previous one is closed."""
         self.close_door()
         self._listener = listener
         listener.setblocking(False)
         self.watch(listener, self._accept)
 
     def close_door(self) -> None:
-        """Nobody new comes in. Idempotent."""
+        """Accept no new connections. Idempotent."""
         if self._listener is not None:
             self.unwatch(self._listener)
             self._listener.close()
             self._listener = None
 
     def send(self, peer: Peer, message: keeper_messages.KeeperMessage, *fds: int) -> None:
-        """To `peer`, if it is still there."""
+        """Send to `peer`, if it is still connected."""
         if peer in self.peers:
             peer.send(message, fds)
             try:
@@ -88,13 +88,13 @@ class ServerLoop:
                 self._lose(peer)
 
     def tell(self, seat: int, notice: keeper_messages.KeeperMessage) -> None:
-        """To whoever has `seat`."""
+        """Send to the worker with local rank `seat`."""
         for peer in list(self.peers):
             if peer.hello is not None and peer.hello.seat == seat and not peer.replaced:
                 self.send(peer, notice)
 
     def sweep(self, asking: Peer) -> None:
-        """Take notice of trainers that died before `asking` spoke: a restarted one must find what they published."""
+        """Serve all other connections first: a restarted trainer must find what its dead predecessor published."""
         for other in list(self.peers):
             if other is not asking:
                 self._serve(other, selectors.EVENT_READ)
@@ -126,9 +126,9 @@ class ServerLoop:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _turn_away(self) -> None:
-        """No descriptor is left for a trainer that wants to connect: its connection is ended.
+        """No descriptor is left for a new connection: accept it with the spare one and close it.
 
-        If it stayed in the listener's queue, each turn of this loop would begin anew at once.
+        If it stayed in the listener's queue, each turn of this loop would return at once.
         """
         assert self._listener is not None
         _log.error("a process cannot connect: this keeper has no file descriptor left (ulimit -n)")
@@ -155,7 +155,7 @@ class ServerLoop:
             _log.info("a trainer's connection ended: %s", error)
             self._lose(peer)
         except Exception:
-            _log.exception("what process %d said could not be done: its line is ended", peer.pid)
+            _log.exception("a request of process %d failed: its connection is closed", peer.pid)
             self._lose(peer)
 
     def _flush(self, peer: Peer) -> None:
@@ -172,4 +172,4 @@ class ServerLoop:
         try:
             self._lost(peer)
         except Exception:
-            _log.exception("what process %d left was not seen to", peer.pid)
+            _log.exception("cleaning up after process %d failed", peer.pid)

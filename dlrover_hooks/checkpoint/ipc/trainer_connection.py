@@ -1,4 +1,4 @@
-"""A trainer's connection as the keeper's loop sees it: never blocks, whatever the other side does. No torch."""
+"""A trainer's connection on the keeper's side: never blocks, whatever the trainer does. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from dlrover_hooks.checkpoint.ipc.unix_socket import peer_pid, send
 
 
 class Peer:
-    """One connection. `hello` is None until the trainer takes a seat; `replaced` once another took it.
+    """One connection. `hello`: the registration, None before. `replaced`: another process registered for that worker.
 
-    `master`: who let it in; the process itself where no master did. `asked`: it wants a seat, or has one.
-    `finished`: it said goodbye, and needs no successor.
+    `asked`: it sent Hello, or Inventory with a master. `finished`: it sent Goodbye, and needs no successor.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -27,19 +26,19 @@ class Peer:
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
 
     def master(self, named: str) -> str:
-        """The master called `named`."""
+        """The master URL `named`; this process itself if that is empty."""
         return named or f"process {self.pid}"
 
     def saves_for(self, other_than: str) -> bool:
-        """It has a seat, from another master than `other_than`."""
+        """It is registered, by another master than `other_than`."""
         return self.hello is not None and not self.replaced and self.master(self.hello.master) != other_than
 
     def send(self, message: KeeperMessage, fds: Sequence[int] = ()) -> None:
-        """Queue `message`; `flush` sends it. `fds` stay the caller's and must live until then."""
+        """Queue `message`; `flush` sends it. The caller keeps `fds` open until then."""
         self._outbox.append((memoryview(frame(message)), fds))
 
     def flush(self) -> bool:
-        """Send what the socket takes; True if something is left. Raises OSError when the connection is gone."""
+        """Send what the socket accepts; True if something is left. Raises OSError if the connection is gone."""
         while self._outbox:
             data, fds = self._outbox[0]
             try:

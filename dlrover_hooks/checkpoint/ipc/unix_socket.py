@@ -1,7 +1,7 @@
-"""Where a node's keeper is found: socket and lock in a folder that only this user may enter. No torch.
+"""Where a node's keeper is found: socket and lock file in a folder that only this user may enter. No torch.
 
-The kernel takes 107 bytes for a Unix socket's path, and temporary folders on clusters are longer: sockets are named
-through a descriptor of their folder.
+The kernel limits a Unix socket's path to 107 bytes, and temporary folders on clusters have longer names. So sockets are
+addressed through a descriptor of their folder.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dlrover_hooks.config import runtime_dir
 from dlrover_hooks.errors import KeeperAway
 
 SEND_S = 1
-"""A message is small and a living keeper always reads: one that takes none for so long is as good as gone."""
+"""Seconds. Messages are small and a working keeper always reads: after a longer block it counts as dead."""
 
 
 _NO_DESCRIPTORS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""How a sandbox refuses SCM_RIGHTS."""
+"""Errors with which a sandbox refuses SCM_RIGHTS."""
 
 
 class Address(NamedTuple):
@@ -35,29 +35,29 @@ class Address(NamedTuple):
 
     @property
     def log(self) -> str:
-        """Of a keeper that a worker started itself."""
+        """The log of a keeper that a worker started."""
         return self.lock.removesuffix(".lock") + ".log"
 
 
 def address(job: str, node: str) -> Address:
-    """The name is a hash of (job, node): any text will do as either."""
+    """The file name is a hash of (job, node), so both may be any text."""
     name = hashlib.sha256(f"{len(job)}:{job}:{node}".encode()).hexdigest()[:20]
     base = os.path.join(runtime_dir(), f"keeper-{name}")
     return Address(f"{base}.sock", f"{base}.lock")
 
 
 class Plate:
-    """A keeper's names, socket and lock, in the runtime folder; `fd` is the lock. `mend` puts them there again."""
+    """A keeper's socket and lock file in the runtime folder. `fd`: the locked file. `mend` recreates removed files."""
 
     def __init__(self, at: Address, fd: int) -> None:
         self.at, self._fd = at, fd
         self.listener = listen(at.socket)
 
     def mend(self) -> socket.socket | None:
-        """A new listener if the socket's name is gone: the folder was removed. None: it is there, or another keeper's.
+        """A new listener if the socket file was removed. None: it exists, or another keeper has the lock.
 
         Raises:
-            OSError: it cannot be put there.
+            OSError: it cannot be created.
         """
         if os.path.exists(self.at.socket):
             return None
@@ -72,7 +72,7 @@ class Plate:
         return self.listener
 
     def remove(self) -> None:
-        """Nobody finds the keeper here any more. The names of another one, which came when ours were gone, stay."""
+        """Remove the keeper's files. Files of another keeper, created after ours were removed, stay."""
         if _is_file(self._fd, self.at.lock):
             for path in self.at:
                 with contextlib.suppress(FileNotFoundError):
@@ -80,7 +80,7 @@ class Plate:
 
 
 def lock(path: str) -> int | None:
-    """The keeper's lock file, locked: its descriptor; None if a keeper lives. Ends with the process."""
+    """Lock the keeper's lock file: its descriptor; None if a keeper runs. The lock ends with the process."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -90,7 +90,7 @@ def lock(path: str) -> int | None:
             return None
         if _is_file(fd, path):
             return fd
-        os.close(fd)  # an ending keeper removed this file while we waited: lock the one that is there now
+        os.close(fd)  # an ending keeper removed this file meanwhile: lock the current one
 
 
 def _is_file(fd: int, path: str) -> bool:
@@ -103,7 +103,7 @@ def _is_file(fd: int, path: str) -> bool:
 
 
 def listen(path: str) -> socket.socket:
-    """A socket at `path` that only this user may connect to. Whoever calls holds the lock."""
+    """A listener at `path` that only this user may connect to. The caller holds the lock."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -115,9 +115,9 @@ def listen(path: str) -> socket.socket:
 
 
 def dial(path: str) -> socket.socket | None:
-    """A connection to who listens at `path`, whose sends fail after SEND_S; None if nobody does, or takes no more.
+    """A connection to the listener at `path`; sends fail after SEND_S. None: no listener, or its queue is full.
 
-    A timeout of the kernel's: it bounds `connect` and `send` alone, while a reader may wait for ever.
+    The timeout is the kernel's SO_SNDTIMEO: it limits `connect` and `send` only; a reader may wait without limit.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
@@ -131,9 +131,9 @@ def dial(path: str) -> socket.socket | None:
 
 
 def send(connection: socket.socket, data: bytes | memoryview, fds: Sequence[int] = ()) -> int:
-    """Send what goes, with descriptors; where the system lets none pass, `data` alone, which says where they lie.
+    """Send what the socket accepts. If the system refuses descriptors, send `data` alone, which names their paths.
 
-    The number of bytes sent. Raises BlockingIOError, and OSError when the connection is gone.
+    Returns the number of bytes sent. Raises BlockingIOError, and OSError if the connection is gone.
     """
     if fds:
         try:
@@ -145,10 +145,10 @@ def send(connection: socket.socket, data: bytes | memoryview, fds: Sequence[int]
 
 
 def reach(at: tuple[str, int, int], flags: int = os.O_RDWR) -> int:
-    """Open what another process of this user has open: `at` is a path under /proc, device and inode.
+    """Open a file that another process of this user has open: `at` is a path under /proc, device and inode.
 
     Raises:
-        KeeperAway: it cannot be reached, or it is not what was named.
+        KeeperAway: it cannot be opened, or it is another file.
     """
     path, device, inode = at
     hint = "the keeper and its trainers must be able to pass descriptors, or share a user and a process namespace"
@@ -165,7 +165,7 @@ def reach(at: tuple[str, int, int], flags: int = os.O_RDWR) -> int:
 
 @contextlib.contextmanager
 def _short(path: str) -> Iterator[str]:
-    """Another name of `path`, short enough for a Unix socket, while the context lasts."""
+    """An alias of `path` that is short enough for a Unix socket, valid inside the context."""
     folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
@@ -174,12 +174,12 @@ def _short(path: str) -> Iterator[str]:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel says."""
+    """The user at the other end, from the kernel."""
     return _peer(connection)[1]
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The process at the other end, as the kernel says."""
+    """The process at the other end, from the kernel."""
     return _peer(connection)[0]
 
 
@@ -189,5 +189,5 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def welcome(uid: int) -> bool:
-    """Only the keeper's own user may speak to it: it hands out memory and writes files."""
+    """Only the keeper's own user may connect: the keeper hands out memory and writes files."""
     return uid == os.geteuid()

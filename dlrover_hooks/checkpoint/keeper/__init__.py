@@ -1,4 +1,4 @@
-"""The keeper: the process of a node that owns checkpoint memory, hashes it and makes it durable. No torch.
+"""The keeper: one process per node that owns checkpoint memory, hashes it and writes it to storage. No torch.
 
-The way in: `python -m dlrover_hooks.checkpoint.keeper`, then `daemon.Service`.
+Start here: `python -m dlrover_hooks.checkpoint.keeper`, then `daemon.Keeper`.
 """

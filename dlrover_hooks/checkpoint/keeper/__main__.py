@@ -1,9 +1,10 @@
-"""The keeper: the process that owns a node's checkpoint memory, so that it outlives the trainers (DL-90, DL-91).
+"""The keeper: a process that owns a node's checkpoint memory, so that the memory outlives the trainers.
 
     python -m dlrover_hooks.checkpoint.keeper --job J --node NODE [--life-fd N] [--linger-s 600] [--detach]
 
-Launched, it lives as long as the pipe `--life-fd`; alone, `--linger-s` after its last trainer. At its end it makes the
-newest whole generation durable, at most `--grace-s` long, and removes socket and lock. It never imports torch.
+With `--life-fd` (set by a launcher) it runs until that pipe is closed. Without, it runs until `--linger-s` after its
+last trainer. Before it exits it makes the newest complete generation durable, within `--grace-s`, and removes its
+socket and lock. It never imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GRACE_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until the end; 0 also if another keeper of (job, node) is there already."""
+    """Run until the end. Also returns 0 if another keeper of (job, node) already runs."""
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s keeper {options.node} job={options.job} %(message)s")
     failures = _Failures()
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     plate = Plate(place, fd)
     try:
-        if options.detach and os.fork():  # no thread exists yet; the caller waits for this process: it now may connect
+        if options.detach and os.fork():  # no thread exists yet; the parent's exit means: trainers may connect
             os._exit(0)
         _settle()
         keeper = Keeper(plate, life_fd=options.life_fd, linger_s=options.linger_s, grace_s=options.grace_s)
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with contextlib.suppress(OSError):
                 os.unlink(path)
     logging.shutdown()
-    os._exit(0)  # a thread may hang in a dead store
+    os._exit(0)  # a thread may hang in an unresponsive store
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,7 +71,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Failures(logging.Handler):
-    """Notices whether an error was logged."""
+    """Records whether an error was logged."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -81,9 +82,9 @@ class _Failures(logging.Handler):
 
 
 def _take(place: Address, life_fd: int | None, grace_s: float) -> int | None:
-    """The lock; None if a living keeper serves, and has taken over our life pipe if there is one.
+    """Take the lock. None if a running keeper serves, and has adopted our life pipe if there is one.
 
-    One that is just ending is waited for: a launcher must not be left without a keeper.
+    If the running keeper is just ending, wait for it: a launcher must not be left without a keeper.
     """
     deadline = time.monotonic() + grace_s + 5.0
     while True:
@@ -117,10 +118,10 @@ def _adopted(path: str, life_fd: int) -> bool:
 
 
 def _settle() -> None:
-    """Out of the trainers' way: lower priority, and no hold on a folder that somebody may want to unmount."""
+    """Lower the process priority, and leave the current folder so that it can be unmounted."""
     with contextlib.suppress(OSError):
         os.nice(5)
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a word from a trainer does not take its core
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a trainer's message does not preempt it
     os.chdir("/")
 
 

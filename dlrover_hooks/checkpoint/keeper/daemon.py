@@ -1,6 +1,6 @@
-"""The keeper's parts put together, and its end: one loop, with threads (`crew`) for all that may take long.
+"""Connects the keeper's parts and controls its end: one loop, with worker threads (`Crew`) for everything slow.
 
-Hashing, pre-faulting and storing never hold up Hello, Allocate or a hash of another seat (DL-90, DL-91). No torch.
+Hashing, pre-faulting and storing never delay a Hello, an Allocate or a hash of another worker. No torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.host.worker_pool import Crew
 
 LOOK_S = 2.0
-"""So often the keeper sees whether it can still be found; a trainer looks for it much longer."""
+"""Interval of the check that the socket file still exists. A trainer tries to connect for much longer."""
 _log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Loop and state of the process. Everything but the crews' jobs runs on the main thread."""
+    """Loop and state of the process. All but the jobs of the worker threads runs on the main thread."""
 
     def __init__(self, plate: unix_socket.Plate, *, life_fd: int | None, linger_s: float, grace_s: float) -> None:
         self.holdings = Holdings()
@@ -66,11 +66,11 @@ class Keeper:
         self._replication.close()
 
     def stop(self) -> None:
-        """End as soon as the loop gets to it. Any thread, or a signal handler."""
+        """End the keeper at the loop's next turn. Any thread, or a signal handler."""
         self._loop.post(self.end)
 
     def end(self) -> None:
-        """Begin to end: nobody new comes in; the last will is written once all that was published is hashed."""
+        """Begin to end: accept no new connections; start the emergency flush once every published slot is hashed."""
         self._lifetime.end(time.monotonic())
         self._loop.close_door()
 
@@ -82,7 +82,7 @@ class Keeper:
         return look_s if timeout_s is None else min(timeout_s, look_s)
 
     def _look(self, now: float) -> None:
-        """Who removes the folder of our socket (a session that ends) must not cost this node its memory."""
+        """Recreate the socket if its folder was removed, as at the end of a login session: it must stay reachable."""
         self._look_at = now + LOOK_S
         try:
             if (listener := self._plate.mend()) is not None:
@@ -103,7 +103,7 @@ class Keeper:
             self._write_will()
 
     def _live_by(self, fd: int) -> None:
-        """Live as long as the pipe `fd`."""
+        """End when the pipe `fd` is closed."""
 
         def ended() -> None:
             if not os.read(fd, 64):
@@ -137,9 +137,9 @@ class Keeper:
         self._loop.send(peer, keeper_messages.Acknowledged(ref=message.ref))
 
     def _lost(self, peer: Peer) -> None:
-        """The trainer is gone: give torn slots back, and hash what it had published and nobody has hashed yet.
+        """The trainer's connection ended: free torn slots, and hash what it published and was never hashed.
 
-        All else was hashed once. It is compared with its hashes where it is opened, written or sent.
+        Slots hashed before are not hashed again here: they are verified when they are opened, written or sent.
         """
         if peer.hello is not None:
             seat = peer.hello.seat
@@ -156,7 +156,7 @@ class Keeper:
 
     def _hashed(self, segment: Segment, index: int, proof: HashedSlot | Exception | None) -> None:
         if isinstance(proof, Exception):
-            _log.error("seat %d, slot %d could not be hashed: %s", segment.seat, index, proof)
+            _log.error("local rank %d, slot %d could not be hashed: %s", segment.seat, index, proof)
         elif proof is not None and segment in self.holdings.seats[segment.seat]:
             self._tell_hashed(segment, proof)
 

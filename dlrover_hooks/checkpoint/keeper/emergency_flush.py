@@ -1,7 +1,7 @@
-"""Makes the newest generation that lies whole on this node durable: when a trainer died, and at the keeper's end.
+"""Makes the newest generation that is complete on this node durable: after a trainer died, and at the keeper's end.
 
-A generation that is spread over nodes is left alone: a shard file counts only once its rank's vote, or one keeper that
-has them all, vouches for it, and the ranks that could vote are gone. Loop thread only. No torch.
+A generation that is spread over several nodes is not flushed. A shard file counts only if its rank voted for it, or if
+one keeper has all of the shards, and the ranks that could vote are gone. Loop thread only. No torch.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ _log = logging.getLogger(__name__)
 
 
 class Will:
-    """`saving()`: the newest Hello that names a `save_to`, if any."""
+    """The emergency flush. `saving()`: the newest Hello that names a `save_to`, if any."""
 
     def __init__(
         self, holdings: Holdings, hashes: Hashes, shards: Shards, saving: Callable[[], keeper_messages.Hello | None]
     ) -> None:
         self._holdings, self._hashes, self._shards, self._saving = holdings, hashes, shards, saving
         self._begun: Generation | None = None
-        """Being written, or written."""
+        """The generation that is being written, or was written."""
         self._busy = self._again = False
         self._alive_run: str | None = None
 
     def trainer_died(self) -> None:
-        """Breakpoint save: begin once all that it published is hashed. Those who come meanwhile are served."""
+        """Flush once all slots published so far are hashed. Requests are served meanwhile."""
         self._again = True
         self._hashes.when_done(self._next)
 
     def forget(self, run: str) -> None:
-        """`run` starts anew: nothing of the runs before may be committed behind it."""
+        """`run` starts afresh: no generation of an earlier run may be committed after this."""
         self._alive_run = run
 
     def write(self, then: Callable[[], None]) -> None:
-        """Write the newest, if there is one and it is not written yet; `then()` at the end, however it went.
+        """Write the newest complete generation unless it is written already; call `then()` at the end, also after
+        errors.
 
-        What is written is compared with the hashes. A slot that is damaged by now counts no more, and the next newest
-        generation is written instead.
+        The data is compared with its hashes. A damaged slot no longer counts, and the next newest generation is written
+        instead.
         """
         whole, saving = self._holdings.newest_whole(), self._saving()
         if whole is None or saving is None or saving.save_to is None or whole[0] == self._begun:

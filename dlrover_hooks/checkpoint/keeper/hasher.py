@@ -1,4 +1,4 @@
-"""Slots that the keeper is hashing, numbered in the order they were published. No torch."""
+"""Hashes slots on worker threads, numbered in the order in which they were published. No torch."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Hashes:
 
     @property
     def pending(self) -> int:
-        """Hashes whose outcome has not been given to `done`."""
+        """Number of hashes whose outcome has not been given to `done`."""
         return self._crew.pending
 
     @property
     def pending_bytes(self) -> int:
-        """What is still to be hashed."""
+        """Bytes that are still to be hashed."""
         return sum(self._under_way.values())
 
     def submit(self, segment: Segment, index: int, seq: int) -> None:
-        """Hash this slot of the segment's arena as it stood at `seq`."""
+        """Hash this slot of the segment's arena as it was at sequence number `seq`."""
         self._number += 1
         number = self._number
         self._under_way[number] = segment.arena.slot(index).image_bytes
@@ -47,7 +47,7 @@ class Hashes:
         self._crew.submit(lambda: prove(segment.arena, index, seq), then)
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """`call()` once all that was submitted by now is done; at once if nothing is under way."""
+        """Call `call()` once everything submitted so far is done; at once if nothing is pending."""
         self._waiting.append((self._number, call))
         self._call_waiting()
 

@@ -1,22 +1,22 @@
-"""When a keeper ends. Pure: `now` is in seconds of one clock that never goes back. No torch."""
+"""Decides when a keeper ends. Pure: `now` is in seconds of a monotonic clock. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 FIRST_S = 30.0
-"""Whoever starts a keeper gets this long to say hello."""
+"""Minimum time that a new keeper waits for its first trainer."""
 
 
 class Lifetime:
-    """Launched: until `end`. Else until `linger_s` after the last trainer, or the job is finished.
+    """With a launcher: until `end`. Without: until `linger_s` after the last trainer, or until the job is finished.
 
-    From `end` on there are `grace_s` to write the last will.
+    After `end` the emergency flush has `grace_s`.
     """
 
     def __init__(self, now: float, *, launched: bool, linger_s: float, grace_s: float) -> None:
         self.launched = launched
-        """A launcher's pipe says when it is over."""
+        """A launcher's pipe decides when the keeper ends."""
         self.grace_s = grace_s
         self._linger_s = linger_s
         self._seen = False
@@ -34,7 +34,7 @@ class Lifetime:
         return self._seen and not self._unfinished
 
     def came(self, seat: int | None = None) -> None:
-        """A trainer is here, at `seat` if it has taken one."""
+        """A trainer connected. `seat`: its local rank, if it saves."""
         self._seen, self._alone_since = True, None
         if seat is not None:
             self._unfinished.add(seat)
@@ -44,29 +44,29 @@ class Lifetime:
         self._unfinished.discard(seat)
 
     def job_done(self, living: Collection[int]) -> None:
-        """The job is finished, but for the seats `living`."""
+        """The job is finished, except for the local ranks `living`."""
         self._unfinished = set(living)
 
     def alone(self, now: float) -> None:
-        """The last trainer has gone."""
+        """The last trainer disconnected."""
         self._alone_since = now
 
     def due(self, now: float) -> bool:
-        """Nobody comes any more: it is time to end."""
+        """No more trainers are expected: the keeper has to end."""
         until = self._until()
         return until is not None and (self.finished or now >= until)
 
     def end(self, now: float) -> None:
-        """It ends. Idempotent."""
+        """Start the grace period. Idempotent."""
         if self._deadline is None:
             self._deadline = now + self.grace_s
 
     def overdue(self, now: float) -> bool:
-        """There is no more time, not even for the last will."""
+        """The grace period is over, even if the emergency flush is not."""
         return self._deadline is not None and now >= self._deadline
 
     def timeout_s(self, now: float) -> float | None:
-        """Time until `due` or `overdue` may change; None: not by itself."""
+        """Seconds until `due` or `overdue` may change; None: not without a call."""
         until = self._deadline if self.ending else self._until()
         return None if until is None else max(until - now, 0.0)
 

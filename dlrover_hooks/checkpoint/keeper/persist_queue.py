@@ -1,4 +1,4 @@
-"""Shard files that the keeper writes: what is under way, what is done, and the last will made of them. No torch."""
+"""Shard files that the keeper writes: pending, done, and those of an emergency flush. No torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
 
 class _LastWill:
-    """One that was ordered. `seats` by rank."""
+    """A requested emergency flush. `seats`: local ranks by rank."""
 
     def __init__(self, generation: Generation, seats: dict[int, int]) -> None:
         self.generation, self.seats = generation, seats
         self._claim = threading.Lock()
 
     def claim(self) -> bool:
-        """Once True: for the thread that begins it, or for who takes it back before. Any thread."""
+        """True for the first caller only: the thread that starts the write, or one that cancels it. Any thread."""
         return self._claim.acquire(blocking=False)
 
 
 class Shards:
     """Writes on threads. All calls, and `tell(seat, notice)`, are on the loop's thread (see `Crew`).
 
-    A store that hangs holds these threads up for `patience.STALL_S` an attempt, then the write has failed.
+    A store that hangs blocks these threads for `stall_guard.STALL_S` per attempt; then the write fails.
     """
 
     def __init__(
@@ -42,26 +42,26 @@ class Shards:
         self._post, self._tell = post, tell
         self._patience = Patience()
         self._under_way: set[tuple[int, Generation]] = set()
-        """By seat."""
+        """Local rank and generation of each pending write."""
         self._wills: dict[_LastWill, Callable[[Manifest | Exception], None]] = {}
-        """Those that wait or are under way, and who is to hear how they went."""
+        """Flushes that wait or run, and the callback for each result."""
         self._files: dict[tuple[Generation, int], dict[int, ShardFile]] = {}
-        """By generation and world size, then by rank; of the newest only. A lone image is of a world of one."""
+        """By generation and world size, then by rank; of the newest only. A single-rank image has world size 1."""
 
     @property
     def pending(self) -> int:
-        """Files that are being written or wait for it."""
+        """Number of files that are being written or wait to be written."""
         return self._crew.pending
 
     def under_way(self, seat: int) -> tuple[Generation, ...]:
-        """What is being made durable for this seat now."""
+        """The generations that are being made durable for this worker."""
         willed = {will.generation for will in self._wills if seat in will.seats.values()}
         return tuple(willed | {generation for other, generation in self._under_way if other == seat})
 
     def persist(self, found: Found, hello: keeper_messages.Hello, order: keeper_messages.Persist) -> None:
-        """Write one rank's file; the seat is told `Persisted` or `PersistFailed`.
+        """Write one rank's file and send `Persisted` or `PersistFailed` to its worker.
 
-        Once for a generation: it may have been saved again since, but the file's hashes may be in a MANIFEST by now.
+        Once per generation: it may have been saved again since, but the file's hashes may be in a MANIFEST already.
         """
         seat = hello.seat
         if (seat, order.generation) in self._under_way:
@@ -84,7 +84,7 @@ class Shards:
         )
 
     def _report(self, found: Found, seat: int, attempt: Attempt) -> None:
-        """Tell how far it is. A crew's thread."""
+        """Send a progress notice. Called on a worker thread."""
         slot, done, seconds = found.proof.slot, attempt.nbytes, attempt.seconds
         assert slot.generation is not None
         so_far = keeper_messages.Storing(
@@ -112,7 +112,7 @@ class Shards:
         self._tell(seat, keeper_messages.Persisted(generation=generation, file=file, seconds=seconds))
 
     def forget(self, run: str) -> None:
-        """`run` starts anew: the files of others are of no use to it."""
+        """`run` starts afresh: drop the files of other runs."""
         self._files = {key: files for key, files in self._files.items() if key[0].run == run}
 
     def last_will(
@@ -124,9 +124,9 @@ class Shards:
         *,
         wanted: Callable[[], bool],
     ) -> None:
-        """Write and commit a whole generation where `saving` says; `then` gets the manifest or what went wrong.
+        """Write and commit a complete generation to `saving.save_to`; `then` gets the manifest or the error.
 
-        Its slots count as being persisted meanwhile, and their seats are told the end of it. See `give_way`.
+        Its slots count as being persisted meanwhile; the workers get the outcome. See `give_way`.
         """
         url, options, keep, job = saving.save_to, saving.storage_options, saving.keep, saving.job
         assert url is not None
@@ -152,7 +152,7 @@ class Shards:
         self._crew.submit(write, lambda outcome: None if outcome is None else self._written(will, outcome))
 
     def give_way(self, seat: int) -> None:
-        """A trainer of this seat is back and needs slots: a last will that still waits for a slow store is not made."""
+        """Cancel a flush that still waits for a slow store: a trainer of `seat` is back and needs slots."""
         for will in list(self._wills):
             if seat in will.seats.values() and will.claim():
                 self._written(will, CheckpointError("its trainer is back, and the store was busy until then"))

@@ -1,4 +1,4 @@
-"""What a keeper answers to its trainers. Loop thread only; all that may take long is a crew's. No torch."""
+"""Handles the requests of a keeper's trainers. Loop thread only; slow work goes to worker threads. No torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Answers:
         self._rooms, self._openings, self._replication = rooms, openings, replication
 
     def take(self, peer: Peer, message: Any) -> None:
-        """Do what `message` asks. Raises KeeperAway where `peer` may not ask that."""
+        """Handle `message`. Raises KeeperAway if `peer` may not send it."""
         answer = self._answers.get(type(message))
         if answer is None or (peer.hello is None and not isinstance(message, _WITHOUT_SEAT)):
             raise KeeperAway(f"unexpected {type(message).__name__}")
@@ -80,7 +80,7 @@ class Answers:
         if message.save_to is not None:
             self.saving = message
         if message.replicate is not None:
-            with contextlib.suppress(KeeperAway):  # said when it is asked for; saves go on without
+            with contextlib.suppress(KeeperAway):  # Replicate reports it; saves continue without
                 self._replication.follow(message.replicate)
         self._welcome(peer, message)
 
@@ -95,7 +95,7 @@ class Answers:
         self._welcome(peer, message, waits=message.waits)
 
     def _welcome(self, peer: Peer, message: keeper_messages.KeeperMessage, *, waits: bool = True) -> None:
-        """Answer once all that is published by now is hashed, or at once."""
+        """Reply once everything published so far is hashed (`waits`), or at once."""
 
         def answer() -> None:
             held, damage = self._holdings.held(), tuple(self._holdings.damage)
@@ -123,7 +123,7 @@ class Answers:
     def _goodbye(self, peer: Peer, message: keeper_messages.Goodbye) -> None:
         peer.finished = message.finished
         if peer.hello is None:
-            if message.finished:  # it has found the job finished
+            if message.finished:  # this process found that the job is finished
                 self._lifetime.job_done(admission.taken(peer, self._loop.peers))
         elif message.finished and not peer.replaced:
             self._lifetime.done(peer.hello.seat)

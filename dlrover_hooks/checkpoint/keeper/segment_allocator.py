@@ -1,6 +1,6 @@
-"""The keeper makes memory for its trainers, where there is space for it. Loop thread only; crews do what takes long.
+"""Allocates the trainers' memory if there is space for it. Loop thread only; worker threads do the slow parts.
 
-What is said about space is a notice to the trainer, which has the log that people read. No torch.
+Messages about space are sent as notices to the trainer, because users read the trainer's log. No torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _log = logging.getLogger(__name__)
 
 
 class Rooms:
-    """Segments for seats. `crew` makes them and looks at disks."""
+    """Segments by local rank (`seat`). `crew`: worker threads that create segments and measure disks."""
 
     def __init__(self, loop: ServerLoop, holdings: Holdings, lifetime: Lifetime, shards: Shards, crew: Crew) -> None:
         self._loop, self._holdings, self._lifetime, self._shards = loop, holdings, lifetime, shards
         self._crew = crew
         self._making: set[int] = set()
-        """Seats whose memory is being made: what is free now is not yet what will be."""
+        """Workers whose segment is being created: the free memory measured meanwhile is not final."""
         self._waiting: list[tuple[Peer, keeper_messages.Allocate]] = []
         self._disk_said = False
 
     def allocate(self, peer: Peer, message: keeper_messages.Allocate) -> None:
-        """Answer with a segment whose slots are large enough, a new one if need be and possible."""
+        """Reply with a segment whose slots are large enough; create one if necessary and possible."""
         assert peer.hello is not None
         seat = peer.hello.seat
         segment = self._holdings.current(seat)
@@ -74,13 +74,13 @@ class Rooms:
             self.look_at_disk(peer.hello, message.slot_bytes)
 
     def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> capacity.CapacityReport:
-        """Whether all that have no slots of that size get them. Raises OSError."""
+        """Whether slots of that size fit for all workers that have none yet. Raises OSError."""
         return capacity.memory(slot_bytes, self._without(slot_bytes), capacity.free_memory(shared_folder()), slots)
 
     def _squeeze(self, seat: int, slot_bytes: int) -> tuple[capacity.CapacityReport, int]:
-        """The state has outgrown the slots: free the old ones one by one; where that is not enough, make fewer.
+        """The state has outgrown the slots: free the old ones one by one; if that is not enough, create fewer new ones.
 
-        `grow` makes the others once the old segment is gone; there must be memory for two then, or saves would stop.
+        `grow` adds the others once the old segment is gone. There must be memory for two by then, or saves would stop.
         """
         for _ in self._holdings.give_up(seat, self._shards.under_way(seat)):
             if (verdict := self._verdict(slot_bytes)).fits:
@@ -94,7 +94,7 @@ class Rooms:
         return self._verdict(slot_bytes), 0
 
     def grow(self, seat: int) -> None:
-        """Give the seat's segment the slots that did not fit when it was made, if one fits now."""
+        """Add a slot to the worker's segment if some did not fit when it was created and one fits now."""
         segment = self._holdings.current(seat)
         if segment is None or segment.arena.count == SLOTS or seat in self._making:
             return
@@ -104,11 +104,11 @@ class Rooms:
 
     def _grown(self, seat: int, grown: Exception | None) -> None:
         if grown is not None:
-            _log.warning("seat %d gets no further slot: %s", seat, reason(grown))
+            _log.warning("local rank %d gets no further slot: %s", seat, reason(grown))
         self._made_one(seat)
 
     def _made_one(self, seat: int) -> None:
-        """Nothing is being made for `seat` any more: look after those that waited for it."""
+        """The segment of `seat` is made, or failed: retry the requests that waited."""
         self._making.discard(seat)
         waiting, self._waiting = self._waiting, []
         for other, request in waiting:
@@ -116,14 +116,14 @@ class Rooms:
                 self.allocate(other, request)
 
     def _without(self, slot_bytes: int) -> int:
-        """How many workers of this node have no slots of that size, nor get them now."""
+        """Number of this node's workers that have no slots of that size and are not getting them now."""
         seats = {peer.hello.seat for peer in self._loop.peers if peer.hello and not peer.replaced} - self._making
         segments = (self._holdings.current(seat) for seat in seats)
         return sum(1 for segment in segments if segment is None or segment.arena.slot_bytes < slot_bytes)
 
     def _made(self, peer: Peer, message: keeper_messages.Allocate, seat: int, made: Arena | Exception) -> None:
         if isinstance(made, Exception):
-            text = f"no memory for seat {seat}: {reason(made)}"
+            text = f"no memory for local rank {seat}: {reason(made)}"
             self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))
         elif peer in self._loop.peers and not peer.replaced:
             segment = Segment(seat, made)
@@ -144,7 +144,7 @@ class Rooms:
     def look_at_disk(self, hello: keeper_messages.Hello | None, image_bytes: int) -> None:
         """Warn once if `keep` + 1 generations of `image_bytes` will not fit at a local `save_to`.
 
-        What other rules of `Retention` keep grows with time, and is left to the later looks.
+        Generations kept by other rules of `Retention` grow with time; later checks cover them.
         """
         if hello is None or hello.save_to is None or self._disk_said:
             return

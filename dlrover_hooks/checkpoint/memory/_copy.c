@@ -1,11 +1,10 @@
-/* Many copies in one call, the GIL released, by streaming stores (optional; `copying` does the same in Python).
+/* Many copies in one call, without the GIL, by streaming stores (optional; `memcpy.py` does the same in Python).
  *
- * What is stored here is read by another process, much later: stores that go around the caches spare reading the
- * destination first (about a third of the traffic) and leave the trainer its caches. The C library does that only
- * above a size of several MB. What is read is not needed again, either, so it is fetched past the caches, too, a page
- * ahead, where the hardware's own fetching ends: a sixth faster, and a step beside it loses 1 ms instead of 5 (500 MB,
- * AMD EPYC). `fetch` reads in that way for whoever hashes beside a step. Stable ABI: one build serves all Pythons from
- * 3.10.
+ * The copied bytes are read by another process, much later. Stores past the caches avoid reading the destination first
+ * (about a third of the traffic) and leave the caches to the trainer. The C library does that only above a size of
+ * several MB. The source is not needed again soon, either, so it is prefetched past the caches, too, one page ahead,
+ * where the hardware's prefetching ends: a sixth faster, and a concurrent step loses 1 ms instead of 5 (500 MB, AMD
+ * EPYC). `fetch` reads in that way to hash during a step. Stable ABI: one build serves all Pythons from 3.10.
  */
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
@@ -14,8 +13,8 @@
 
 #ifdef __SSE2__
 #include <emmintrin.h>
-#define ALONE 1024 /* bytes; below, aligning costs more than it gains */
-#define AHEAD 4096 /* bytes; past the end of what is read this is harmless */
+#define ALONE 1024 /* bytes; below, alignment costs more than it saves */
+#define AHEAD 4096 /* bytes; harmless past the end of the source */
 
 static void stream(char *to, const char *from, size_t size) {
     if (size < ALONE) {
@@ -38,7 +37,7 @@ static void stream(char *to, const char *from, size_t size) {
 }
 #define FENCE() _mm_sfence()
 
-/* fetch(to, from, size): addresses. Reads past the caches and leaves the copy in them, GIL released. */
+/* fetch(to, from, size): addresses. Reads past the caches and leaves the copy in them, without the GIL. */
 static PyObject *fetch(PyObject *self, PyObject *args) {
     unsigned long long target, source, size;
     if (!PyArg_ParseTuple(args, "KKK", &target, &source, &size))
@@ -62,9 +61,9 @@ static PyObject *fetch(PyObject *self, PyObject *args) {
 #endif
 
 /* copy(base, offsets, sources, sizes, edges, shares, taken): for each i, sizes[i] bytes from sources[i] to
- * base + offsets[i], by as many threads as call it. Share k is edges[k] to edges[k + 1]; whoever comes next takes the
- * next one by raising `taken`, without the GIL, which another thread may hold for long. All but base and shares are
- * arrays of uint64, given by address; the caller keeps them alive. */
+ * base + offsets[i], by as many threads as call it. Share k is edges[k] to edges[k + 1]. A thread takes the next share
+ * by incrementing `taken`, without the GIL, which another thread may hold for long. All but base and shares are arrays
+ * of uint64, given by address; the caller keeps them alive. */
 static PyObject *copy(PyObject *self, PyObject *args) {
     unsigned long long base, offsets, sources, sizes, edges, shares, taken;
     if (!PyArg_ParseTuple(args, "KKKKKKK", &base, &offsets, &sources, &sizes, &edges, &shares, &taken))

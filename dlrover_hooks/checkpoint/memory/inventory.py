@@ -1,4 +1,4 @@
-"""What a keeper holds: the segments of each seat and the hashes of their slots. Loop thread only. No torch."""
+"""A keeper's segments by worker (`seat`: its local rank) and the hashes of their slots. Loop thread only. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 
 _DAMAGED = "damaged"
-"""Stands for a hash that no chunk has."""
+"""In place of a hash: equals no chunk's hash."""
 
 
 class HashedSlot(NamedTuple):
-    """A slot as it was when it was hashed."""
+    """A slot and its chunk digests at the moment of hashing."""
 
     slot: Slot
     chunks: tuple[str, ...]
@@ -25,36 +25,36 @@ class HashedSlot(NamedTuple):
 
 @dataclass(eq=False)
 class Segment:
-    """One arena and the proofs of its slots. `retired`: a trainer that is out of our sight may still write it.
+    """One arena and the hashes of its slots. `retired`: a replaced trainer may still write it.
 
-    `given_up`: no trainer writes it any more; its slots are freed one by one where memory is short.
+    `given_up`: no trainer writes it any more; its slots are freed one by one if memory is short.
     """
 
     seat: int
     arena: Arena
     proofs: dict[int, HashedSlot] = field(default_factory=dict[int, HashedSlot])
     void: dict[int, int] = field(default_factory=dict[int, int])
-    """By slot, the sequence word of what was superseded; its hash may still be under way."""
+    """By slot, the sequence number of a superseded or damaged image; its hash may still be in progress."""
     retired: bool = False
     given_up: bool = False
     known: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
-    """By slot, the hashes of the chunks that nobody has written since they were hashed."""
+    """By slot, the hashes of the chunks that were not written since they were hashed."""
     unchanged: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
-    """By slot, its sequence word and the chunks that were not copied again then."""
+    """By slot, its sequence number and the chunks that were not copied for it."""
     home: str = ""
-    """The node whose worker's images lie here as replicas; `seat` is that worker's there."""
+    """For replicas: the node of the worker whose images these are; `seat` is its local rank there."""
 
     @property
     def writable(self) -> bool:
-        """By the trainer that has the seat."""
+        """Whether the registered trainer may write it."""
         return not (self.retired or self.given_up)
 
     def valid(self) -> list[HashedSlot]:
-        """Proofs whose slot was not touched since."""
+        """The hashes of slots that were not written since."""
         return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
 
     def published(self, index: int, seq: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Slot `index` was published with `seq`; all but `ranges` of it was written anew."""
+        """Slot `index` was published with `seq`; all of it but `ranges` was written."""
         self.supersede(index)
         chunks = inside(ranges, self.arena.slot(index).image_bytes)
         self.unchanged[index] = (seq, chunks)
@@ -62,11 +62,11 @@ class Segment:
         self.known[index] = {chunk: digest for chunk, digest in before.items() if chunk in chunks}
 
     def accept(self, proof: HashedSlot) -> bool:
-        """Keep `proof`, unless its slot is superseded or a newer proof came first.
+        """Keep `proof`, unless its slot is superseded or a newer hash came first.
 
         Raises:
-            Corrupt: it is not what it was when it was hashed before, as a whole or where it was not copied again; names
-                slot and chunk. The slot counts no more.
+            Corrupt: a chunk differs from its earlier hash, although the image is the same or the chunk was not copied
+                again; names slot and chunk. The slot no longer counts.
         """
         slot, chunks = proof
         if self.void.get(slot.index) == slot.seq:
@@ -88,7 +88,7 @@ class Segment:
         return True
 
     def refute(self, slot: Slot) -> None:
-        """What stands in `slot` is damaged: it counts no more, however often it is hashed, nor what is kept of it."""
+        """The content of `slot` is damaged: neither it nor chunks left unchanged by the next save count as valid."""
         if self.arena.seq(slot.index) == slot.seq:
             self.void[slot.index] = slot.seq
             self.known[slot.index] = dict.fromkeys(range(-(-slot.image_bytes // CHUNK_BYTES)), _DAMAGED)
@@ -98,25 +98,25 @@ class Segment:
         return f"slot {slot.index} of seat {self.seat}, {slot.generation}, rank {slot.rank}"
 
     def supersede(self, index: int) -> None:
-        """Slot `index` was published: an older image of the same generation and rank in another slot is void."""
+        """Slot `index` was published: an older image of the same generation and rank in another slot becomes void."""
         new = self.arena.slot(index)
-        self.void.pop(index, None)  # the arena runs ahead of the messages: it may have looked older than it is
+        self.void.pop(index, None)  # the arena is ahead of the messages: it may be void by mistake
         for old in self.arena.slots():
             if old.index != index and whose(old) == whose(new):
                 self.proofs.pop(old.index, None)
                 self.void[old.index] = old.seq
 
     def sharded(self, slot: Slot) -> bool:
-        """Does it hold parts of tensors?"""
+        """Whether it holds parts of tensors."""
         return holds_shards(self.arena.view(slot.index, slot.image_bytes))
 
     def proved(self, slot: Slot) -> bool:
-        """`slot` was hashed as it stands, or need not be."""
+        """Whether the current content of `slot` is hashed, or void."""
         proof = self.proofs.get(slot.index)
         return self.void.get(slot.index) == slot.seq or (proof is not None and proof.slot.seq == slot.seq)
 
     def forget(self, run: str) -> None:
-        """Free the slots of other runs than `run`; of a retired segment only the proofs, somebody may write it."""
+        """Free the slots of other runs; for a retired segment drop only the hashes: a trainer may still write it."""
         for slot in self.arena.slots():
             if slot.torn or slot.generation is None or slot.generation.run != run:
                 self.proofs.pop(slot.index, None)
@@ -124,7 +124,7 @@ class Segment:
                     self.arena.free(slot.index)
 
     def discard(self, proof: HashedSlot) -> None:
-        """What was proved is damaged by now."""
+        """The hashed content is damaged: drop its hashes."""
         if self.proofs.get(proof.slot.index) is proof:
             del self.proofs[proof.slot.index]
 
@@ -133,7 +133,7 @@ class Segment:
 
 
 def whose(slot: Slot) -> tuple[Generation | None, int, int]:
-    """A lone image is of a world of one: it is not that of rank 0 of the world that it was made in."""
+    """Identity of an image. A single-rank image (world size 1) is not the image of rank 0 in a larger world."""
     return slot.generation, slot.rank, slot.world_size
 
 
@@ -143,7 +143,7 @@ class Found(NamedTuple):
 
 
 def prove(arena: Arena, index: int, seq: int) -> HashedSlot | None:
-    """Hash slot `index` as it stood at `seq`; None if it is free, torn, or was written since. Any thread."""
+    """Hash slot `index` as it was at `seq`; None if it is free, torn, or was written since. Any thread."""
     slot = arena.slot(index)
     if slot.generation is None or slot.torn or slot.seq != seq:
         return None
@@ -152,7 +152,7 @@ def prove(arena: Arena, index: int, seq: int) -> HashedSlot | None:
 
 
 class Berth(NamedTuple):
-    """A replica's slot that is to be filled, and the digests of what lies in it and in the slot beside it."""
+    """The slot for an incoming replica, and the digests of its old content and of the other slot."""
 
     segment: Segment
     slot: int
@@ -161,35 +161,35 @@ class Berth(NamedTuple):
 
 
 class Replicas:
-    """Images of other nodes' workers: two slots for each seat there, so that the newest whole one always stays."""
+    """Images of other nodes' workers: two slots for each, so that the newest complete one always stays."""
 
     def __init__(self) -> None:
         self._seats: dict[tuple[str, int], list[Segment]] = {}
-        """By the image's home and its seat there (seat 0 of another node is not ours); the largest segment last."""
+        """By home node and local rank there; the largest segment last."""
         self._filling: set[tuple[str, int]] = set()
 
     def segments(self) -> list[Segment]:
         return [segment for segments in self._seats.values() for segment in segments]
 
     def fits(self, home: str, seat: int, nbytes: int) -> bool:
-        """There is a segment for images of `nbytes`."""
+        """Whether there is a segment for images of `nbytes`."""
         segments = self._seats.get((home, seat))
         return segments is not None and segments[-1].arena.slot_bytes >= nbytes
 
     def has(self, home: str, seat: int, rank: int, generation: Generation, chunks: tuple[str, ...]) -> bool:
-        """This very image is here already."""
+        """Whether this same image is here already."""
         wanted = generation, rank, chunks
         proofs = [proof for segment in self._seats.get((home, seat), ()) for proof in segment.valid()]
         return any((proof.slot.generation, proof.slot.rank, proof.chunks) == wanted for proof in proofs)
 
     def add(self, segment: Segment) -> None:
-        """Make room for images that outgrew the segment before, which stays until the new one holds something."""
+        """Add a larger segment; the previous one stays until the new one holds an image."""
         self._seats.setdefault((segment.home, segment.seat), []).append(segment)
 
     def begin(self, home: str, seat: int) -> Berth | None:
-        """The slot for the next image, torn from here on until `end`.
+        """The slot for the next image. It counts as torn until `end`.
 
-        None: another one is under way, or `forget` or `outlive` came between `add` and this.
+        None: another one is in progress, or `forget` or `outlive` came between `add` and this.
         """
         key = home, seat
         if key in self._filling or key not in self._seats:
@@ -205,7 +205,7 @@ class Replicas:
         return Berth(segment, index, inside, newest)
 
     def end(self, berth: Berth, proof: HashedSlot | None) -> None:
-        """The berth was filled, or not (None): then its slot is free."""
+        """The slot was filled; if not (None), it is freed."""
         segment = berth.segment
         key = segment.home, segment.seat
         self._filling.discard(key)
@@ -216,10 +216,10 @@ class Replicas:
             self._seats[key] = [segment]
 
     def outlive(self, before: Generation | None, now: Generation) -> None:
-        """`now` is memory-complete, after `before`. What is older than both is let go.
+        """`now` is memory-complete, after `before`: drop images of workers that have none of this attempt.
 
-        With the second generation of an attempt nobody holds those of older ones whole any more: what their nodes have
-        sent here is of no use, if they send here no longer.
+        After the second generation of an attempt, no generation of an older attempt is complete on its nodes any more.
+        So the replicas of nodes that no longer send to this one are of no use.
         """
         if before is None or (before.run, before.attempt) != (now.run, now.attempt) or before == now:
             return
@@ -229,7 +229,7 @@ class Replicas:
                 del self._seats[key]
 
     def forget(self, run: str) -> None:
-        """Other runs than `run` are of no use."""
+        """Drop the images of runs other than `run`."""
         for segment in self.segments():
             if (segment.home, segment.seat) not in self._filling:
                 segment.forget(run)
@@ -237,36 +237,36 @@ class Replicas:
 
 
 class Holdings:
-    """Segments by seat, the current one last; older ones live only as long as they are needed."""
+    """Segments by local rank, the current one last. Older ones are kept only as long as they are needed."""
 
     def __init__(self) -> None:
         self.seats: dict[int, list[Segment]] = {}
         self.complete: Generation | None = None
         self.replicas = Replicas()
         self.damage: list[str] = []
-        """What was found damaged, for the next trainer to say."""
+        """Reports of damage for the next trainer to log."""
 
     def current(self, seat: int) -> Segment | None:
-        """The newest segment that the seat's trainer may write."""
+        """The newest segment that the worker's trainer may write."""
         segments = self.seats.get(seat)
         return segments[-1] if segments and segments[-1].writable else None
 
     def numbered(self, seat: int, number: int) -> Segment | None:
-        """The seat's segment of that number that its trainer may write; 0: the newest."""
+        """The worker's segment of that number, if its trainer may write it; 0: the newest."""
         mine = [one for one in self.seats.get(seat, []) if one.arena.number == number and one.writable]
         return mine[0] if mine else self.current(seat) if not number else None
 
     def add(self, segment: Segment) -> None:
-        """Make `segment` its seat's current one. Of the older ones, the best stays until this one is complete."""
+        """Make `segment` current. The best older one stays until `segment` holds a memory-complete generation."""
         older = self.seats.get(segment.seat, [])
         best = max(older, key=self._worth, default=None)
         self.seats[segment.seat] = [best, segment] if best is not None else [segment]
 
     def give_up(self, seat: int, busy: Collection[Generation]) -> Iterator[None]:
-        """Free the slots of the seat that no restore needs, one at each step, the oldest first.
+        """Free the worker's slots that no restore needs, one per iteration, the oldest first.
 
-        Its newest image stays, the newest complete generation, what may become complete, and what is `busy`. The seat's
-        trainer writes none of its segments any more.
+        The newest image stays, and the newest complete generation, those that may become complete, and those in `busy`.
+        The trainer must not write any of its segments any more.
         """
         found: list[tuple[tuple[int, int], int, Segment]] = []
         for segment in self.seats.get(seat, []):
@@ -282,7 +282,7 @@ class Holdings:
                 yield
 
     def given_up_bytes(self, seat: int) -> int:
-        """What comes free when the segments go that the seat's trainer has given up."""
+        """Bytes that become free once the segments go that the trainer has given up."""
         return sum(
             segment.arena.slot_bytes
             for segment in self.seats.get(seat, [])
@@ -302,7 +302,7 @@ class Holdings:
         return segment.holds(self.complete), max(ages, default=(-1, -1))
 
     def completed(self, generation: Generation) -> None:
-        """`generation` is memory-complete; older segments of seats that hold it in the current one are let go."""
+        """`generation` is memory-complete: drop the older segments of workers whose current one holds it."""
         self.replicas.outlive(self.complete, generation)
         self.complete = generation
         for seat, segments in self.seats.items():
@@ -310,7 +310,7 @@ class Holdings:
                 self.seats[seat] = segments[-1:]
 
     def held(self) -> tuple[Held, ...]:
-        """Every hashed slot of this node, replicas of other nodes' among them."""
+        """Every hashed slot of this node, including replicas of other nodes' images."""
         return tuple(
             Held(
                 slot.generation,
@@ -327,9 +327,10 @@ class Holdings:
         )
 
     def find(self, generation: Generation, rank: int, world_size: int) -> Found | None:
-        """The hashed slot that holds `rank`'s image of `generation`: this node's own, or a replica.
+        """The hashed slot with `rank`'s image of `generation`: this node's own, or a replica.
 
-        A lone image can lie in several seats. The lowest one counts: batch statistics are rank 0's, if it lives.
+        A single-rank image can be held for several local ranks. The lowest is used: rank 0's batch statistics count, if
+        it lives.
         """
         own = (segment for seat in sorted(self.seats) for segment in reversed(self.seats[seat]))
         for segment in (*own, *self.replicas.segments()):
@@ -339,14 +340,14 @@ class Holdings:
         return None
 
     def roll_back(self, seat: int, *, retired: bool = False) -> None:
-        """The trainer of the seat's (`retired`) segments is gone: free torn slots."""
+        """The trainer of the worker's (`retired`) segments is gone: free torn slots."""
         for segment in self.seats.get(seat, []):
             for slot in segment.arena.slots():
                 if slot.torn and segment.retired == retired:
                     segment.arena.free(slot.index)
 
     def unproved(self, seat: int) -> list[tuple[Segment, int]]:
-        """The seat's whole slots whose content was not hashed yet."""
+        """The worker's complete slots whose content was not hashed yet."""
         return [
             (segment, slot.index)
             for segment in self.seats.get(seat, [])
@@ -355,7 +356,7 @@ class Holdings:
         ]
 
     def forget(self, run: str, *, sparing: Collection[int] = ()) -> None:
-        """Free the slots of other runs than `run`, but not of the seats `sparing`. The newest segments stay."""
+        """Free the slots of other runs, but not those of the local ranks `sparing`. The newest segments stay."""
         if self.complete is not None and self.complete.run != run:
             self.complete = None
         self.replicas.forget(run)
@@ -366,7 +367,7 @@ class Holdings:
                 self.seats[seat] = [one for one in segments if one.proofs or one is segments[-1]]
 
     def newest_whole(self) -> tuple[Generation, list[Found]] | None:
-        """The newest generation all of whose ranks lie here, hashed, in the order of ranks."""
+        """The newest generation of which this node holds all ranks' slots, hashed; in the order of ranks."""
         worlds: dict[tuple[Generation, int], dict[int, Found]] = {}
         for segment in self._segments():
             for proof in segment.valid():
@@ -374,7 +375,7 @@ class Holdings:
                     key = (proof.slot.generation, proof.slot.world_size)
                     worlds.setdefault(key, {})[proof.slot.rank] = Found(segment, proof)
         whole = [key for key, ranks in worlds.items() if ranks.keys() == set(range(key[1]))]
-        if self.complete is not None:  # a run that was dropped for a fresh one must not come back
+        if self.complete is not None:  # a run that was dropped for a fresh one must not return
             whole = [key for key in whole if key[0].run == self.complete.run]
         if not whole:
             return None
@@ -386,5 +387,5 @@ class Holdings:
 
 
 def age(generation: Generation | None) -> tuple[int, int]:
-    """Sorts generations of one run; None is older than all."""
+    """Sort key of generations of one run; None is the oldest."""
     return (generation.attempt, generation.step) if generation is not None else (-1, -1)

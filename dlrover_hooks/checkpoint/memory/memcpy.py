@@ -1,7 +1,7 @@
-"""Bytes from here to there: plain threads that copy without the GIL. No torch.
+"""Memory copies by plain threads without the GIL. No torch.
 
-Torch's own pool costs ten times as much when cores are busy (measured), so no torch operation runs for a copy. The C
-helper (`_copy.c`) is built where there is a compiler; without it the same is done by calls of `memcpy`.
+No torch operation runs for a copy: torch's own thread pool costs ten times as much on busy cores (measured). The C
+helper (`_copy.c`) is built if there is a compiler; otherwise calls of `memcpy` do the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Move = tuple[int, int, int]
 PIECE_BYTES = 4 << 20
 _ALONE_BYTES = 1 << 20
 _TURNS = 8
-"""Shares for each thread: one that has something else to do first, or a slower core, takes fewer."""
+"""Shares per thread, so that a slower or delayed thread takes fewer."""
 _libc = ctypes.CDLL(None)
 _memcpy = _libc.memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -37,17 +37,17 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def place_of(view: memoryview) -> int:
-    """Where the bytes of `view` begin."""
+    """Address of the first byte of `view`."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
 
 
 class Pieces:
-    """Places that are filled again and again, cut into pieces, once.
+    """Destinations that are filled repeatedly, cut into pieces once.
 
     Args:
-        offsets: where each place begins, from a base that is known later.
+        offsets: begin of each destination, relative to a base that is given later.
         sizes: their bytes.
-        piece_bytes: of a piece, at most.
+        piece_bytes: maximum size of a piece.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Pieces:
         lengths = np.asarray(sizes, np.uint64)
         counts = (-(-lengths.astype(np.int64) // piece_bytes)).astype(np.intp)
         self.of = np.repeat(np.arange(len(counts)), counts)
-        """By piece, the place that it belongs to."""
+        """By piece, the index of its destination."""
         first = np.cumsum(counts) - counts
         self.at = ((np.arange(len(self.of)) - first[self.of]) * piece_bytes).astype(np.uint64)
         self.offsets: _Words = np.asarray(offsets, np.uint64)[self.of] + self.at
@@ -65,11 +65,11 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """Of all places."""
+        """Bytes of all destinations."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def shares(self, threads: int) -> list[tuple[int, int]]:
-        """Ranges of pieces (begin, end) of about equal bytes, at most `threads`."""
+        """Ranges of pieces (begin, end) with about the same number of bytes, at most `threads`."""
         count = 1 if self.nbytes < _ALONE_BYTES else threads
         borders = np.searchsorted(self.ends, [self.nbytes * i // count for i in range(1, count)], "left") + 1
         edges = [0, *borders.tolist(), len(self.ends)]
@@ -77,9 +77,9 @@ class Pieces:
 
 
 class Copier:
-    """Copies with up to `threads` threads, the caller's among them. They live for one copy; any thread may call.
+    """Copies with up to `threads` threads, including the caller's. They end with each copy; any thread may call.
 
-    `native`: by the C helper; None: if it is there.
+    `native`: use the C helper; None: if it is installed.
     """
 
     def __init__(self, threads: int | None = None, *, native: bool | None = None) -> None:
@@ -87,14 +87,14 @@ class Copier:
         self.native = _copy is not None if native is None else native
 
     def copy(self, moves: Iterable[Move]) -> None:
-        """Do all `moves`, shared out among the threads."""
+        """Do all `moves`, divided among the threads."""
         targets, sources, sizes = zip(*moves, strict=True) if (moves := list(moves)) else ((), (), ())
         self.fill(Pieces(targets, sizes), 0, sources)
 
     def reader(self, pieces: Pieces, base: int, froms: _Words) -> Callable[[], None]:
-        """What fills all `pieces` from `base` on, by the calling thread alone; `froms[i]` is where piece i is read.
+        """A function that fills all `pieces` from `base` on, in the calling thread only; `froms[i]`: source of piece i.
 
-        For small ones that are read again and again. The caller keeps `pieces` and `froms`, and what lies at `base`.
+        For small copies that are repeated. The caller keeps `pieces`, `froms` and the memory at `base` alive.
         """
         count = len(pieces.ends)
         if not self.native:
@@ -115,9 +115,9 @@ class Copier:
         sources: Sequence[int] | _Words,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fill all `pieces` from `base` on; `sources[i]` is the address of what place i gets.
+        """Fill all `pieces` from `base` on; `sources[i]` is the source address of destination i.
 
-        The caller's thread does `meanwhile` first, while others copy already; what that raises leaves here.
+        The caller's thread first runs `meanwhile` while the others already copy; its exceptions propagate.
         """
         froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
         shares = pieces.shares(1 if self.threads == 1 else self.threads * _TURNS)
@@ -130,7 +130,7 @@ class Copier:
         try:
             for _ in range(count - 1):
                 helper = threading.Thread(target=work, name="dlrover-hooks-copy")
-                with contextlib.suppress(RuntimeError):  # no more threads are allowed here: those that run do it all
+                with contextlib.suppress(RuntimeError):  # the limit of threads is reached: those that run do all
                     helper.start()
                     helpers.append(helper)
             meanwhile()
@@ -143,7 +143,7 @@ class Copier:
 def _native(
     pieces: Pieces, base: int, froms: _Words, shares: Sequence[tuple[int, int]], taken: _Words
 ) -> Callable[[], None]:
-    """What copies share after share until none is left; `taken` counts them. Any number of threads may call it."""
+    """A function that copies shares until none is left; `taken` counts them. Any number of threads may call it."""
     assert _copy is not None, "the C helper is not installed"
     edges = np.asarray([0, *(end for _, end in shares)], np.uint64)
     kept = (pieces.offsets, froms, pieces.sizes, edges, taken)
@@ -157,7 +157,7 @@ def _native(
 
 
 def _run(pieces: Pieces, base: int, froms: _Words, left: Iterable[tuple[int, int]]) -> None:
-    for begin, end in left:  # each share goes to one thread: an iterator moves under the GIL
+    for begin, end in left:  # each share goes to one thread: an iterator advances under the GIL
         rows = (words[begin:end].tolist() for words in (pieces.offsets, froms, pieces.sizes))
         for to, source, size in zip(*rows, strict=True):
             _memcpy(base + to, source, size)

@@ -1,14 +1,14 @@
-"""One seat's shared memory: a sealed memfd with a header page and three slots (DL-90).
+"""One worker's shared memory: a sealed memfd with a header page and three slots.
 
-Where memfd_create is refused (a seccomp filter), a file without a name in /dev/shm or in the runtime folder: it cannot
-be sealed, but like a memfd it is gone with its last user, however that ends.
+Where memfd_create is refused (by a seccomp filter), an unnamed file in /dev/shm or in the runtime folder is used. It
+cannot be sealed, but like a memfd it disappears with its last user, however that ends.
 
     page 0    64 B: magic, slots, slot_bytes, number, note_bytes     then one line of 64 B per slot:
               seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
-    notes     note_bytes each: seq u64 | length u64 | what the trainer wants its successor to know (`drawn`)
-    slot k    a safetensors image (`image`)
+    notes     note_bytes each: seq u64 | length u64 | the trainer's data for its successor (`rng.rank_journal`)
+    slot k    a safetensors image (`safetensors_writer`)
 
-`seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. The trainer writes, the
+`seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. The trainer writes. The
 keeper owns the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket
 message that follows a publication is the barrier. Linux only. No torch.
 """
@@ -34,9 +34,9 @@ SLOTS = 3
 _MAGIC = int.from_bytes(b"DLRHOOK3", "little")
 _LINE = 8  # words
 _COUNT = 1
-"""The word that says how many slots there are."""
+"""Index of the word that holds the number of slots."""
 NOTE_BYTES = 16 << 10
-"""Random states take 10 KB. What else goes into a note has to be asked for."""
+"""Minimum. Random states take 10 KB; more must be requested."""
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -47,7 +47,7 @@ _PUNCH = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class Slot(Message, frozen=True):
-    """One line of the slot table, read at one moment. `generation` None: free (never written, or given back)."""
+    """A consistent reading of one line of the slot table. `generation` None: free (never written, or freed)."""
 
     index: int
     seq: int
@@ -58,14 +58,14 @@ class Slot(Message, frozen=True):
 
     @property
     def torn(self) -> bool:
-        """A copy into it has begun and not ended."""
+        """A write was started and not finished."""
         return self.seq % 2 == 1
 
 
 class Arena:
-    """A mapping of one segment. One writer (the seat's trainer) at a time; reading is free for all.
+    """A mapping of one segment. One writer (the worker's trainer) at a time; any number of readers.
 
-    Views of slots must be dropped before `close`, or the mapping lives until they are.
+    The mapping lives until all views of slots are dropped, also after `close`.
     """
 
     def __init__(self, fd: int, *, writable: bool = True) -> None:
@@ -74,26 +74,26 @@ class Arena:
         self._map = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self._view = memoryview(self._map)
         magic, slots, self.slot_bytes, self.number, self.note_bytes = self._view[:40].cast("Q")
-        """`number` tells it from all other segments of its seat."""
+        """`number` distinguishes it from all other segments of its worker."""
         self._slots_at = PAGE + NOTES * self.note_bytes
         if magic != _MAGIC or self._slots_at + slots * self.slot_bytes > self.nbytes:
             raise Corrupt("this segment is not an arena")
         self._words = self._view[: self._slots_at].cast("Q")
         self._bodies = dict[int, tuple[int, bytes]]()
-        """By place: where the body of the note there begins, and the body."""
+        """By note: the offset of its body, and the body."""
         self._cells = (ctypes.c_uint64 * (self._slots_at // 8)).from_buffer(self._map) if writable else None
-        self.fd = fd  # from here on it is ours to close
+        self.fd = fd  # from here on this object closes it
 
     @classmethod
     def create(
         cls, seat: int, slot_bytes: int, slots: int = SLOTS, note_bytes: int = 0, *, filled: int | None = None
     ) -> Arena:
-        """A new sealed segment of slots of at least `slot_bytes`, all its pages resident. Takes 137 ms per GB.
+        """A new sealed segment with slots of at least `slot_bytes`, all its pages allocated. Takes 137 ms per GB.
 
-        `filled`: only so many slots have pages, and are in the table, until `grow`.
+        `filled`: only that many slots have pages, and are in the table, until `grow`.
 
-        This process does not map them now: two that fill page tables at once take three times as long, and reading
-        faults them in cheaply (20 ms per GB).
+        Its pages are not mapped in this process now: two processes that fill page tables at once take three times as
+        long, and reading maps them cheaply (20 ms per GB).
 
         Raises:
             OSError: there is not enough memory.
@@ -116,7 +116,7 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, *, writable: bool = True) -> Arena:
-        """Map a segment received from the keeper; takes over `fd`. Writable ones get their page tables filled now."""
+        """Map a segment received from the keeper; takes over `fd`. Page tables of writable mappings are filled now."""
         try:
             arena = cls(fd, writable=writable)
         except BaseException:
@@ -127,17 +127,17 @@ class Arena:
         return arena
 
     def populate(self) -> None:
-        """Map every page of the slots for writing, 123 ms per GB. Best effort: old kernels fault them in later."""
+        """Map every page of the slots for writing, 123 ms per GB. Best effort: old kernels map them on first access."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         _libc.madvise(address, self._slots_at + self.count * self.slot_bytes, _POPULATE_WRITE)
 
     @property
     def count(self) -> int:
-        """Slots in the table."""
+        """Number of slots in the table."""
         return self._words[_COUNT]
 
     def grow(self) -> None:
-        """Make the pages of one more slot, and put it into the table. Keeper only; the trainer finds it there.
+        """Allocate the pages of one more slot, and add it to the table. Keeper only; the trainer reads the table.
 
         Raises:
             OSError: there is not enough memory.
@@ -147,10 +147,10 @@ class Arena:
         self._store(_COUNT, count + 1)
 
     def release(self, index: int) -> None:
-        """Free slot `index` and give its pages back. Keeper only, and nobody may write it from here on.
+        """Free slot `index` and its pages. Keeper only; no trainer may write the slot afterwards.
 
         Raises:
-            OSError: the pages cannot be given back.
+            OSError: the pages cannot be freed.
         """
         self.free(index)
         begin = self._slots_at + index * self.slot_bytes
@@ -159,15 +159,15 @@ class Arena:
             raise OSError(code, os.strerror(code))
 
     def fault_in(self, index: int, nbytes: int) -> None:
-        """Map the pages of an image for reading, at a fifth of what touching them one by one costs. Best effort.
+        """Map the pages of an image for reading, at a fifth of the cost of page faults. Best effort.
 
-        No others: to unmap what was mapped costs as much again.
+        No other pages are mapped, because unmapping costs as much again.
         """
         with contextlib.suppress(OSError):
             self._map.madvise(_POPULATE_READ, self._slots_at + index * self.slot_bytes, nbytes)
 
     def close(self) -> None:
-        """Unmap (once all views are gone) and close the descriptor. Idempotent."""
+        """Unmap (once all views are dropped) and close the descriptor. Idempotent."""
         self._cells = None
         self._words.release()
         with contextlib.suppress(BufferError):
@@ -178,23 +178,23 @@ class Arena:
             self.fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:  # the keeper lets segments go while a thread may still read them
+        if getattr(self, "fd", -1) >= 0:  # the keeper drops segments while a thread may still read them
             os.close(self.fd)
 
     def serves(self, slot_bytes: int, note_bytes: int) -> bool:
-        """Slots and notes are no smaller than these."""
+        """Whether slots and notes are at least that large."""
         return self.slot_bytes >= slot_bytes and self.note_bytes >= note_bytes
 
     def slots(self) -> tuple[Slot, ...]:
-        """The slot table now."""
+        """The current slot table."""
         return tuple(self.slot(index) for index in range(self.count))
 
     def seq(self, index: int) -> int:
-        """The sequence word of a slot: one load."""
+        """The sequence number of a slot: one load."""
         return self._words[_LINE * (1 + index)]
 
     def slot(self, index: int) -> Slot:
-        """One line; read again if it changed under the reading."""
+        """One line of the table; read again if it changed meanwhile."""
         line = _LINE * (1 + index)
         while True:
             seq, attempt, step, length, ranks = self._words[line : line + 5]
@@ -212,11 +212,11 @@ class Arena:
         return self._view[start : start + (self.slot_bytes if nbytes is None else nbytes)]
 
     def begin(self, index: int) -> None:
-        """Mark slot `index` as being written. Whoever dies from here on leaves it torn."""
+        """Mark slot `index` as being written. It stays torn if the process dies before `publish`."""
         self._store(_LINE * (1 + index), self.seq(index) | 1)
 
     def publish(self, index: int, generation: Generation, rank: int, world_size: int, nbytes: int) -> None:
-        """Its `nbytes` are all there: slot `index` is `generation`'s from this store on."""
+        """All `nbytes` are written: the last store makes slot `index` hold `generation`."""
         line = _LINE * (1 + index)
         low, high = (int.from_bytes(half, "little") for half in _halves(uuid.UUID(hex=generation.run).bytes))
         fields = (generation.attempt, generation.step, nbytes, rank | world_size << 32, low, high)
@@ -225,7 +225,7 @@ class Arena:
         self._store(line, self.seq(index) + 1)
 
     def free(self, index: int) -> None:
-        """Give slot `index` back, torn or whole. Keeper only, while no trainer writes it."""
+        """Free slot `index`, torn or complete. Keeper only, while no trainer writes it."""
         line = _LINE * (1 + index)
         self._store(line, self.seq(index) | 1)
         for offset in range(1, 7):
@@ -233,9 +233,9 @@ class Arena:
         self._store(line, self.seq(index) + 1)
 
     def note(self, index: int, data: bytes, body: bytes = b"") -> None:
-        """Leave `data + body` for the next trainer of this seat; a note that is too long leaves none at that place.
+        """Store `data + body` for the next trainer of this worker. If that is too long, the note is empty.
 
-        `body`: the same object as in the last note there is not written again.
+        `body`: not written again if it is the same object as in the last note there.
         """
         cells = self._cells
         assert cells is not None, "this mapping is read-only"
@@ -255,7 +255,7 @@ class Arena:
         cells[word] += 1
 
     def notes(self) -> list[bytes]:
-        """Those that are whole."""
+        """The notes that are complete."""
         return [note for index in range(NOTES) if (note := self._read_note(index))]
 
     def _read_note(self, index: int) -> bytes:
@@ -271,10 +271,10 @@ class Arena:
 
 @functools.cache
 def shared_folder() -> str | None:
-    """Where this process must make its segments; None: nowhere, memfds do.
+    """The folder in which this process must create its segments; None: it can use memfds.
 
     Raises:
-        OSError: it can make none at all.
+        OSError: it can create none at all.
     """
     try:
         os.close(_memfd("dlrover-hooks-trial"))

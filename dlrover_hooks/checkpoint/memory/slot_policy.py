@@ -1,16 +1,16 @@
-"""Which slot a save may overwrite (DL-90). Pure, and the reason why a restore is never older than one interval.
+"""Decides which slot a save may overwrite, so that a restore is never older than one save interval. Pure.
 
-Whatever is complete over all ranks, or may become so, stays on all of them until a newer one is known to be complete:
+A generation that is complete on all ranks, or may become so, stays on all of them until a newer one is complete:
 
-- The master says which generation is the newest complete one; what is older than that is free.
-- A newer one is free only if some rank has passed it by (`Vote.passed`), so that it never gets complete. The master
-  says so, too: each rank has its own gaps, for a slot that is being persisted may cost it a save that the others make.
-- What is being persisted is never free.
+- The master reports the newest complete generation. Slots with older ones are free.
+- A newer one is free only if some rank skipped it (`Vote.passed`), so that it never becomes complete. The master
+  reports that, too: ranks skip different saves, as a slot that is being persisted may cost one a save that others make.
+- A slot that is being persisted is never free.
 
-While the master is away nobody hears of the gaps of others. What this rank has not voted for yet is not complete, and
-never will be once its vote is withdrawn: saves go on over that, the oldest first (`Others`).
+While the master is unreachable, a rank does not learn what the others skipped. A generation that it has not voted for
+is not complete, and never will be once its vote is withdrawn. Saves overwrite these, the oldest first (`Others`).
 
-A world of one rank has no others: there what was published last is complete.
+With a single rank the generation published last is complete.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
 
 MEETING = 8
-"""Ranks that hold one slot each for new saves could fill them at odd steps here and at even ones there, for ever. So
-once two saves in a row came to nothing, the last free slot is filled only at steps divisible by this, the same ones on
-all ranks: there they meet. Where news of a save takes longer than so many steps they may miss each other there, too:
-so the distance is doubled until it is no less than the time since the slot was filled, or the farthest.
+"""If each rank has one slot left for new saves, some could fill it at odd steps and others at even ones, forever. So
+after two saves in a row did not become complete, the last free slot is filled only at steps divisible by this number,
+the same ones on all ranks. If news of a save takes longer than that many steps, ranks may still miss each other. So the
+distance is doubled until it reaches the number of steps since the slot was filled, or `FARTHEST`.
 """
 FARTHEST = 32
 
@@ -41,32 +41,32 @@ NO_SLOT = (
 
 
 class NoSlot(CheckpointError):
-    """All slots are needed: this save is left out."""
+    """All slots are needed: this save is skipped."""
 
 
 class Heard(NamedTuple):
-    """What a rank knows of the others."""
+    """What a rank knows about the others."""
 
     newest_complete: Generation | None = None
     hopeless: frozenset[Generation] | None = None
-    """Its own newer ones that never get complete. None: there are no others."""
+    """This rank's newer generations that never become complete. None: there are no other ranks."""
     unvoted: frozenset[Generation] = frozenset()
-    """The master is away, and has not heard of these."""
+    """The master is unreachable, and has no vote for these."""
 
 
 class Others:
-    """What this rank hears of the others, and what it has told them. Any thread."""
+    """State shared with the other ranks through the master: their skipped saves and this rank's votes. Any thread."""
 
     def __init__(self) -> None:
         self.hopeless: frozenset[Generation] | None = None
         """See `Heard`."""
         self.away = False
-        """The master does not answer."""
+        """The master is unreachable."""
         self._lock = threading.Lock()
         self._voted, self._withdrawn = deque[Generation](maxlen=16), set[Generation]()
 
     def vote(self, generation: Generation) -> bool:
-        """A vote for it goes out now: its slot stays until the master says more. False: it was written over before."""
+        """Record a vote before it is sent: its slot stays until the master reports. False: it was overwritten."""
         with self._lock:
             if generation in self._withdrawn:
                 return False
@@ -80,7 +80,7 @@ class Others:
             self._voted.remove(generation)
 
     def forget(self, generation: Generation) -> bool:
-        """True once if it was written over before a vote for it went out: nobody will vote for it."""
+        """True once if it was overwritten before its vote was sent: there will be no vote for it."""
         with self._lock:
             gone = generation in self._withdrawn
             self._withdrawn.discard(generation)
@@ -90,10 +90,10 @@ class Others:
         self, slots: Callable[[], Sequence[Slot]], heard: Heard, persisting: Collection[Generation], saved: Generation,
         *, last: bool = False,
     ) -> int | None:  # fmt: skip
-        """See the function of that name. What is to be written over although it may be voted for is withdrawn first."""
+        """As the function `choose_slot`. If the slot's generation could still get a vote, rules that out first."""
         while True:
             rows = slots()
-            asked = self.away and heard.hopeless is not None  # alone, nobody else needs what is written over
+            asked = self.away and heard.hopeless is not None  # a single rank has no others to consider
             unvoted = self._unvoted(slot.generation for slot in rows) if asked else frozenset[Generation]()
             index = choose_slot(rows, heard._replace(unvoted=unvoted), persisting, saved, last=last)
             before = rows[index].generation if index is not None else None
@@ -117,7 +117,7 @@ def choose_slot(
 ) -> int | None:
     """The slot that the save of `saved` may overwrite: torn and free ones first, then the oldest.
 
-    None: there is none now, so skip this save. `last`: none follows, so all ranks wait until they can make this one.
+    None: there is none now, so skip this save. `last`: no save follows, so all ranks wait until they can make this one.
     Slots of another run count as older than all of this run.
     """
     newest = max((slot for slot in slots if _whole(slot)), key=lambda slot: _age(slot, saved.run), default=None)
@@ -131,7 +131,7 @@ def choose_slot(
 
 
 def _distance(heard: Heard, slot: Slot, saved: Generation) -> int:
-    """Of the steps at which the last free `slot` may be filled."""
+    """Distance between steps at which the last free `slot` may be filled."""
     if heard.hopeless is None or len(heard.hopeless) < 2:
         return 1
     distance, filled = MEETING, slot.generation
@@ -152,7 +152,7 @@ def _needed(
 
 
 def _may_complete(generation: Generation | None, complete: Generation | None, saved: Generation) -> bool:
-    """It was saved since the restore, which went by what all ranks held, and is newer than what is complete."""
+    """It was saved after the restore, which only uses what all ranks held, and is newer than the complete one."""
     if generation is None or (generation.run, generation.attempt) != (saved.run, saved.attempt):
         return False
     return complete is None or complete.run != saved.run or generation > complete

@@ -1,4 +1,4 @@
-"""Copies of images on other nodes, from keeper to keeper over TCP. No torch.
+"""Replicas of images on other nodes, sent from keeper to keeper over TCP. No torch.
 
-The way in: `controller.Replication`.
+Start here: `controller.ReplicationController`.
 """

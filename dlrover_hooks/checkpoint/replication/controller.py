@@ -1,8 +1,8 @@
-"""A keeper's part in replication: what it sends to another node's keeper, holds for a third one, and fetches .
+"""Replication in a keeper: what it sends to another node's keeper, holds for a third one, and fetches.
 
-Of other nodes' workers two slots each: the newest whole replica stays until the next one is whole. Nothing here counts
-as a vote. `ReplicationController` itself belongs to the loop's thread; the listener's threads and the fetchers ask it
-through `post`.
+For each worker of another node there are two slots: the newest complete replica stays until the next one is complete.
+Replicas never count as votes. `ReplicationController` belongs to the loop's thread; the listener's threads and the
+fetching threads call it through `post`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dlrover_hooks.protocol import KeeperAddress, Secret
 
 SLOTS = 2
 LOOP_S = 20.0
-"""A living loop answers at once."""
+"""Timeout of a call on the loop, which normally runs at once."""
 CALL_S = 10.0
-"""So long a keeper that is just coming up, or has not heard the secret yet, is asked for an image."""
+"""Retry period for a keeper that is starting, or does not have the secret yet."""
 BUSY_S = 60.0
-"""So long an image waits for another one of the same seat."""
+"""Time that an image waits for another one of the same worker."""
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 Post = Callable[[Callable[[], None]], None]
 
 
 class ReplicationController:
-    """Does nothing until a trainer says `Replicate`."""
+    """Inactive until a trainer sends `Replicate`."""
 
     def __init__(
         self, holdings: Holdings, post: Post, tell: Callable[[int, keeper_messages.KeeperMessage], None]
@@ -55,10 +55,10 @@ class ReplicationController:
     # ---- what trainers ask
 
     def follow(self, order: keeper_messages.Replicate) -> int:
-        """Take part as `order` says; the port where others reach this keeper.
+        """Take part as `order` directs; returns the port where others reach this keeper.
 
         Raises:
-            KeeperAway: the address cannot be had.
+            KeeperAway: the address is not available.
         """
         self._node, self._secret = order.node, order.secret
         if self._door is None or (self._door.host, order.port or self._door.port) != (order.host, self._door.port):
@@ -76,7 +76,7 @@ class ReplicationController:
             self._door = None
         try:
             self._door = Door(order.host, order.port, lambda: self._secret, lambda: self._node, self._serve)
-        except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port, no name of a host
+        except (OSError, OverflowError, UnicodeError) as error:  # the latter two: invalid port, invalid host name
             text = f"this node's keeper cannot listen on {order.host}:{order.port or '*'}: {reason(error)}"
             raise KeeperAway(text, hint="replicas=0 does without replication") from error
 
@@ -86,12 +86,12 @@ class ReplicationController:
         return [max(found, key=lambda one: age(one.proof.slot.generation)) for found in proved if found]
 
     def proved(self, found: Found) -> None:
-        """An image of this node's own was hashed: it is the newest of its seat."""
+        """An image of this node's own was hashed: the newest one of its worker."""
         if self._door is not None:
             self._sender.put(found)
 
     def fetch(self, order: keeper_messages.Fetch, then: Callable[[Exception | None], None]) -> None:
-        """Have what `order` names in this node's memory; `then` hears how it went."""
+        """Copy the image named by `order` into this node's memory; `then(None or the error)` at the end."""
         self._fetches.submit(lambda: self._fetch(order), then)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class ReplicationController:
         return value
 
     def _failed(self, found: Found, error: CheckpointError) -> None:
-        """Told once for each reason: memory checkpoints go on without."""
+        """Warn once for each kind of reason: memory checkpoints continue without a replica."""
 
         def say() -> None:
             if isinstance(error, Corrupt):
@@ -136,7 +136,7 @@ class ReplicationController:
         self._post(say)
 
     def _serve(self, channel: Channel, node: str) -> None:
-        """A caller sends an image, or wants one."""
+        """Handle a caller that offers an image or requests one."""
         word = channel.receive(r.Offer, r.Get)
         if isinstance(word, r.Get):
             found = self._on_loop(lambda: self._holdings.find(word.generation, word.rank, word.world_size))
@@ -184,7 +184,7 @@ class ReplicationController:
             channel.close()
 
     def _take(self, channel: Channel, offer: r.Offer) -> None:
-        """What is offered, in a slot of its own. The giver hears why if it is not taken."""
+        """Receive the offered image into a slot. If it is not accepted, the sender gets the reason."""
         try:
             berth = self._berth(offer)
         except CheckpointError as error:
@@ -200,7 +200,7 @@ class ReplicationController:
             self._on_loop(lambda: replicas.end(berth, proof))
 
     def _berth(self, offer: r.Offer) -> Berth | None:
-        """Where to put it; None: it is here already. Another image of the same seat may be under way: wait for it."""
+        """The slot to fill; None: the image is here already. Waits while another one of that worker arrives."""
         replicas, home, seat = self._holdings.replicas, offer.home, offer.seat
         if not sound(offer):
             raise KeeperAway(f"the numbers of what is offered, {offer}, do not agree")

@@ -1,4 +1,4 @@
-"""Where other nodes' keepers come in: a TCP listener, a thread for each caller, nobody heard who proved nothing."""
+"""The TCP listener for other nodes' keepers: one thread per caller, and no request is read before authentication."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dlrover_hooks.errors import HooksError, KeeperAway
 from dlrover_hooks.protocol import Secret
 
 CALLERS = 64
-"""At once; whoever proves itself then is turned away, and tries again."""
+"""Authenticated callers at once. More are refused, and try again."""
 STRANGERS = 64
-"""Who has proved nothing yet, which takes milliseconds: when one more comes, the one that takes longest must go."""
+"""Connections that are not authenticated yet, which takes milliseconds. One more closes the oldest of them."""
 PAUSE_S = 0.5
-"""Before `accept` is called again where it failed, for lack of file descriptors say."""
+"""Pause after `accept` failed, for lack of file descriptors for example."""
 _log = logging.getLogger(__name__)
 
 
 class Door:
     """Listens on `host`:`port` (0: any free port) until `close`. `serve(channel, node)` is called on a caller's thread.
 
-    `secret()` and `node()`: what this keeper proves, now.
+    `secret()` and `node()`: the current secret and node name, for authentication.
 
     Raises:
-        OSError: that address cannot be had.
+        OSError: the address is not available.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Door:
         self._free = threading.Semaphore(CALLERS)
         self._open: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
-        """In the order in which they came."""
+        """In order of arrival."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
 
     def close(self) -> None:
-        """End the listener and all connections, and so their threads. Idempotent."""
+        """Close the listener and all connections, which ends their threads. Idempotent."""
         self._closing.set()
         for one in (self._listener, *tuple(self._open)):
             with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ class Door:
             )
             try:
                 caller.start()
-            except RuntimeError as error:  # no more threads are allowed here
+            except RuntimeError as error:  # the limit of threads is reached
                 _log.warning("a connection from %s was refused: %s", address[0], error)
                 self._end(connection)
 
@@ -85,7 +85,7 @@ class Door:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees that, and ends
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends its thread, too
             self._strangers[connection] = None
 
     def _answer(self, connection: socket.socket, address: str) -> None:

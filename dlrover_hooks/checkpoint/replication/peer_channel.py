@@ -1,6 +1,6 @@
-"""A TCP connection between two keepers: bounded messages, a deadline on everything, each side proved. No torch.
+"""A TCP connection between two keepers: bounded messages, timeouts everywhere, mutual authentication. No torch.
 
-Nothing is encrypted: the secret is never sent, but state that passes by can be read (see "Security" in the manual).
+Nothing is encrypted: the secret is never sent, but the state can be read on the network (see "Security" in the manual).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.protocol import KeeperAddress, Secret
 
 MESSAGE_S = 20.0
-"""For one message; the other side may have to hash an image first: see `VERIFY_S`."""
+"""Timeout of one message. If the other side has to hash an image first: see `VERIFY_S`."""
 CHUNK_S = 30.0
-"""For the 4 MiB of one chunk, pacing included."""
+"""Timeout of one 4 MiB chunk, rate limit included."""
 VERIFY_S = 300.0
-"""For a message that comes after a whole image was hashed, or memory for it was made."""
+"""Timeout of a message that is sent after hashing a complete image, or after allocating memory for it."""
 GREET_S = 5.0
-"""For all of what proves the other side."""
+"""Timeout of the authentication."""
 AGAIN_S = 0.1
 _decoder = msgspec.json.Decoder(r.Said)
 _Word = TypeVar("_Word", bound=r.Word)
 
 
 class NotAdmitted(KeeperAway):
-    """The other side does not know our secret, or we not its; a moment later it may."""
+    """The secrets of the two sides differ; they may agree a moment later."""
 
 
 class Declined(KeeperAway):
-    """The other side is well, but does not do that; it said why."""
+    """The other side works, but refuses the request with a reason."""
 
 
 class Channel:
-    """One thread at a time. Whatever goes wrong on the way is a KeeperAway that names the other side, `who`."""
+    """One thread at a time. Every failure is a KeeperAway that names the other side, `who`."""
 
     def __init__(self, connection: socket.socket, who: str) -> None:
         self.who = who
@@ -64,7 +64,7 @@ class Channel:
         """The next message, which must be one of `kinds`.
 
         Raises:
-            KeeperAway: it is not, it refuses, or it does not come in time.
+            KeeperAway: it is another one, a refusal, or it does not come in time.
         """
         until = time.monotonic() + within_s
         head = bytearray(4)
@@ -85,7 +85,7 @@ class Channel:
         raise KeeperAway(f"{self.who} sends an unexpected {type(word).__name__}")
 
     def fill(self, view: memoryview, within_s: float = CHUNK_S) -> None:
-        """Bytes that are no message, right behind one that announces them."""
+        """Receive raw bytes that follow a message announcing them."""
         self._fill(view, time.monotonic() + within_s)
 
     def _fill(self, view: memoryview, until: float) -> None:
@@ -109,10 +109,10 @@ class Channel:
 
 
 def call(to: KeeperAddress, secret: Secret, node: str, *, within_s: float) -> Channel:
-    """A proved connection to the keeper at `to`, tried again until `within_s` while it is not up or not admitting.
+    """An authenticated connection to the keeper at `to`. Retries for `within_s` while it is down or does not admit us.
 
     Raises:
-        KeeperAway: nobody is there, or the secrets do not agree (NotAdmitted).
+        KeeperAway: there is no listener, or the secrets differ (NotAdmitted).
     """
     until = time.monotonic() + within_s
     while True:
@@ -128,7 +128,7 @@ def _call(to: KeeperAddress, secret: Secret, node: str) -> Channel:
     who = f"the keeper of node {to.node} at {to.host}:{to.port}"
     try:
         channel = Channel(socket.create_connection((to.host, to.port), timeout=GREET_S), who)
-    except (OSError, OverflowError, UnicodeError) as error:  # the latter: no port, no name of a host
+    except (OSError, OverflowError, UnicodeError) as error:  # the latter two: invalid port, invalid host name
         raise KeeperAway(f"{who} cannot be reached: {getattr(error, 'strerror', None) or error}") from error
     try:
         knock = r.Knock(node, secrets.token_hex(16))
@@ -147,15 +147,15 @@ def _call(to: KeeperAddress, secret: Secret, node: str) -> Channel:
 
 
 def admit(connection: socket.socket, address: str, secret: Secret, node: str) -> tuple[Channel, str]:
-    """Prove a caller, and ourselves; the connection and the caller's node.
+    """Authenticate a caller, and ourselves to it; returns the connection and the caller's node.
 
     Raises:
-        NotAdmitted: it does not know the secret. Nothing was told but a nonce.
+        NotAdmitted: it does not have the secret. It received nothing but the node's name and a nonce.
     """
     channel, until = Channel(connection, f"a caller from {address}"), time.monotonic() + GREET_S
     knock = channel.receive(r.Knock, within_s=GREET_S)
     if not secret.key or knock.protocol != r.PROTOCOL:
-        why = f"it speaks protocol {knock.protocol}" if secret.key else "this node has not begun its round"
+        why = f"its protocol is {knock.protocol}" if secret.key else "this node has not begun its round"
         channel.send(r.Refuse(why), GREET_S)
         raise NotAdmitted(f"{channel.who} was not admitted: {why}")
     challenge = r.Challenge(node, secrets.token_hex(16))

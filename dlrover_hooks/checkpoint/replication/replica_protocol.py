@@ -1,11 +1,11 @@
-"""What two nodes' keepers say to each other, and the decisions in it. Pure: no I/O, no torch (DL-91).
+"""The messages between two nodes' keepers, and the decisions about them. Pure: no I/O, no torch.
 
-    caller: Knock    keeper: Challenge    caller: Proof    keeper: Proof      now each knows the other
-    one of them: Offer (an answer to the caller's Get, or at its own will)
-    the other, the taker: Want    giver: Here and the chunk's bytes           once for each chunk that the taker lacks
-    taker: Whole, Damaged or Refuse
+    caller: Knock    keeper: Challenge    caller: AuthProof    keeper: AuthProof    now both are authenticated
+    giver: Offer (the keeper's reply to Get, or sent by the caller without a request)
+    taker: Want    giver: ChunkFollows and the chunk's bytes                        for each chunk that the taker lacks
+    taker: TransferComplete, ChunkDamaged or Refuse
 
-The taker asks for one chunk at a time: no more is ever in flight, and chunks that it has already are never sent.
+The taker requests one chunk at a time: no more is ever in flight, and chunks that it has already are never sent.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dlrover_hooks.protocol import Generation, Secret
 
 PROTOCOL = 1
 MAX_BYTES = 8 << 20
-"""Of one message; an Offer of 1 TB needs 5 MB."""
+"""Limit of one message. An Offer of 1 TB needs 5 MB."""
 STRANGER_BYTES = 1 << 10
-"""Of one message of somebody who has proved nothing yet."""
+"""Limit of one message before authentication."""
 
 
 class Word(msgspec.Struct, frozen=True, tag=True):
-    """Anything that one keeper says to another."""
+    """A message from one keeper to another."""
 
 
 class Knock(Word, frozen=True):
-    """`nonce`: hex, fresh. The caller speaks for `node`."""
+    """`nonce`: hex, fresh. `node`: the caller's node."""
 
     node: str
     nonce: str
@@ -49,7 +49,7 @@ class AuthProof(Word, frozen=True):
 
 
 class Get(Word, frozen=True):
-    """Offer me `rank`'s image of `generation`."""
+    """Request an Offer of `rank`'s image of `generation`."""
 
     generation: Generation
     rank: int
@@ -57,7 +57,7 @@ class Get(Word, frozen=True):
 
 
 class Offer(Word, frozen=True):
-    """The image of `rank`, saved on node `home` in `seat`; `chunks` are the xxh3-64 digests of its 4 MiB pieces."""
+    """The image of `rank`, saved on node `home` by local rank `seat`. `chunks`: xxh3-64 digests of its 4 MiB chunks."""
 
     home: str
     seat: int
@@ -76,15 +76,15 @@ class Want(Word, frozen=True):
 
 
 class ChunkFollows(Word, frozen=True):
-    """The bytes of the wanted chunk follow."""
+    """The bytes of the requested chunk follow."""
 
 
 class TransferComplete(Word, frozen=True):
-    """All chunks are there, and the whole was hashed again."""
+    """All chunks have arrived, and the image was hashed again."""
 
 
 class ChunkDamaged(Word, frozen=True):
-    """This chunk did not match its digest when it arrived."""
+    """This chunk did not match its digest on arrival."""
 
     chunk: int
 
@@ -97,18 +97,18 @@ Said = Knock | Challenge | AuthProof | Get | Offer | Want | ChunkFollows | Trans
 
 
 def mac(secret: Secret, role: str, knock: Knock, challenge: Challenge) -> str:
-    """What proves that the one in `role` knows `secret`. Both nonces are in it: it is good for one connection."""
+    """Proof that the side in `role` has `secret`. Both nonces are included, so it is valid for one connection only."""
     said = msgspec.json.encode((role, knock, challenge))
     return hmac.new(secret.key.encode(), said, hashlib.sha256).hexdigest()
 
 
 def proves(secret: Secret, role: str, knock: Knock, challenge: Challenge, proof: AuthProof) -> bool:
-    """In constant time. Nobody proves anything where there is no secret."""
+    """Compares in constant time. Always False without a secret."""
     return bool(secret.key) and hmac.compare_digest(mac(secret, role, knock, challenge), proof.mac)
 
 
 def sources(wanted: Sequence[str], inside: Sequence[str], beside: Sequence[str]) -> list[str]:
-    """Where each chunk comes from: it lies `inside` the slot already, `beside` it in the other one, or is `sent`."""
+    """Source of each chunk: `inside` (in the slot already), `beside` (in the other slot), or `sent`."""
 
     def at(have: Sequence[str], index: int) -> bool:
         return index < len(have) and have[index] == wanted[index]
@@ -119,14 +119,14 @@ def sources(wanted: Sequence[str], inside: Sequence[str], beside: Sequence[str])
 
 
 class TokenBucket:
-    """A token bucket of `rate` bytes per second (0: no limit) that holds one chunk. `now`: seconds of one clock."""
+    """A token bucket of `rate` bytes per second (0: no limit) that holds one chunk. `now`: monotonic seconds."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self._paid_until = 0.0
 
     def wait_s(self, nbytes: int, now: float) -> float:
-        """How long to wait before these `nbytes` go out; they count as sent."""
+        """Seconds to wait before sending these `nbytes`, which count as sent."""
         if not self.rate:
             return 0.0
         start = max(self._paid_until, now)

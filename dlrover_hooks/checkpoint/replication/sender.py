@@ -1,4 +1,4 @@
-"""Sends this node's newest images to the keeper that holds its replicas: one thread, one image at a time (DL-91)."""
+"""Sends this node's newest images to the keeper that holds its replicas: one thread, one image at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import KeeperAddress, Secret
 
 PAUSES_S = (0.25, 30.0)
-"""Between two attempts to reach one that is away: the first pause, each next one twice as long, and the longest."""
+"""Pause between two attempts to reach a keeper: the first one, doubled each time, and the longest."""
 _log = logging.getLogger(__name__)
 
 
 class Aim(NamedTuple):
-    """Where images go, and who says so."""
+    """The receiver of the images, and the sender's credentials."""
 
     to: KeeperAddress
     secret: Secret
@@ -28,16 +28,16 @@ class Aim(NamedTuple):
 
 
 class Sender:
-    """All calls on the loop's thread; `failed(found, why)` is called on the sender's.
+    """All calls on the loop's thread; `failed(found, why)` is called on the sender's thread.
 
-    Of each seat only the newest image waits. One that is being sent is finished as long as its slot holds: dropping it
-    for every newer one would never end where sending takes longer than the time between two saves.
+    Per worker only the newest image waits. A transfer is finished as long as its slot is not overwritten: if every
+    newer image aborted it, none would finish where a transfer takes longer than the time between two saves.
     """
 
     def __init__(self, failed: Callable[[Found, CheckpointError], None]) -> None:
         self.sent = 0
         self.lost = 0
-        """Images that were not sent, or not whole."""
+        """Images that were not sent, or not completely."""
         self._failed = failed
         self._aim: Aim | None = None
         self._pace = TokenBucket(0.0)
@@ -47,7 +47,7 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="keeper-sender", daemon=True)
 
     def aim(self, to: KeeperAddress | None, secret: Secret, node: str, bytes_per_s: float) -> None:
-        """From here on images of `node` go there (None: nowhere)."""
+        """From now on send images of `node` to that keeper (None: to none)."""
         with self._changed:
             self._aim = Aim(to, secret, node) if to is not None else None
             self._pace.rate = bytes_per_s
@@ -56,7 +56,7 @@ class Sender:
             self._changed.notify()
 
     def put(self, found: Found) -> None:
-        """The newest image of its seat."""
+        """Queue the newest image of its worker."""
         with self._changed:
             self._waiting[found.segment.seat] = found
             self._changed.notify()
@@ -79,11 +79,11 @@ class Sender:
                 if isinstance(error, KeeperAway) and not isinstance(error, (Declined, Overwritten)):
                     self._try_again(found, aim, pause_s)
                     pause_s = min(2 * pause_s, PAUSES_S[1])
-            except Exception as error:  # of this image; the next ones are sent all the same
-                _log.exception("an image of seat %d was not sent", found.segment.seat)
+            except Exception as error:  # only this image fails; the next ones are sent
+                _log.exception("an image of local rank %d was not sent", found.segment.seat)
                 self.lost += 1
                 self._failed(found, CheckpointError(f"{type(error).__name__}: {error}"))
-            del work, found  # it may hold a segment that is to be freed
+            del work, found  # these may hold a segment that is to be freed
 
     def _next(self) -> tuple[Found, Aim] | None:
         with self._changed:
@@ -93,7 +93,7 @@ class Sender:
             return self._waiting.pop(next(iter(self._waiting))), self._aim
 
     def _try_again(self, found: Found, aim: Aim, pause_s: float) -> None:
-        """After a pause, or at once with another aim; unless there is a newer image by then."""
+        """Queue it again after a pause, or at once if the receiver changed, unless a newer image waits by then."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing.is_set() or self._aim is not aim, pause_s)
             self._waiting.setdefault(found.segment.seat, found)

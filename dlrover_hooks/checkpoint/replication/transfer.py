@@ -1,4 +1,4 @@
-"""One image from keeper to keeper, chunk by chunk, each verified where it arrives. Any thread; no torch (DL-91)."""
+"""Transfers one image from keeper to keeper, chunk by chunk, each verified on arrival. Any thread; no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dlrover_hooks.errors import Corrupt, KeeperAway
 
 
 class Overwritten(KeeperAway):
-    """The trainer has used the slot again before all of it was sent."""
+    """The trainer reused the slot before all of it was sent."""
 
 
 def offer(found: Found, home: str) -> r.Offer:
-    """The image, as one of node `home`'s own unless it is a replica itself."""
+    """The Offer of this image. `home`: this node; for a replica the home of its segment is used."""
     slot, chunks = found.proof
     assert slot.generation is not None
     where = found.segment.home or home, found.segment.seat
@@ -28,10 +28,10 @@ def offer(found: Found, home: str) -> r.Offer:
 
 
 def give(channel: Channel, found: Found, home: str, wait: Callable[[int], object] = lambda _: None) -> None:
-    """Offer the image and send what the other side wants of it; `wait(nbytes)` is called before each chunk.
+    """Offer the image and send the chunks that the other side requests; `wait(nbytes)` is called before each.
 
     Raises:
-        Overwritten: the slot was used again meanwhile. The other side keeps what it had.
+        Overwritten: the slot was reused meanwhile. The other side keeps what it had.
         Corrupt: the slot no longer holds what was hashed; names node, slot and chunk.
         KeeperAway: the other side refuses, hangs or is gone.
     """
@@ -58,11 +58,11 @@ def give(channel: Channel, found: Found, home: str, wait: Callable[[int], object
 
 
 def take(channel: Channel, offer: r.Offer, berth: Berth) -> HashedSlot:
-    """Fill `berth` with what was offered, and publish it there.
+    """Fill `berth` with the offered image, and publish it there.
 
     Raises:
-        Corrupt: a chunk does not match its digest; names it, the image and the giver.
-        KeeperAway: the giver cannot go on, hangs or is gone.
+        Corrupt: a chunk does not match its digest; names it, the image and the sender.
+        KeeperAway: the sender cannot go on, hangs or is gone.
     """
     arena, index = berth.segment.arena, berth.slot
     view = arena.view(index, offer.image_bytes)
@@ -76,12 +76,12 @@ def take(channel: Channel, offer: r.Offer, berth: Berth) -> HashedSlot:
         elif source == "sent":
             _fetch(channel, offer, chunk, pieces[chunk])
     damaged = [chunk for chunk, digest in enumerate(digests(view)) if digest != offer.chunks[chunk]]
-    for chunk in damaged:  # while it lay here
+    for chunk in damaged:  # damaged in this node's memory: fetch them again
         _fetch(channel, offer, chunk, pieces[chunk])
     if damaged and digests(view) != offer.chunks:
         raise Corrupt(f"the memory of this node does not keep {offer}")
     arena.publish(index, offer.generation, offer.rank, offer.world_size, offer.image_bytes)
-    with contextlib.suppress(KeeperAway):  # it is here all the same
+    with contextlib.suppress(KeeperAway):  # the image is here, even if this fails
         channel.send(r.TransferComplete())
     return HashedSlot(arena.slot(index), offer.chunks)
 
@@ -96,7 +96,7 @@ def _fetch(channel: Channel, offer: r.Offer, chunk: int, piece: memoryview) -> N
 
 
 def sound(offer: r.Offer) -> bool:
-    """Whether its numbers agree."""
+    """Whether the offer's numbers are consistent."""
     generation, count = offer.generation, -(-offer.image_bytes // CHUNK_BYTES)
     return (
         0 < count == len(offer.chunks)
@@ -108,5 +108,5 @@ def sound(offer: r.Offer) -> bool:
 
 
 def pacer(pace: r.TokenBucket, sleep: Callable[[float], object]) -> Callable[[int], object]:
-    """`wait` for `give`, by the clock."""
+    """`wait` for `give`, by the monotonic clock."""
     return lambda nbytes: sleep(pace.wait_s(nbytes, time.monotonic()))

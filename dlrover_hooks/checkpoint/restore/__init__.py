@@ -1,4 +1,4 @@
-"""Generations read again, from memory or storage, every chunk verified. It writes nothing.
+"""Reads generations back from memory or storage and verifies every chunk. It writes nothing.
 
-The way in: `generation_loader`.
+Entry point: `generation_loader`.
 """

@@ -1,7 +1,7 @@
-"""What a round restores, out of this node's memory or out of storage, for one rank. Training thread.
+"""Loads what a round restores, from this node's memory or from storage, for one rank. Training thread.
 
-Two phases, so that a load that fails leaves the model as it was: `Restorer.load` opens and verifies all that this rank
-needs, `LoadedTree.fill` copies it into the adapter's own tensors, once every rank has said that it can.
+There are two phases, so that a failed load leaves the model unchanged. `Restorer.load` opens and verifies all that this
+rank needs. Once every rank has reported success, `LoadedTree.fill` copies it into the adapter's own tensors.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from dlrover_hooks.protocol import Generation, Restore, Source
 
 
 class Fit(Protocol):
-    """How the adapter's own tensors take what was saved. All it needs of the images is verified already."""
+    """How the adapter's own tensors take the saved values. All needed parts of the images are verified already."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """By saved name, the tensors that `fill` will write; they stand in the restored tree."""
+        """By saved name, the tensors that `fill` will write; they are part of the restored tree."""
         ...
 
     def fill(self) -> None:
-        """Copy. No error is left but that memory was overwritten meanwhile."""
+        """Copy. The only possible error is that memory was overwritten during the copy."""
         ...
 
 
 class Opening(NamedTuple):
-    """What an adapter may look at: `state` is the saved one with a `Stored` in the place of each tensor."""
+    """What an adapter may inspect: `state` is the saved one with a `Stored` in the place of each tensor."""
 
     state: Any
     images: Images
@@ -52,10 +52,10 @@ Fitting = Callable[[Opening], Fit]
 
 
 class LoadedTree(NamedTuple):
-    """`tree` in fresh memory, but for tensors of the adapter's own, which are as they were until `fill`.
+    """`tree` in new memory, except for tensors of the adapter, which are unchanged until `fill`.
 
-    `same_world`: its `rank` part is this very rank's of an equally large world. `leases`: the parts of that name of all
-    saved ranks that this rank answers for. Over all ranks, each is there.
+    `same_world`: the world is as large as the saved one, so the `rank` part is this rank's own. `leases`: the parts of
+    that name of the saved ranks for which this rank is responsible. Over all ranks, each is returned once.
     """
 
     tree: dict[str, Any]
@@ -68,7 +68,7 @@ class LoadedTree(NamedTuple):
         """The second phase; it ends with `close`.
 
         Raises:
-            Corrupt: the memory was overwritten under the copy. The tensors are of no use then.
+            Corrupt: the memory was overwritten during the copy. The tensors are unusable then.
         """
         try:
             if self.fit is not None:
@@ -78,12 +78,12 @@ class LoadedTree(NamedTuple):
             self.close()
 
     def close(self) -> None:
-        """Let go of the images. Idempotent."""
+        """Close the images. Idempotent."""
         self.images.close()
 
 
 class Restorer:
-    """Opens what is to be restored at `rank` of `world_size`, through the keeper of this node (`line`) or storage."""
+    """Opens what `rank` of `world_size` restores, through the keeper of this node (`line`) or from storage."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Restorer:
             return self._load(restore, fitting)
 
     def _noted(self, restore: Restore) -> contextlib.AbstractContextManager[None]:
-        """Another job may save at another URL meanwhile: its retention spares what is read here."""
+        """Protect a generation at another URL from the retention of the job that may save there meanwhile."""
         if restore.source is not Source.STORAGE or restore.url in (None, self._save_to):
             return contextlib.nullcontext()
         return reading(StorageFolder(restore.url, self._options), restore.generation)
@@ -141,7 +141,7 @@ class Restorer:
         parts = ("state", "data", *(("rank",) if same else ()))
         wanted = [one for one in chosen(index, parts) if one.name not in given]
         if restore.weights and fit is not None:
-            wanted, given = [], index | given  # the rest stays what it is: named, not read
+            wanted, given = [], index | given  # the rest of the state stays unchanged: named, not read
         if not all(one.is_whole for one in wanted):
             index = images.everything()
             wanted = [one for one in chosen(index, parts) if one.name not in given]
@@ -157,7 +157,7 @@ class Restorer:
     # ---- memory
 
     def _here(self, restore: Restore) -> tuple[int, list[int]]:
-        """Whose image to begin with, and of which ranks this one answers for the leases."""
+        """The rank whose image is opened first, and the ranks for whose leases this one is responsible."""
         if restore.world_size == self.world_size:
             return self.rank, [self.rank]
         held = self._line.inventory().held
@@ -192,7 +192,7 @@ class Restorer:
     # ---- storage
 
     def _shares(self, restore: Restore) -> list[int]:
-        """The ranks whose leases this one answers for."""
+        """The ranks for whose leases this one is responsible."""
         if restore.world_size == self.world_size:
             return [self.rank]
         return list(range(self.rank, restore.world_size, self.world_size))

@@ -1,6 +1,6 @@
-"""A rank's file in storage, read chunk by chunk where it is needed; each chunk is verified as it comes. No torch.
+"""Reads a rank's file in storage chunk by chunk where it is needed, and verifies each chunk. No torch.
 
-The MANIFEST may come from anybody: what it claims is compared with the file before any memory is taken.
+The MANIFEST is not trusted: its contents are compared with the file before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Manifest, ShardFile
 
 RUN_CHUNKS = 4
-"""A thread reads at most so many neighbouring chunks before it takes the next ones."""
+"""A thread reads at most this many neighbouring chunks before it takes the next ones."""
 MOST_PIECES = 512
-"""Of one read; Linux takes 1024 (IOV_MAX)."""
+"""Buffers of one read; Linux allows 1024 (IOV_MAX)."""
 THREADS = min(4, len(os.sched_getaffinity(0)))
 READS = Patience()
-"""For all reads of a restore: one that gets no further byte for `patience.STALL_S` is given up. A hard NFS mount whose
-server is gone never says so."""
+"""For all reads of a restore: a read that receives no further byte for `stall_guard.STALL_S` is abandoned. A hard NFS
+mount whose server is gone never reports an error."""
 
 
 class StoredImage:
     """`rank`'s file of `manifest` in the tree at `place`.
 
     Raises:
-        Corrupt: it is not what the MANIFEST says, or no image; names file, chunk and generation.
-        StorageFailed: it cannot be read, or a read stands still.
+        Corrupt: it differs from the MANIFEST, or is no image; names file, chunk and generation.
+        StorageFailed: it cannot be read, or a read stalls.
     """
 
     def __init__(self, place: StorageFolder, manifest: Manifest, rank: int) -> None:
@@ -51,7 +51,7 @@ class StoredImage:
         self._home = folder(manifest.generation)
         self._file = self._checked(next((one for one in manifest.files if one.rank == rank), None), rank)
         try:
-            # takes memory only where it is written; private, since shared memory is slower to get and to give back
+            # pages are allocated only where written; private, since shared memory is slower to allocate and free
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = mmap.mmap(-1, max(self._file.nbytes, 1), flags=flags)
         except OSError as error:
@@ -78,7 +78,7 @@ class StoredImage:
             other = f", but {file.name!r}" if file else ""
             raise Corrupt(f"{home}: {self._generation} has no file of rank {rank}{other}")
         found = READS.run(lambda _: self._place.sizes(self._home), f"list {home}").get(file.name)
-        where = f"{home}/{file.name}"  # names step and attempt, too
+        where = f"{home}/{file.name}"  # contains step and attempt
         if found is None:
             raise Corrupt(f"{where}: there is no such file")
         if found != file.nbytes:
@@ -100,9 +100,9 @@ class StoredImage:
         self._there.update(missing)
 
     def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
-        """Read straight to the addresses: no second copy, and no memory of this image is touched for it."""
+        """Read directly to the addresses, without a second copy and without memory of this image."""
         direct, copied = list[Delivery](), list[Delivery]()
-        for move in (one for one in moves if one[0] < one[1]):  # what was read for another reason is copied
+        for move in (one for one in moves if one[0] < one[1]):  # chunks that were read before are copied
             (direct if self._chunks_of([move[:2]]).isdisjoint(self._there) else copied).append(move)
         direct.sort()
         self._read(sorted(self._chunks_of(move[:2] for move in direct)), direct, copier.threads, memory)
@@ -116,10 +116,11 @@ class StoredImage:
         }
 
     def _read(self, chunks: Sequence[int], moves: Sequence[Delivery], threads: int, memory: Any) -> None:
-        """Read `chunks` by up to `threads` threads and verify each while it is in their caches.
+        """Read `chunks` with up to `threads` threads and verify each while it is in the CPU caches.
 
-        What lies in one of `moves` (sorted, disjoint) goes to its address, the rest into `view`. `memory` is what those
-        addresses are in: a thread that hangs in the kernel may still write there, so it lives as long as the thread.
+        Parts inside of `moves` (sorted, disjoint) go to their addresses, the rest into `view`. `memory` owns those
+        addresses: a thread that hangs in the kernel may still write there, so `memory` is kept as long as the thread
+        lives.
         """
         if chunks:
             work = functools.partial(self._read_all, memory, list(chunks), moves, threads)
@@ -135,7 +136,7 @@ class StoredImage:
         def work() -> None:
             try:
                 with failures(f"read {self._name}"), self._source() as read:
-                    for first, count in runs:  # an iterator moves under the GIL: each run goes to one thread
+                    for first, count in runs:  # the GIL protects the iterator: each run goes to one thread
                         for chunk in range(first, first + count):
                             if failed or attempt.given_up:
                                 return
@@ -153,7 +154,7 @@ class StoredImage:
         started = list[threading.Thread]()
         try:
             for helper in helpers:
-                with contextlib.suppress(RuntimeError):  # no more threads allowed here: those that run do it all
+                with contextlib.suppress(RuntimeError):  # no more threads are allowed: the running ones do all
                     helper.start()
                     started.append(helper)
             work()
@@ -165,7 +166,7 @@ class StoredImage:
 
     @contextlib.contextmanager
     def _source(self) -> Iterator[Callable[[int, list[memoryview]], None]]:
-        """`read(start, pieces)` fills the pieces with the bytes from `start` on, as far as the file goes."""
+        """`read(start, pieces)` fills the pieces with the bytes from `start` on, up to the end of the file."""
         if self._place.local:
             fd = os.open(self._name, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -177,7 +178,7 @@ class StoredImage:
             yield functools.partial(_read_from, file)
 
     def _pieces(self, chunk: int, moves: Sequence[Delivery]) -> list[memoryview]:
-        """Where the bytes of `chunk` go, in their order."""
+        """The memory for the bytes of `chunk`, in order."""
         at, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._file.nbytes)
         pieces = list[memoryview]()
         for start, stop, address in moves[bisect.bisect_right(moves, at, key=lambda move: move[1]) :]:
@@ -201,11 +202,11 @@ class StoredImage:
             raise Corrupt(f"{self._name}: chunk {chunk} does not match its hash")
 
     def check(self) -> None:
-        """It is this process's own copy."""
+        """Nothing to check: the memory is this process's own copy."""
 
     def close(self) -> None:
         self.view.release()
-        with contextlib.suppress(BufferError):  # a traceback may hold a view: the memory goes with it
+        with contextlib.suppress(BufferError):  # a traceback may hold a view: the memory is freed with it
             self._memory.close()
 
 
@@ -228,7 +229,7 @@ def _read_from(file: Any, start: int, pieces: list[memoryview]) -> None:
 
 
 def _runs(chunks: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of neighbours."""
+    """(first, count) of neighbouring chunks, at most `RUN_CHUNKS` each."""
     first, count = chunks[0], 1
     for chunk in chunks[1:]:
         if chunk == first + count and count < RUN_CHUNKS:

@@ -1,4 +1,4 @@
-"""Durable generations read again and compared with their hashes, chunk by chunk, in little memory. No torch."""
+"""Reads persisted generations again and compares them with their hashes, chunk by chunk, in little memory. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOTES: dict[str, type[Note]] = {LATEST: Latest, FINISHED: Finished, FRESH: Fres
 
 
 def tree_faults(place: StorageFolder, rows: Collection[Listed]) -> Iterator[str]:
-    """One line for each damage of the files beside the generations `rows`, beginning with its name."""
+    """One line for each damaged file besides the generations `rows`, beginning with its name."""
     for name, kind in _NOTES.items():
         if (data := content(place, name)) is not None and decode(data, kind) is None:
             yield f"{name}: cannot be read, or does not match its hash"
@@ -41,7 +41,7 @@ def tree_faults(place: StorageFolder, rows: Collection[Listed]) -> Iterator[str]
 
 
 def faults(place: StorageFolder, one: Listed, advance: Callable[[int], None]) -> Iterator[str]:
-    """One line for each damage of a generation, beginning with its folder. `advance` is told the bytes read."""
+    """One line for each damage of a generation, beginning with its folder. `advance` receives the bytes read."""
     if one.fault is not None or one.manifest is None:
         yield f"{one.folder}: {one.fault}"
         return
@@ -58,7 +58,7 @@ def damaged_chunks(place: StorageFolder, name: str, file: ShardFile, advance: Ca
     """Indexes of the chunks of file `name` that do not match.
 
     Raises:
-        StorageFailed: it cannot be read, or was hashed in another way.
+        StorageFailed: the file cannot be read, or was hashed in another way.
     """
     if file.chunk_bytes != CHUNK_BYTES or len(file.chunks) != -(-file.nbytes // CHUNK_BYTES):
         raise StorageFailed(f"{len(file.chunks)} hashes of {file.chunk_bytes} bytes each are not those of the file")

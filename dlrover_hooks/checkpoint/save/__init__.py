@@ -1,4 +1,4 @@
-"""A trainer's saves: when, into which memory, at once or overlapped with the step. It never imports the keeper.
+"""A trainer's saves: when, into which memory, at once or overlapped with the step. Never imports the keeper.
 
-The way in: `slot_writer` for arrays, `overlapped_writer` for torch.
+Entry points: `slot_writer` for arrays, `overlapped_writer` for torch.
 """

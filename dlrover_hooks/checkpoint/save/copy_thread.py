@@ -1,4 +1,4 @@
-"""One copy at a time beside the step, on a thread of its own. No torch."""
+"""Runs one copy at a time on a separate thread, overlapped with the step. No torch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.host.fork_guard import ForkGuard
 
 WAIT_S, COPY_BYTES_PER_S = 10.0, 500e6
-"""An optimizer waits so long for a copy, and a second more for each 500 MB. Measured: one thread copies 10 GB/s, and
+"""An optimizer waits this long for a copy, plus a second for each 500 MB. Measured: one thread copies 10 GB/s, and
 1.3 GB/s into memory that was never touched. A copy that takes longer is swapped out, stopped or broken: that save is
-lost, and training goes on."""
+lost, and training continues."""
 FREE_S = 600.0
-"""Memory that is read by such a copy is not given back for so long: the process would die of it."""
+"""Memory that such a copy reads is not freed for this long: freeing it would crash the process."""
 _log = logging.getLogger("dlrover_hooks")
 
 
 class Aside:
-    """Owns the thread `dlrover-hooks-copy`, from the first job on. `begin` and `close` on the training thread.
+    """Owns the thread `dlrover-hooks-copy`, from the first job on. `begin` and `close` run on the training thread.
 
-    A forked child has no such thread, and its weights are not those that are copied: it waits for nothing.
+    A forked child has no such thread, and its weights are not those being copied: there, nothing waits.
     """
 
     def __init__(self) -> None:
         self.here = ForkGuard()
         self.waited_s = 0.0
-        """How long `wait` held up its callers, since this was set to 0."""
+        """Total time for which `wait` blocked its callers, since this was set to 0."""
         self.given_up = False
-        """The deadline of the copy that is under way has passed: nothing waits for it, and it must not count."""
+        """The deadline of the copy in progress has passed: nothing waits for it, and it must not be published."""
         self._within_s = WAIT_S
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -41,7 +41,7 @@ class Aside:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Callable[[], None], nbytes: int) -> None:
-        """Run `job`, which copies `nbytes` at most and stores its own errors, once the one before is over.
+        """Run `job` after the previous one. It copies at most `nbytes` and stores its own errors.
 
         Raises:
             CheckpointError: see `check`.
@@ -57,7 +57,7 @@ class Aside:
         self._jobs.put(job)
 
     def wait(self) -> None:
-        """Return when nothing is being copied, or what is was given up. Any thread but the job's own."""
+        """Return when no copy is in progress, or the one in progress was abandoned. Any thread but the job's own."""
         if self._idle.is_set() or self.given_up or not self.here:
             return
         began = time.perf_counter()
@@ -71,16 +71,16 @@ class Aside:
             )  # fmt: skip
 
     def drain(self) -> None:
-        """Return when nothing is being copied, not even what was given up. At most `FREE_S`."""
+        """Return when no copy is in progress, not even an abandoned one. Waits at most `FREE_S`."""
         self.wait()
         if self.here:
             self._idle.wait(FREE_S)
 
     def check(self) -> None:
-        """After `wait`: may memory be written, or unmapped? A copy that was given up still has a slot.
+        """Call it after `wait`: returns if memory may be written or unmapped. An abandoned copy still uses a slot.
 
         Raises:
-            CheckpointError: it has not ended yet.
+            CheckpointError: an abandoned copy has not ended yet.
         """
         if self.here and not self._idle.is_set():
             raise CheckpointError(
@@ -90,7 +90,7 @@ class Aside:
         self.given_up = False
 
     def close(self) -> None:
-        """Wait, and end the thread; one that hangs ends behind its copy. Idempotent."""
+        """Wait, and end the thread; if its copy hangs, it ends after that copy. Idempotent."""
         self.wait()
         if self.here and self._thread is not None:
             self._jobs.put(None)

@@ -1,7 +1,7 @@
-"""Tensors of a CUDA device into a slot by its copy engine, on a stream of their own; the CPU waits for nothing.
+"""Copies CUDA tensors into a slot with the device's copy engine, on separate streams. The CPU does not wait.
 
-The slot's memory is registered with CUDA once, so that copies into it are asynchronous. Only used where tensors lie on
-a device.
+The slot's memory is registered with CUDA once, so that copies into it are asynchronous. Used only for tensors on a
+device.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 _log = logging.getLogger("dlrover_hooks")
 Row = tuple[torch.Tensor, memoryview]
-"""A contiguous tensor of a device, and its place in a slot."""
+"""A contiguous tensor on a device, and its place in a slot."""
 
 
 class SideStream:
-    """One stream per device. On the training thread, but `finish`."""
+    """One stream per device. Training thread, except `finish`."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pinned: dict[int, bool] = {}
-        """By address: was it registered?"""
+        """By address: whether it was registered."""
 
     def pin(self, slot: memoryview) -> None:
-        """Register the memory of a whole `slot` with CUDA, once. If that is refused, copies are synchronous."""
+        """Register the memory of an entire `slot` with CUDA, once. If CUDA refuses, copies are synchronous."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(slot))
         if address not in self._pinned:
             code = int(torch.cuda.cudart().cudaHostRegister(address, len(slot), 0))  # pyright: ignore[reportOptionalMemberAccess]
@@ -35,7 +35,7 @@ class SideStream:
                 _log.warning("CUDA does not pin a slot's %d bytes (error %d): saves hold up the step", len(slot), code)
 
     def unpin(self) -> None:
-        """Before the memory is unmapped."""
+        """Unregister all memory. Call it before the memory is unmapped."""
         for address in (address for address, registered in self._pinned.items() if registered):
             code = int(torch.cuda.cudart().cudaHostUnregister(address))  # pyright: ignore[reportOptionalMemberAccess]
             if code:
@@ -43,7 +43,7 @@ class SideStream:
         self._pinned.clear()
 
     def copy(self, rows: Iterable[Row]) -> list[torch.cuda.Event]:
-        """Begin to copy `rows`, behind what their devices were given so far. One event per device, set at the end."""
+        """Begin to copy `rows`, after the work already queued on their devices. Returns one event per device."""
         used: set[torch.device] = set()
         for tensor, place in rows:
             if tensor.device not in used:
@@ -52,7 +52,7 @@ class SideStream:
             with torch.cuda.stream(self._stream(tensor.device)):
                 flat = torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype)
                 flat.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self._stream(tensor.device))  # its memory is not given away before
+            tensor.record_stream(self._stream(tensor.device))  # its memory is not reused before the copy ends
         return [self._stream(device).record_event(torch.cuda.Event()) for device in used]  # pyright: ignore[reportReturnType]
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -62,7 +62,7 @@ class SideStream:
 
 
 def gate(events: Iterable[torch.cuda.Event]) -> None:
-    """What the devices are given from here on waits for `events`; the CPU does not."""
+    """Make the work queued on the devices from now on wait for `events`; the CPU does not wait."""
     for event in events:
         torch.cuda.current_stream(event.device).wait_event(event)
 
@@ -74,5 +74,5 @@ def finish(events: Iterable[torch.cuda.Event]) -> None:
 
 
 def capturing() -> bool:
-    """Is what this thread gives its device now put into a CUDA graph instead?"""
+    """Whether this thread's work for its device is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

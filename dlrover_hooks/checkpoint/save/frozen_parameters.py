@@ -1,10 +1,10 @@
-"""What need not be copied again: frozen parameters (LoRA's base weights) that a slot holds already (facts: 2.H).
+"""Frozen parameters (LoRA's base weights) that a slot holds already and that need not be copied again.
 
 A tensor's version alone is no proof: fused optimizers and writes through `.data` do not raise it. A tensor is left out
-only if it is a parameter that no gradient and no optimizer touches, its address and version are those of when this slot
-was filled, and of each 16 KiB of it 256 bytes, other ones at each save, are what stands in the slot. So a change of
-16 KiB in a row or more is found at once, and one of any byte within `TURNS` saves. The keeper compares the hashes of
-what was left out with those of before.
+only if all of these hold: it is a parameter that no gradient and no optimizer touches; its address and version are
+those of when this slot was filled; and 256 bytes of each 16 KiB of it, different ones at each save, equal those in the
+slot. A change of 16 KiB or more in a row is found at once, a change of any single byte within `TURNS` saves. The keeper
+compares the hashes of what was left out with the previous ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 
 BLOCK_BYTES, _PART_BYTES = 16 << 10, 256
-"""3 % of the time of a copy. 64 bytes of each 4 KiB, for one, take five times as long (measured)."""
+"""3 % of the time of a copy. 64 bytes of each 4 KiB, for example, take five times as long (measured)."""
 TURNS = BLOCK_BYTES // _PART_BYTES
-"""Saves in which every byte of what is left out is compared."""
+"""Number of saves in which every byte of the tensors left out is compared."""
 Mark = tuple[int, int, int]
 """Address, bytes, version."""
 Range = tuple[int, int]
@@ -29,22 +29,22 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Left(NamedTuple):
-    """What a save leaves out because its slot holds it, and what the slot holds once that save is copied."""
+    """What a save leaves out because its slot holds it, and what the slot holds once the save is copied."""
 
     slot: tuple[int, int]
     """Segment, index."""
     recipe: Recipe
     marks: dict[int, Mark]
-    """Of all that is frozen, by place."""
+    """Of all frozen tensors, by place."""
     places: frozenset[int]
     whole: tuple[Range, ...]
-    """The byte ranges that `places` make up."""
+    """The byte ranges covered by `places`."""
 
 
 class Frozen:
     """What each slot holds of frozen tensors. One thread at a time.
 
-    A slot holds nothing from `take` until `filled`: whatever ends a save in between, what it left behind is not used.
+    A slot counts as empty from `take` until `filled`, so the remains of an interrupted save are never used.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Frozen:
         self._turn = 0
 
     def take(self, slot: tuple[int, int], recipe: Recipe, marks: dict[int, Mark]) -> Left:
-        """What need not be copied into `slot` if it is there, as `changed` has to confirm."""
+        """What need not be copied into `slot` because it is there; to be confirmed with `changed`."""
         number, filled = self._slots.pop(slot, (0, {}))
         same = number == recipe.number
         held = [place for place, mark in marks.items() if filled.get(place) == mark] if same else []
@@ -61,7 +61,7 @@ class Frozen:
         return Left(slot, recipe, marks, places, whole)
 
     def changed(self, left: Left, image: memoryview) -> int | None:
-        """A place of those left out whose tensor is not what stands in `image`; None if all seem to be."""
+        """A place of those left out whose tensor differs from `image`; None if no difference is found."""
         self._turn += 1
         at = self._turn % TURNS * _PART_BYTES
         for place in left.places:
@@ -73,11 +73,11 @@ class Frozen:
         return None
 
     def filled(self, left: Left) -> None:
-        """The save that left these out is copied as a whole."""
+        """The save that left these out is copied completely."""
         self._slots[left.slot] = left.recipe.number, left.marks
 
     def forget(self) -> None:
-        """No slot can be relied on."""
+        """Discard what is recorded of all slots."""
         self._slots.clear()
 
 
@@ -86,13 +86,16 @@ def _memory(address: int, nbytes: int) -> Bytes:
 
 
 def _parts(memory: Bytes, at: int) -> tuple[np.ndarray[Any, Any], Bytes]:
-    """Of each block the part at that offset, and all of what is no whole block."""
+    """The part of each block at offset `at`, and all of the incomplete last block."""
     whole = len(memory) // BLOCK_BYTES * BLOCK_BYTES
     return memory[:whole].reshape(-1, BLOCK_BYTES)[:, at : at + _PART_BYTES].view(np.uint64), memory[whole:]
 
 
 def ranges(extents: Sequence[Range]) -> tuple[Range, ...]:
-    """The whole chunks inside neighbouring `extents` (start, stop), which are sorted: only those can be compared."""
+    """The complete chunks inside the sorted `extents` (start, stop), after neighbours are joined.
+
+    Only complete chunks have hashes that can be compared.
+    """
     joined: list[Range] = []
     for start, stop in extents:
         if joined and joined[-1][1] == start:
@@ -104,5 +107,5 @@ def ranges(extents: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def inside(extent: Range, whole: Sequence[Range]) -> bool:
-    """Does `extent` lie in one of the ranges?"""
+    """Whether `extent` is inside one of the ranges."""
     return any(start <= extent[0] and extent[1] <= stop for start, stop in whole)

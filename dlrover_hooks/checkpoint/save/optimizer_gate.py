@@ -1,8 +1,8 @@
-"""The gate of lazy saves: weights wait for the copy, and only they are copied behind the step.
+"""The gate of lazy saves: the optimizer waits for the copy of parameters and optimizer state.
 
-Between a quiet point and the optimizer's step nothing changes parameters and optimizer state; forward and backward may
-run while they are copied. The hook is torch's global one, so it catches every optimizer, also one a framework wraps.
-What changes weights in another way is looked for by `Unchanged`, and the save dropped then.
+Between a step boundary and the optimizer step nothing changes parameters and optimizer state; forward and backward may
+run while they are copied. The hook is torch's global one, so it covers every optimizer, also one that a framework
+wraps. `Unchanged` detects other changes of weights; the save is dropped then.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dlrover_hooks.checkpoint.tensors import torch_backend
 Extent = tuple[int, int]
 """Address and bytes."""
 SAMPLE_BYTES, CELL_BYTES = 64, 1 << 20
-"""So much is looked at of so much. Cells of 64 KiB would take 0.4 ms more of each 500 MB, while a step waits."""
+"""This many bytes of each cell are compared. Cells of 64 KiB would take 0.4 ms more per 500 MB, while a step waits."""
 _version = attrgetter("_version")
 
 
 class OptimizerGate:
-    """Calls `wait` before weights change: ahead of any optimizer's step, or behind its closure where one is passed.
+    """Calls `wait` before weights change: before any optimizer step, or after its closure where one is passed.
 
-    Behind, because with a closure (Lightning, LBFGS) forward and backward run inside of `step`. On whatever thread
-    steps; `close` takes it away.
+    After the closure, because with one (Lightning, LBFGS) forward and backward run inside of `step`. Runs on the thread
+    that steps; `close` removes the hook.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class OptimizerGate:
                      for one in self._optimizers)  # fmt: skip
 
     def extents(self) -> set[Extent]:
-        """Where everything lies that only a step of an optimizer seen so far changes: its parameters and its state."""
+        """Parameters and state of the optimizers seen so far: what only their steps change."""
         return {
             (tensor.data_ptr(), tensor.nbytes)
             for optimizer in self._optimizers
@@ -86,9 +86,9 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 class MemoryHold:
-    """From here to `end`, what would give `memory` back waits first: it is being copied, and would be unmapped.
+    """Until `end`, calls that would free `memory` wait first: it is being copied, and would be unmapped.
 
-    `untyped_storage().resize_(0)` is how FSDP frees parameters. What frees memory in C++ alone is not seen.
+    `untyped_storage().resize_(0)` is how FSDP frees parameters. Memory that is freed in C++ alone is not covered.
     """
 
     _holds: ClassVar[list[MemoryHold]] = []
@@ -122,7 +122,7 @@ class MemoryHold:
         """Return once nothing copies the memory of `value`, a tensor or a storage."""
         try:
             address = (value.untyped_storage() if isinstance(value, torch.Tensor) else value).data_ptr()
-        except RuntimeError:  # sparse, or meta: nothing of it is copied behind a step
+        except RuntimeError:  # sparse, or meta: it is never copied during a step
             return
         for hold in tuple(cls._holds):
             if any(one.data_ptr() == address for one in hold._memory):
@@ -133,7 +133,7 @@ _GIVE_BACK: tuple[tuple[type, str], ...] = (
     *((torch.UntypedStorage, name) for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")),
     *((torch.Tensor, name) for name in ("resize_", "resize_as_")),
 )
-"""What exchanges the bytes under a storage."""
+"""Methods that replace or free the bytes of a storage."""
 
 
 def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,9 +146,9 @@ def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ByteSamples:
-    """Takes a few bytes of each MiB of tensors, and of their copies, at random places. `sizes` in bytes; made once.
+    """Takes a few bytes of each MiB of tensors, and of their copies, at random places. `sizes` in bytes.
 
-    One check at a time: `take`, then `differing`, then `move` ahead of the next. On whatever thread.
+    One check at a time: `take`, then `differing`, then `move` before the next. Any thread.
     """
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int], copier: Copier) -> None:
@@ -162,17 +162,17 @@ class ByteSamples:
         self.move()
 
     def move(self) -> None:
-        """Choose other places. Not left to `take`, which holds up a step."""
+        """Choose other places. Separate from `take`, which delays a step."""
         self._places = (self._chance.random(len(self._room)) * self._room).astype(np.uint64)
         self._froms = self._cells.offsets + self._places
         self._read = self._copier.reader(self._pieces, self._before.ctypes.data, self._froms)
 
     def take(self) -> None:
-        """Remember the bytes there."""
+        """Record the bytes there."""
         self._read()
 
     def differing(self, copies: np.ndarray[Any, Any]) -> int | None:
-        """Index of a tensor whose copy, at that address, has other bytes there than were taken; None if none has."""
+        """Index of a tensor whose copy, at the given address, differs from the bytes taken; None if there is none."""
         froms = copies[self._cells.of] + self._cells.at + self._places
         self._copier.reader(self._pieces, self._after.ctypes.data, froms)()
         different = np.flatnonzero(self._after != self._before)
@@ -184,8 +184,8 @@ class ByteSamples:
 class Traces:
     """Addresses and versions of tensors, which `.data = ` and in-place operations change.
 
-    Those of a device have no other guard. The host does not wait for their copies before it begins a step: so what
-    `changed` finds the first time, ahead of that step, is what counts.
+    Tensors on a device have no other guard. The host does not wait for their copies before it begins a step, so the
+    result of the first `changed`, which runs before that step, is the one that counts.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -193,7 +193,7 @@ class Traces:
         self._asking, self._found = threading.Lock(), list[int | None]()
 
     def changed(self) -> int | None:
-        """Index of a tensor that was changed until this was asked for the first time; None if none was. Any thread."""
+        """Index of a tensor that was changed before the first call of this; None if there is none. Any thread."""
         with self._asking:
             if not self._found:
                 self._found.append(_first_changed(self._tensors, *self._before))
@@ -201,10 +201,10 @@ class Traces:
 
 
 class Unchanged:
-    """Finds out whether tensors were changed while they were being copied.
+    """Detects whether tensors were changed while they were being copied.
 
-    By their addresses and versions, and a few bytes of each MiB: fused kernels, raw pointers and writes to `.data`
-    leave no other trace. A few rows changed in such a way are missed.
+    Compares their addresses and versions, and a few bytes of each MiB: fused kernels, raw pointers and writes to
+    `.data` leave no other trace. A few rows changed in such a way are missed.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], samples: ByteSamples) -> None:
@@ -212,7 +212,7 @@ class Unchanged:
         samples.take()
 
     def changed(self, copies: np.ndarray[Any, Any]) -> int | None:
-        """Index of a tensor whose copy, at that address, may not be what it was; None if all are."""
+        """Index of a tensor whose copy, at the given address, may be wrong; None if there is none."""
         index = _first_changed(self._tensors, self._samples.addresses, self._versions)
         if index is None:
             index = self._samples.differing(copies)
@@ -230,5 +230,5 @@ def _first_changed(tensors: Sequence[torch.Tensor], addresses: Sequence[int], ve
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     try:
         return list(map(_version, tensors))
-    except RuntimeError:  # those made in inference mode have none
+    except RuntimeError:  # tensors made in inference mode have none
         return [0 if one.is_inference() else one._version for one in tensors]

@@ -1,7 +1,7 @@
-"""Whether a save is made at once (eager) or behind the next forward and backward (lazy). Pure: times in, words out.
+"""Whether a save is made at once (eager) or overlapped with the next forward and backward (lazy). Pure.
 
-`auto` begins eager and measures: what counts is how long a step with a save took, not how long the save blocked. With
-an idle core lazy costs a hundredth of the copy, with all cores busy it gains nothing (measured), so nobody can know.
+`auto` begins eager and measures how long a step with a save takes, not how long the save blocks. With an idle core lazy
+costs a hundredth of the copy; with all cores busy it gains nothing (measured). So the better choice has to be measured.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import statistics
 
 EAGER, LAZY, AUTO = "eager", "lazy", "auto"
 WARM_UP = 3
-"""Saves that are not counted: the first ones meet cold memory."""
+"""Saves that are not counted: the first ones write to memory that was never touched."""
 PAIRS, MOST_PAIRS = 20, 60
-"""A trial ends at the first clear answer after PAIRS; without one after MOST_PAIRS nothing changes."""
+"""A trial ends at the first clear answer after PAIRS; without one after MOST_PAIRS the choice stays."""
 RETRY = 1000
-"""Saves after which a choice is tried again: clusters and batch sizes change."""
+"""Number of saves after which a choice is tested again: clusters and batch sizes change."""
 MARGIN = 0.01
-"""So much of a step must be gained to change a choice that was made before (hysteresis)."""
+"""The share of a step that must be gained to change an earlier choice (hysteresis)."""
 _SURE = 0.95
 
 
 class Mode:
-    """The choice of one rank. `chosen` is in force between trials."""
+    """The choice of one rank. `chosen` applies between trials."""
 
     def __init__(self, wanted: str = AUTO) -> None:
         self.wanted, self.chosen = wanted, LAZY if wanted == LAZY else EAGER
@@ -39,7 +39,7 @@ class Mode:
         return not self._tried and self._saves >= 0
 
     def next(self) -> str:
-        """How the next save is made. In a trial: eager, lazy, lazy, eager and so on, so that a drift weighs on both."""
+        """How the next save is made. Trials alternate eager, lazy, lazy, eager: so a drift affects both equally."""
         self._last = (EAGER, LAZY, LAZY, EAGER)[self._saves % 4] if self.trying else self.chosen
         if self._forbidden:
             self._last = EAGER
@@ -49,7 +49,7 @@ class Mode:
         return self._last
 
     def took(self, seconds: float) -> str | None:
-        """The step with the last save took so long. A line to say if that settled the trial."""
+        """The step with the last save took `seconds`. Returns a line to log if that decided the trial."""
         if not self.trying or self._forbidden:
             return None
         if self._half is None or self._half[0] == self._last:
@@ -61,7 +61,7 @@ class Mode:
         return self._settle() if len(self._pairs) >= PAIRS else None
 
     def forbid(self, reason: str) -> str | None:
-        """Lazy saves would be wrong here. A line to say, the first time."""
+        """Disable lazy saves, because they would be wrong here. Returns a line to log, the first time."""
         if self._forbidden:
             return None
         self._forbidden, self.chosen = reason, EAGER
@@ -93,7 +93,7 @@ class Mode:
 
 
 def _bounds(values: list[float]) -> tuple[float, float]:
-    """One-sided 95 % bounds of the median of sorted `values`, from the binomial law of the ranks (sign test)."""
+    """One-sided 95 % bounds of the median of sorted `values`, from the binomial distribution of ranks (sign test)."""
     count, below, rank = len(values), 0.0, 0
     while below < _SURE:
         below += math.comb(count, rank) / 2**count

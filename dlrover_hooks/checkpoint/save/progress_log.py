@@ -1,4 +1,4 @@
-"""What a worker's log says of long writes: one line now and then, one at the end; and of its keeper's troubles."""
+"""Worker log lines about long writes (occasional progress, one at the end) and about problems of the keeper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger("dlrover_hooks")
 
 
 def say(job: str, url: str, notice: Storing | Persisted) -> None:
-    """Log how far a write is, or how it went if it was large or long. Any thread."""
+    """Log the progress of a write, or its result if it was large or long. Any thread."""
     step, seconds = notice.generation.step, notice.seconds
     if isinstance(notice, Storing):
         done, speed = readable(notice.done_bytes), readable(notice.done_bytes / seconds)
@@ -23,7 +23,7 @@ def say(job: str, url: str, notice: Storing | Persisted) -> None:
 
 
 def warn(job: str, rank: int, notice: Unreplicated | Space | Damaged) -> None:
-    """Log what the keeper has to say. Any thread."""
+    """Log a keeper's warning. Any thread."""
     if isinstance(notice, Space):
         hint = f" HINT: {notice.hint}" if notice.hint else ""
         _log.log(logging.WARNING if notice.tight else logging.INFO, "job %s: %s%s", job, notice.line, hint)

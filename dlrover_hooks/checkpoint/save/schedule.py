@@ -1,4 +1,4 @@
-"""When to save and when to make durable. Pure: from the same cadence and saves every rank comes to the same answer."""
+"""When to save and when to persist. Pure: the same cadence and saves give the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dlrover_hooks.protocol import Cadence, Generation
 
 
 def save_due(cadence: Cadence, step: int) -> bool:
-    """True if `step` is to be saved. While the master knows no step time: 1, 2, 4, 8, ... steps after `begun_step`."""
+    """True if `step` is to be saved. Until the master has a step time: 1, 2, 4, 8, ... steps after `begun_step`."""
     done = step - cadence.begun_step
     if done < 1:
         return False
@@ -16,10 +16,10 @@ def save_due(cadence: Cadence, step: int) -> bool:
 
 
 class Durable:
-    """Picks the generation to make durable: the first saved one at or after `Cadence.persist_from`.
+    """Picks the generation to persist: the first saved one at or after `Cadence.persist_from`.
 
-    Ranks hear of `persist_from` at different moments but all pick the same generation, because the choice depends on
-    the saved steps alone. Heard too late, the slot is gone, the rank votes FAILED and the master asks anew.
+    Ranks receive `persist_from` at different moments but pick the same generation, because the choice depends on the
+    saved steps alone. If it arrives too late, the slot was overwritten, the rank votes FAILED and the master retries.
     """
 
     def __init__(self, remember: int = 16) -> None:
@@ -30,7 +30,7 @@ class Durable:
         self._saved.append(generation)
 
     def due(self, cadence: Cadence) -> Generation | None:
-        """The generation to persist now, named once per `persist_from`; None if nothing is due or saved yet."""
+        """The generation to persist now, returned once per `persist_from`; None if nothing is due or saved yet."""
         start = cadence.persist_from
         if start is None or start == self._served:
             return None
@@ -41,9 +41,10 @@ class Durable:
 
 
 class Passing:
-    """How far a rank has come: `step` is `Vote.passed`. A save is a promise of a vote, until it is voted for.
+    """The progress of a rank. `step` is `Vote.passed`. Each save is expected to be voted for.
 
-    One that was never hashed, because its keeper died or its copy failed, is forgotten once newer ones fill all slots.
+    A save that was never hashed, because the keeper died or its copy failed, is forgotten once newer ones fill all
+    slots.
     """
 
     def __init__(self, slots: int = 3) -> None:
@@ -53,28 +54,28 @@ class Passing:
 
     @property
     def step(self) -> int:
-        """Of older steps no further one will be voted for."""
+        """No further vote follows for steps before this one."""
         return min((step for step in self._saved if step not in self._voted), default=self._newest + 1)
 
     def saved(self, step: int) -> None:
-        """Its vote is to come; it may have come already."""
+        """Its vote will follow, or has been sent already."""
         if not self._saved or step > self._saved[-1]:
             self._newest = max(self._newest, step)
             self._saved.append(step)
             self._voted &= set(self._saved)
 
     def skipped(self, step: int) -> None:
-        """There will be no vote for it."""
+        """No vote will follow for it."""
         self._newest = max(self._newest, step)
 
     def voted(self, step: int) -> None:
-        """The vote for it is on its way, before any that says how far the rank has come by now."""
+        """Its vote is being sent, before any vote that reports this newer progress."""
         self.saved(step)
         self._voted.add(step)
 
 
 class StepPace:
-    """How long optimizer steps take, from the moments at which they were over."""
+    """The duration of optimizer steps, from the moments at which they ended."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
@@ -82,7 +83,7 @@ class StepPace:
         self._last: tuple[int, float] | None = None
 
     def at(self, step: int, now: float) -> float | None:
-        """`step` is over at `now`: how long it took, if the one before it was seen. Again for the same step: None."""
+        """`step` ended at `now`. Returns its duration if the previous step was seen; None if `step` is repeated."""
         last, seconds = self._last, None
         if last is None or step != last[0]:
             self._last = (step, now)

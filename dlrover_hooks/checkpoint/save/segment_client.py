@@ -1,6 +1,6 @@
-"""A trainer's memory at its keeper: asked for, mapped and populated on a thread, ahead of the save. No torch.
+"""A trainer's memory at its keeper: requested, mapped and populated on a thread, before the save. No torch.
 
-New memory costs 130 ms per GB in the keeper and as much here; a save that finds it ready pays nothing of that.
+New memory costs 130 ms per GB in the keeper and as much here; a save that finds it ready does not wait for that.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, Arena
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
 
 PREPARE_WAIT_S = 1.0
-"""A save waits at most so long for memory that is under way; then it is skipped, and counted."""
+"""A save waits at most this long for memory that is being prepared; then it is skipped and counted."""
 SPARE_BYTES = 64 << 10
-"""So that a header may grow without a new segment. Who asks for nothing gets so much: it is there for notes."""
+"""Allows a header to grow without a new segment. A request for 0 bytes gets this much, for notes."""
 _ALLOCATE_S = 300.0
 _log = logging.getLogger(__name__)
 
 
 class Room:
-    """The arena of one seat. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
+    """The segment of one worker. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
 
-    `allocated(reply)` is called on the helper thread, before the memory is handed out; `closing()` on the training
-    thread, before some is unmapped.
+    `allocated(reply)` is called on the helper thread, before the memory is used; `closing()` on the training thread,
+    before memory is unmapped.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Room:
         self._changed = threading.Condition(self._lock)
         self._arena: Arena | None = None
         self._next: Arena | None = None
-        """Made ready, but not taken yet."""
+        """Ready, but not in use yet."""
         self._stale: list[Arena] = []
         """Made by keepers that are gone; not closed yet."""
         self._notes: dict[int, tuple[bytes, bytes]] = {}
@@ -53,18 +53,18 @@ class Room:
 
     @property
     def ready(self) -> bool:
-        """The memory that was asked for last is there: a save of that size does not wait for any."""
+        """The memory requested last is ready: a save of that size does not wait."""
         with self._changed:
             return self._fits(self._wanted)
 
     def prepare(self, nbytes: int) -> None:
-        """Have slots of `nbytes` made ready in the background; those that are there stay until then. Never blocks."""
+        """Prepare slots of `nbytes` in the background; the present ones stay until then. Never blocks."""
         with self._changed:
             self._wanted = nbytes
             self._see_to_it()
 
     def expect(self, note_bytes: int) -> None:
-        """Have room for notes of `note_bytes`, from the next memory on; none is left that is too long. Never blocks."""
+        """Reserve space for notes of `note_bytes` in the next segment; longer notes are not written. Never blocks."""
         with self._changed:
             self._note_bytes = max(self._note_bytes, note_bytes)
             self._see_to_it()
@@ -79,21 +79,21 @@ class Room:
         except RuntimeError as error:
             self._error = KeeperAway(f"no thread can be started that asks for memory: {error}")
         else:
-            self._helper = helper  # which waits for this lock before it says that it has ended
+            self._helper = helper  # it needs this lock before it can reset `_helper`
 
     def take(self, nbytes: int) -> Arena:
-        """The arena, its slots of at least `nbytes`. If it is another one than before, that one is closed.
+        """The segment, with slots of at least `nbytes`. If it is a new one, the previous one is closed.
 
         Raises:
             CheckpointError: the memory is being prepared, and was not ready within `PREPARE_WAIT_S`.
-            KeeperAway: there is no keeper, or it has no memory for it.
-            UsageError: another process has the seat.
+            KeeperAway: there is no keeper, or it has not enough memory.
+            UsageError: another process is registered for this worker.
         """
         with self._changed:
             if not self._fits(nbytes):
                 self._await(nbytes)
                 if self._arena is not None and self._helper is None and self._error is not None:
-                    self._stale.append(self._arena)  # not enough memory beside it: its slots may be given up
+                    self._stale.append(self._arena)  # both do not fit into memory: give up the old one
                     self._arena = None
                     self._switch()
                     self._await(nbytes)
@@ -109,11 +109,9 @@ class Room:
         self._changed.wait_for(lambda: self._helper is None or self._fits(nbytes), PREPARE_WAIT_S)
 
     def note(self, place: int, data: bytes, body: bytes) -> None:
-        """Leave the note `data + body` in the memory that there is, and in what comes later.
+        """Write the note `data + body` into the present memory, and into later segments. Any thread, but one at a time.
 
-        Where there is none, it is asked for.
-
-        Any thread, but one at a time.
+        Without memory, some is requested.
         """
         with self._lock:
             self._notes[place] = data, body
@@ -124,14 +122,14 @@ class Room:
                 self._see_to_it()
 
     def lose(self) -> None:
-        """The keeper is gone, and what it made is of no use. Any thread."""
+        """The keeper is gone, and its memory is unusable. Any thread."""
         with self._changed:
             self._lives += 1
             self._stale += [arena for arena in (self._arena, self._next) if arena is not None]
             self._arena = self._next = None
 
     def close(self) -> None:
-        """Unmap, and end the thread; the line is closed already. Idempotent."""
+        """Unmap, and end the thread. The connection must be closed already. Idempotent."""
         with self._changed:
             self._closed, helper = True, self._helper
         if helper is not None:
@@ -145,12 +143,12 @@ class Room:
         return arena is not None and arena.slot_bytes >= nbytes and self._line.seated
 
     def _serves(self) -> bool:
-        """All that is wanted is there."""
+        """Everything requested is there."""
         arena = self._next or self._arena
         return arena is not None and arena.serves(self._wanted, self._note_bytes) and self._line.seated
 
     def _switch(self) -> None:
-        """Use what was made ready, and close the rest. Training thread: it alone knows that no copy goes on."""
+        """Use the prepared memory and close the rest. Only on the training thread, where no copy can be in progress."""
         if self._next is not None:
             self._stale += [self._arena] if self._arena is not None else []
             self._arena, self._next = self._next, None
@@ -168,7 +166,7 @@ class Room:
             error = raised
         except OSError as raised:
             error = KeeperAway(f"the memory cannot be mapped: {raised}")
-        except Exception as raised:  # told by the next save; this thread must not end without a word
+        except Exception as raised:  # raised by the next save; this thread must not fail silently
             _log.exception("the memory for saves could not be prepared")
             error = CheckpointError(f"the memory could not be prepared: {type(raised).__name__}: {raised}")
         with self._changed:
@@ -176,12 +174,12 @@ class Room:
             self._changed.notify_all()
 
     def _make(self) -> bool:
-        """Get what is wanted now; True if more is wanted by then."""
+        """Get what is requested now; True if more has been requested since."""
         link = self._line.seat()
         with self._changed:
             lives, wanted, note_bytes = self._lives, self._wanted, self._note_bytes
             gives = self._arena is None and self._next is None and not self._stale
-            if self._serves():  # only the seat was to be taken
+            if self._serves():  # only the registration was missing
                 return False
         size = wanted + max(wanted // 64, SPARE_BYTES)
         reply, fd = link.call(
@@ -201,7 +199,7 @@ class Room:
             old = [one for one in (self._arena, *self._stale) if one is not None and one.number != arena.number]
             for place, note in self._notes.items():
                 arena.note(place, *note)
-                for one in old:  # it may be read for a while yet
+                for one in old:  # it may still be read for a while
                     one.note(place, b"")
             self._changed.notify_all()
             return not arena.serves(self._wanted, self._note_bytes)

@@ -1,6 +1,7 @@
-"""A lone image: what is the same on all ranks, saved as that of a world of one, so that every rank can go on with it.
+"""A single-rank image: the state that is the same on all ranks, saved as that of a world of one.
 
-It is made when a round breaks, by each survivor, of its last quiet point. No vote is needed: one of them is enough.
+Every rank can continue from it. When a round breaks, each survivor makes one of its last step boundary. It needs no
+votes: one such image is enough.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ WHOSE = (0, 1)
 
 
 class Lone:
-    """Waits for the hash of a lone image. `want` and `wait` on the training thread, `takes` on any."""
+    """Waits for the hash of a single-rank image. `want` and `wait` on the training thread, `takes` on any."""
 
     def __init__(self) -> None:
         self._wanted: Generation | None = None
         self._hashed = threading.Event()
 
     def want(self, generation: Generation) -> None:
-        """It is about to be saved."""
+        """`generation` is about to be saved."""
         self._hashed.clear()
         self._wanted = generation
 
     def takes(self, notice: Notice) -> bool:
-        """Is `notice` the hash that is waited for? Nobody else is to hear of it."""
+        """Whether `notice` is the awaited hash. It is then not passed on."""
         if not isinstance(notice, Hashed) or notice.generation != self._wanted:
             return False
         mine = (notice.rank, notice.world_size) == WHOSE
@@ -36,5 +37,5 @@ class Lone:
         return mine
 
     def wait(self, within_s: float) -> bool:
-        """True once the keeper has hashed it."""
+        """True once the keeper has hashed the image."""
         return self._hashed.wait(within_s)

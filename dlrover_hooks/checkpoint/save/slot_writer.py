@@ -1,4 +1,4 @@
-"""How a save gets into a slot. Plain arrays at once; torch's tensors also behind the step (`lazy`). No torch here."""
+"""Writes a save into a slot. Plain arrays at once; torch tensors also overlapped with the step (`lazy`). No torch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from dlrover_hooks.protocol import Generation
 
 
 class Changed(CheckpointError):
-    """The tensors, or the state beside them, are no longer what the recipe takes them for: lay them out anew."""
+    """The tensors or the other state no longer match the recipe: lay out the image again."""
 
 
 class Shot(NamedTuple):
-    """One save, laid out. `found`: where its tensors lie now."""
+    """One save, laid out. `found`: the current addresses of its tensors."""
 
     generation: Generation
     recipe: Recipe
     header: Iterable[bytes]
-    """To be gone through once, see `Recipe.header`."""
+    """Can be iterated once, see `Recipe.header`."""
     found: Sources
     holds: Callable[[], bool] | None = None
-    """Still to be asked before a copy counts: are the tensors what the recipe takes them for?"""
+    """To be called before a copy counts: whether the tensors still match the recipe."""
 
     def extent(self, place: int) -> tuple[int, int]:
-        """Address and bytes of what goes to a place."""
+        """Address and bytes of the tensor for a place."""
         address = int(self.found.addresses[place]) or self.found.on_device[place].data_ptr()
         return address, self.recipe.places[place][1]
 
 
 class SlotTarget(NamedTuple):
-    """A slot that was begun. `publish(unchanged)` says that it is whole; any thread.
+    """A slot that is being written. `publish(unchanged)` marks it as complete; any thread.
 
-    `view`: the bytes of the image; `room`: all that the slot has.
+    `view`: the bytes of the image; `room`: all bytes of the slot.
     """
 
     segment: int
@@ -63,11 +63,11 @@ class Writer:
         self.copier = Copier()
 
     def chooses_lazy(self) -> bool:
-        """A step follows the next save: is it to be made behind it?"""
+        """Whether the next save, which a step follows, is to be overlapped with that step."""
         return False
 
     def write(self, shot: Shot, target: SlotTarget, *, lazy: bool) -> None:
-        """Fill `target` with `shot` and publish it, behind the step if `lazy`.
+        """Fill `target` with `shot` and publish it; overlapped with the step if `lazy`.
 
         Raises:
             HooksError, OSError: from `publish`.
@@ -77,7 +77,7 @@ class Writer:
         target.publish(())
 
     def fill(self, shot: Shot, target: SlotTarget, places: Sequence[int], *, alone: bool = False) -> None:
-        """Copy what goes to `places` (sorted). `alone`: by this thread only, after `prove`; else `prove` meanwhile."""
+        """Copy the tensors of `places` (sorted). `alone`: on this thread only, after `prove`; else during `prove`."""
         sources = shot.found.addresses
         some = sources if len(places) == len(sources) else sources[np.asarray(places, np.intp)]
         where = shot.recipe.pieces(places), place_of(target.view), some
@@ -88,7 +88,7 @@ class Writer:
             self.copier.fill(*where, lambda: self.prove(shot, target))
 
     def prove(self, shot: Shot, target: SlotTarget) -> None:
-        """Write the header and ask whether the tensors are what it says. Raises Changed."""
+        """Write the header and check that the tensors match it. Raises Changed."""
         try:
             target.head(shot)
         except Outgrown:
@@ -97,24 +97,24 @@ class Writer:
             raise Changed(f"{shot.generation} was not saved: a tensor has another form", hint="the next one is saved")
 
     def seldom(self, tensors: Mapping[str, Any]) -> Collection[str]:
-        """Names of those that will not be copied at every save."""
+        """Names of the tensors that will not be copied at every save."""
         del tensors
         return ()
 
     def took(self, seconds: float) -> None:
-        """The step that began with the last save took so long."""
+        """The step that began with the last save took `seconds`."""
 
     def wait(self) -> None:
-        """Return when nothing is being copied."""
+        """Return when no copy is in progress."""
 
     def check(self) -> None:
-        """Before a slot is chosen. Raises CheckpointError while a copy that was given up still writes."""
+        """To be called before a slot is chosen. Raises CheckpointError while an abandoned copy still writes."""
 
     def unmapped(self) -> None:
         """Memory of slots is about to be unmapped."""
 
     def damaged(self) -> None:
-        """A slot does not hold what it was filled with."""
+        """A slot does not hold what was written to it."""
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,8 +1,8 @@
-"""Copies of whole state trees, for files that are written behind the step.
+"""Copies of entire state trees, for files that are written overlapped with the steps.
 
-Tensors are copied by storage, as torch's own files hold them: what shares memory shares it in the copy, strides and
-views stay. Plain threads copy (`Copier`), into memory that is touched before and used again. Everything else in the
-tree is deep-copied, so that nothing in the copy changes with the training.
+Tensors are copied by storage, as torch's own files hold them: tensors that share memory share it in the copy too, and
+strides and views stay. Plain threads copy (`Copier`) into memory that is populated beforehand and reused. Everything
+else in the tree is deep-copied, so that training changes nothing in the copy.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _WAIT_S = 600.0
 
 
 class Copies:
-    """At most `count` copies at a time; their memory is used again once nothing refers to a copy any more.
+    """At most `count` copies at a time; their memory is reused once nothing refers to a copy any more.
 
-    The memory grows to the greatest tree seen and is not inherited by forked processes. `take` is called on one thread;
-    a copy may be dropped on any.
+    The memory grows to the size of the largest tree seen and is not inherited by forked processes. `take` is called on
+    one thread; a copy may be dropped on any.
     """
 
     def __init__(self, count: int = 2, *, copier: Copier | None = None) -> None:
@@ -67,7 +67,7 @@ class Copies:
         raise UnsupportedState(f"the state cannot be copied: {reason}", hint="keep such an object out of the state")
 
     def close(self) -> None:
-        """Give the memory back, as soon as the copies are dropped."""
+        """Free the memory as soon as the copies are dropped."""
         self._regions.clear()
 
     def _told(self) -> None:
@@ -77,7 +77,7 @@ class Copies:
             self._dropped.notify_all()
 
     def _free(self, nbytes: int, timeout_s: float) -> _StagingMemory:
-        """A region that nobody uses, the one that fits best; a new one if there may be one more."""
+        """The largest unused region, replaced if it is too small; a new one while there are fewer than `count`."""
         with self._dropped:
             free = self._dropped.wait_for(self._choice, timeout_s)
         if free is None:
@@ -100,7 +100,7 @@ class Copies:
 
 
 class _StagingMemory:
-    """Private memory, touched before use; lent out to one copy at a time."""
+    """Private memory, populated before use; used by one copy at a time."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -109,7 +109,7 @@ class _StagingMemory:
         if nbytes:
             self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, _POPULATE_WRITE):
-                with contextlib.suppress(OSError):  # an older kernel: pages are touched by the copy
+                with contextlib.suppress(OSError):  # an older kernel: the copy touches the pages itself
                     self._memory.madvise(advice)
 
     @property
@@ -117,14 +117,14 @@ class _StagingMemory:
         return self._borrower is not None and self._borrower() is not None
 
     def lend(self, told: Any) -> np.ndarray[Any, Any]:
-        """All of it. `told()` runs when the last view of it is gone, on whatever thread that is."""
+        """All of the memory. `told()` runs on any thread when the last view of it is gone."""
         view = np.frombuffer(self._memory, np.uint8)
         self._borrower = weakref.ref(view, lambda _: told())
         return view
 
 
 class _Places:
-    """Where each storage goes: one place for each, however many tensors look into it."""
+    """The place of each storage: one per storage, however many tensors share it."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -154,7 +154,7 @@ class _Places:
         copier.copy(moves)
 
     def copied(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """The copy of what `tensor` looks into."""
+        """The copy of `tensor`'s storage."""
         return self._made[tensor.device, tensor.untyped_storage().data_ptr()]
 
 
@@ -173,7 +173,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What a DTensor, or another wrapper, holds; the tensor itself if it is none."""
+    """The tensors inside a DTensor or another wrapper; the tensor itself if it is no wrapper."""
     if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
         return (tensor,)
     names, _ = tensor.__tensor_flatten__()

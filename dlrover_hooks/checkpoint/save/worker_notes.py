@@ -1,4 +1,4 @@
-"""What a trainer leaves to who goes on for it, beside its images: it outlives the process. No torch."""
+"""Small notes that a trainer leaves for its successor, besides its images. They outlive the process. No torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dlrover_hooks.errors import KeeperAway
 
 
 class Notes:
-    """One trainer's way to leave them, and to read those of its node."""
+    """Writes one trainer's notes, and reads all notes of its node."""
 
     def __init__(self, line: KeeperClient, room: Room) -> None:
         self._line, self._room = line, room
 
     def leave(self, place: int, data: bytes, body: bytes = b"") -> None:
-        """Put the note `data + body` at `place`. Nothing while there is no memory yet. As `Room.note`.
+        """Put the note `data + body` at `place`. As `Room.note`: it is written once there is memory.
 
-        A body that is the same object as the one before it there costs nothing.
+        A body that is the same object as the previous one at that place is not written again.
         """
         self._room.note(place, data, body)
 
     def expect(self, nbytes: int) -> None:
-        """So much of a note is beside random states: have memory for that. As `Room.prepare`."""
+        """Prepare memory for notes with `nbytes` besides the random states. As `Room.prepare`."""
         self._room.expect(NOTE_BYTES + nbytes)
 
     def recall(self) -> tuple[bytes, ...]:
-        """All that lie in this node's memory, of all seats; none where there is no keeper. Any thread."""
+        """All notes in this node's memory, of all workers; none if there is no keeper. Any thread."""
         try:
             return self._line.ask(lambda ref: keeper_messages.Recall(ref=ref))[0].notes
         except KeeperAway:

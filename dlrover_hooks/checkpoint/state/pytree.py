@@ -1,8 +1,8 @@
-"""Python state as tagged JSON plus named tensors: what makes checkpoints pickle-free (DL-90).
+"""Python state as tagged JSON plus named tensors, so that checkpoints need no pickle.
 
-Plain JSON where that is exact; otherwise a one-key object whose key is a tag: `{"$tuple": [...]}`. User keys that begin
-with `$` get a second one. Tensors (torch) and arrays (numpy) are left out and named by their dotted path, such as
-`state.optimizer_states.0.state.12.exp_avg`. Torch is used only if the caller has it loaded already.
+Values that JSON stores exactly are plain JSON. Others are an object with one key, a tag: `{"$tuple": [...]}`. User keys
+that begin with `$` get a second one. Tensors (torch) and arrays (numpy) are kept apart and named by their dotted path,
+such as `state.optimizer_states.0.state.12.exp_avg`. Torch is used only if the caller has loaded it already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARRAY_KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "u
     "complex64",
 }
 _BROKEN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What decoding raises on a damaged skeleton; too deep nesting is a RuntimeError."""
+"""Exceptions of decoding a damaged skeleton; nesting that is too deep is a RuntimeError."""
 _FACTORIES: dict[str, Any] = {one.__name__: one for one in (bool, int, float, str, list, dict, set, tuple)}
 _EXACT = {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset}
 _log = logging.getLogger("dlrover_hooks")
@@ -52,16 +52,16 @@ class Flat(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A dict of nothing but torch tensors, or of such dicts, as it was written before: its names, its JSON."""
+    """The encoding of a dict of nothing but torch tensors, or of such dicts, at an earlier save."""
 
     form: tuple[Any, ...]
-    """Its type, its keys, and those of the dicts in it, one after the other, with how many each has."""
+    """Its type, its keys, and for nested dicts all their keys in order and their lengths."""
     names: list[str]
     json: msgspec.Raw
 
 
 Memo = dict[str, Known]
-"""By path. A model's `state_dict` looks the same at every save: with a memo it costs a comparison of its keys."""
+"""By path. A model's `state_dict` looks the same at every save: with a memo only its keys are compared."""
 
 
 def flatten(
@@ -69,8 +69,8 @@ def flatten(
 ) -> Flat:
     """Split `tree` into JSON and tensors whose names begin with `where`.
 
-    `on_unsupported(path, object)` may return something supported in the place of what is not, or raise. `memo` is kept
-    by the caller from one save to the next.
+    `on_unsupported(path, object)` may return a supported replacement, or raise. The caller keeps `memo` from one save
+    to the next.
 
     Raises:
         UnsupportedState: names the full path and the type of what cannot be saved.
@@ -85,15 +85,15 @@ def flatten(
 def _json(encoded: Any) -> bytes:
     try:
         return msgspec.json.encode(encoded)
-    except UnicodeEncodeError:  # half a surrogate pair, as in names of files that are not UTF-8: msgspec has none
+    except UnicodeEncodeError:  # msgspec refuses lone surrogates, as in file names that are not UTF-8
         return json.dumps(encoded, separators=(",", ":"), default=lambda raw: json.loads(bytes(raw))).encode()
 
 
 def unflatten(skeleton: bytes | msgspec.Raw, tensors: Mapping[str, Any]) -> Any:
-    """The tree again. `tensors` are put in as they are; arrays become numpy arrays on the same memory.
+    """Rebuild the tree. `tensors` are inserted as they are; arrays become numpy arrays on the same memory.
 
     Raises:
-        Corrupt: the skeleton is damaged or a tensor it names is not there.
+        Corrupt: the skeleton is damaged or a tensor that it names is missing.
     """
     try:
         return _decode(json.loads(bytes(skeleton)), tensors)
@@ -151,7 +151,7 @@ class _Writer:
                 tag = "$set" if isinstance(value, set) else "$frozenset"
                 return {tag: [self.encode(item, f"{path}.{i}") for i, item in enumerate(items)]}
             if set(map(type, value)) == {int} and min(value) >= -_PLAIN_INT and max(value) <= _PLAIN_INT:
-                items = list(value)  # the parameters of a group are many
+                items = list(value)  # a parameter group has many
             else:
                 items = [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
@@ -175,7 +175,9 @@ class _Writer:
         return {"$dict": self._pairs(value, path)}
 
     def _leaves(self, value: dict[Any, Any]) -> _Leaves | None:
-        """The tensors of a dict that holds nothing else, or nothing but such dicts (an optimizer's state)."""
+        """The tensors of a dict with no other values, or with only such dicts as values (optimizer state), if it is
+        one.
+        """
         kinds = set(map(type, value.values()))
         if self._plain.issuperset(kinds):
             return _Leaves((type(value), list(value)), list(value.values()))
@@ -188,7 +190,7 @@ class _Writer:
         return _Leaves((type(value), list(value), *inner), tensors)
 
     def _known(self, value: dict[Any, Any], path: str, leaves: _Leaves) -> Any:
-        """`_dict`, remembered: of the same form as the last time at this path, it is written the same."""
+        """As `_dict`, but reuses the encoding if the dict has the same form as before at this path."""
         assert self._memo is not None
         known = self._memo.get(path)
         if known is None or known.form != leaves.form or not self._free(known.names):
@@ -249,7 +251,7 @@ class _Writer:
         return {"$inline": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
 
     def _tied(self, tensor: Any) -> str | None:
-        """The name of a tensor before that is the very same memory, read the same way."""
+        """The name of an earlier tensor with the same memory, type and layout."""
         while self._unseen:
             name = self._unseen.pop()
             self._at.setdefault(_address(self.tensors[name]), []).append(name)
@@ -271,7 +273,7 @@ class _Writer:
 
     def _unsupported(self, value: Any, path: str, hint: str = _HINT) -> Any:
         if self._on_unsupported is not None:
-            ask, self._on_unsupported = self._on_unsupported, None  # its answer has to be supported itself
+            ask, self._on_unsupported = self._on_unsupported, None  # the replacement itself must be supported
             try:
                 return self.encode(ask(path, value), path)
             finally:
@@ -282,7 +284,7 @@ class _Writer:
 
 @functools.cache
 def _narrowed(kind: type, path: str) -> None:
-    """Say once that not all of an object is kept: without its class nobody can make it."""
+    """Warn once that an object loses its class, because classes are not stored."""
     if kind is defaultdict:
         _log.warning("%s is a defaultdict whose factory cannot be saved: it comes back without one", path)
     else:
@@ -291,7 +293,7 @@ def _narrowed(kind: type, path: str) -> None:
 
 
 def _address(tensor: Any) -> int:
-    """Where the bytes of a torch tensor begin; 0 if there are none, or no one place (sparse tensors)."""
+    """Address of the first byte of a torch tensor; 0 if it has no bytes, or several buffers (sparse tensors)."""
     try:
         return getattr(tensor, "_local_tensor", tensor).data_ptr()
     except (RuntimeError, AttributeError):
@@ -299,7 +301,7 @@ def _address(tensor: Any) -> int:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Do two tensors that begin at one address have the same type, shape, layout and sign?"""
+    """Whether two tensors that begin at one address have the same type, shape, layout and sign."""
     return _way(one) == _way(other)
 
 
@@ -361,7 +363,7 @@ def _device(name: str) -> Any:
 
 
 _KIND = re.compile(r"[<>|][a-zA-Z]\d+(\[\w+\])?")
-"""What `dtype.str` gives. NumPy also reads aliases, some of them with a warning: those are in no file of ours."""
+"""The form of `dtype.str`. NumPy also reads aliases, some with a warning; our files contain none."""
 
 
 def _numbers(kind: str, data: str) -> np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
-"""Reads the header of a safetensors image, which may come from anybody: refused as Corrupt before it can do harm.
+"""Reads the header of an untrusted safetensors image. Bad ones raise Corrupt before they can do harm.
 
-Nothing is allocated for what a header claims before it was compared with the bytes that are really there; the tensors
-fill the payload without holes or overlaps, as the format demands. Pure: no I/O, no torch.
+No memory is allocated for sizes that a header claims before they are compared with the bytes present. The tensors must
+fill the payload without gaps or overlaps, as the format demands. Pure: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _BROKEN = (struct.error, ValueError, LookupError, TypeError, AttributeError, Rec
 
 
 class WholeTensor(Message, frozen=True):
-    """What a tensor is as a whole, where the table tells only what lies here.
+    """Full shape and dtype of a tensor if the image holds only a part or another representation of it.
 
-    A shard (`sharded`) is written to files once: not by ranks whose shard is a `copy` of another's. complex128, which
-    safetensors lacks, lies as F64 with a trailing dimension of 2; `dtype` is "C128" then.
+    A shard (`sharded`) is written to files once: not by ranks whose shard is a `copy` of another rank's. complex128,
+    which safetensors lacks, is stored as F64 with a trailing dimension of 2; its `dtype` here is "C128".
     """
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class WholeTensor(Message, frozen=True):
 
 
 class Inside(Message, frozen=True):
-    """What the image says of itself, in its metadata. `skeletons`: tagged JSON by part (see `tree`)."""
+    """dlrover_hooks' own metadata of an image. `skeletons`: tagged JSON by part (see `pytree`)."""
 
     generation: Generation
     rank: int
@@ -68,15 +68,15 @@ class Header(NamedTuple):
     total_bytes: int
 
     def inside(self) -> Inside:
-        """What dlrover_hooks wrote into the metadata. Raises Corrupt if it is not there or not readable."""
+        """The metadata that dlrover_hooks wrote. Raises Corrupt if it is missing or unreadable."""
         return _decoded(self.metadata, OURS, Inside)
 
     def wholes(self) -> dict[str, WholeTensor]:
-        """By name, the tensors of which the table tells only a part, those without a shard here too. Raises Corrupt."""
+        """By name, full tensors of which the table has only a part or, for empty shards, nothing. Raises Corrupt."""
         return _decoded(self.metadata, WHOLES, dict[str, WholeTensor]) if WHOLES in self.metadata else {}
 
     def offsets(self) -> dict[str, tuple[int, ...]]:
-        """By name, where the tensors here begin in their wholes. Raises Corrupt."""
+        """By name, the offsets of this image's tensors in the full tensors. Raises Corrupt."""
         if SHARDING not in self.metadata:
             return {name: (0,) * len(entry.shape) for name, entry in self.tensors.items()}
         rows = _decoded(self.metadata, SHARDING, dict[str, _Offsets])
@@ -97,10 +97,10 @@ def _decoded(metadata: Mapping[str, str], key: str, kind: Any) -> Any:
 
 
 def header_end(view: memoryview | bytes | bytearray, nbytes: int) -> int:
-    """Where the header ends of an image of `nbytes` that begins with `view` (8 bytes will do).
+    """End of the header of an image of `nbytes` that begins with `view` (8 bytes are enough).
 
     Raises:
-        Corrupt: it is too short for one, or claims more than there is.
+        Corrupt: the image is too short for a header, or for the one it claims.
     """
     if len(view) < 8:
         raise Corrupt(f"not a safetensors image: {len(view)} bytes")
@@ -111,9 +111,9 @@ def header_end(view: memoryview | bytes | bytearray, nbytes: int) -> int:
 
 
 def holds_shards(view: memoryview) -> bool:
-    """Does the image `view` hold parts of tensors? A search, not a reading: a keeper asks it for each save.
+    """Whether the image `view` holds parts of tensors. A text search, because a keeper needs it for each save.
 
-    A state that holds these very words in a string is taken for one, too. That does no harm: more images are asked for.
+    A state with this text in a string gives True, too. The only effect is that more images are requested.
     """
     try:
         return rb"\"sharded\":true" in bytes(view[8 : header_end(view[:8], len(view))])
@@ -122,10 +122,10 @@ def holds_shards(view: memoryview) -> bool:
 
 
 def parse(view: memoryview | bytes | bytearray, nbytes: int | None = None) -> Header:
-    """Read the header at the begin of `view`, of an image of `nbytes` (None: `view` is the whole image).
+    """Parse the header at the start of `view`, of an image of `nbytes` (None: `view` is the complete image).
 
     Raises:
-        Corrupt: this is no image, or its table does not describe these bytes.
+        Corrupt: it is not an image, or its table does not describe these bytes.
     """
     nbytes = len(view) if nbytes is None else nbytes
     end = header_end(view, nbytes)
@@ -163,7 +163,7 @@ def _entry(name: str, row: Any, payload: int, nbytes: int) -> TensorEntry:
 
 
 def size(dtype: str, shape: Iterable[int], *, limit: int) -> int | None:
-    """Bytes of a tensor; None if there is no such dtype or shape, or it is larger than `limit`."""
+    """Bytes of a tensor; None if dtype or shape is invalid, or if it is larger than `limit`."""
     shape, total = tuple(shape), ITEM_BYTES.get(dtype, 0)
     if not total or any(length < 0 for length in shape):
         return None

@@ -2,9 +2,9 @@
 
     u64 header length | JSON {"__metadata__": {...}, tensors ...} padded with spaces to a multiple of 4096 | payload
 
-Stock `safetensors` and stock `torch.distributed.checkpoint` (HuggingFaceStorageReader) read it. Tensors are sorted by
-element size, descending, then name: the format forbids holes, and so each lies naturally aligned. The header has room
-to spare, because the Python state in its metadata grows and shrinks from save to save.
+Stock `safetensors` and stock `torch.distributed.checkpoint` (HuggingFaceStorageReader) can read it. Tensors are sorted
+by element size, descending, then by name: the format forbids gaps, and in this order each is naturally aligned. The
+header has spare bytes, because the Python state in its metadata changes its size from save to save.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dlrover_hooks.checkpoint.state.safetensors_reader import parse as parse
 PAGE = 4096
 RESERVE = 16 << 10
 PARTS = ("state", "rank", "data", "leases")
-"""Parts of a saved tree: `state` and `data` are replicated; `rank` (random state) and `leases` are one rank's own."""
+"""Parts of a saved tree: `state` and `data` are replicated; `rank` (random state) and `leases` belong to one rank."""
 
 
 class Outgrown(Exception):
-    """The metadata needs `needed` bytes more than the layout's header has: plan anew with a greater reserve."""
+    """The metadata needs `needed` bytes more than the header has: plan again with a larger reserve."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(f"the header lacks {needed} bytes")
@@ -43,7 +43,7 @@ class Outgrown(Exception):
 
 
 class TensorSpec(NamedTuple):
-    """One tensor: safetensors `dtype`, `shape`, bytes. `offsets`: place in the whole tensor, all 0 if replicated."""
+    """One tensor: safetensors `dtype`, `shape`, bytes. `offsets`: position in the full tensor, all 0 if replicated."""
 
     name: str
     dtype: str
@@ -51,24 +51,24 @@ class TensorSpec(NamedTuple):
     nbytes: int
     offsets: tuple[int, ...] = ()
     whole: WholeTensor | None = None
-    """What it is as a whole, where the rest of this does not tell."""
+    """The full tensor, if it differs from this one."""
 
 
 class Layout(NamedTuple):
-    """Where things lie in an image. `starts[i]`: offset of `specs[i]` in the image. Same specs, same layout."""
+    """Positions in an image. `starts[i]`: offset of `specs[i]` in the image. Equal specs give equal layouts."""
 
     specs: tuple[TensorSpec, ...]
     starts: tuple[int, ...]
     header_bytes: int
     total_bytes: int
     before: bytes
-    """The header's JSON up to what we say of an image, made once."""
+    """The header's JSON before dlrover_hooks' own metadata, encoded once."""
     after: bytes
-    """And from there on."""
+    """The header's JSON after it."""
 
 
 class Subset(NamedTuple):
-    """A smaller file out of an image: its header, then `pieces` (start, stop) of that image."""
+    """A smaller file from an image: its header, then `pieces` (start, stop) of that image."""
 
     header: bytes
     pieces: tuple[tuple[int, int], ...]
@@ -76,9 +76,9 @@ class Subset(NamedTuple):
 
 
 def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[str] = ()) -> Layout:
-    """Lay `specs` out, with at least `reserve` bytes in the header for metadata; those `apart` next to each other.
+    """Lay out `specs`, with at least `reserve` header bytes for metadata; those named in `apart` are kept together.
 
-    Shards of no bytes are only named: stock readers take an image for the whole tensor's as soon as it is in the table.
+    Shards of no bytes are not in the table, or stock readers would take the image for that of the full tensor.
     """
     specs = tuple(specs)
     ordered = tuple(
@@ -108,7 +108,7 @@ def plan(specs: Iterable[TensorSpec], reserve: int = RESERVE, apart: Collection[
 
 
 def header_parts(layout: Layout, inside: Inside) -> tuple[bytes, ...]:
-    """The header, `layout.header_bytes` long in all: what safetensors, DCP and we look for.
+    """The header, `layout.header_bytes` long in total: for safetensors, DCP and dlrover_hooks.
 
     Raises:
         Outgrown: `inside` does not fit.
@@ -123,7 +123,7 @@ def header_bytes(layout: Layout, inside: Inside) -> bytes:
 
 
 def subset(header: Header, wanted: Callable[[str], bool]) -> Subset:
-    """The file that holds only the tensors whose name is `wanted`, in the order of the image."""
+    """The file that holds only the tensors with a `wanted` name, in the order of the image."""
     kept = sorted((entry.start, name) for name, entry in header.tensors.items() if wanted(name))
     rows: list[tuple[str, str, tuple[int, ...], int, int]] = []
     offset = 0
@@ -156,7 +156,7 @@ def _padded(texts: tuple[bytes, ...], size: int) -> tuple[bytes, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _spaces(count: int) -> bytes:
-    """The same at nearly every save, and more than 100 KB."""
+    """Cached: nearly every save needs the same string, of more than 100 KB."""
     return b" " * count
 
 

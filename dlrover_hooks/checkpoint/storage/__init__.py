@@ -1,4 +1,4 @@
 """The durable tree at `save_to`: files, MANIFESTs, generations, retention, and the claim on a URL. No torch.
 
-The way in: `generations`.
+Entry point: `generations`.
 """

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole: written under another name beside it, synced, then renamed. Local ones only."""
+"""Local files and folders that appear only when complete: written under another name, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def whole_file(path: str) -> Iterator[str]:
-    """The name to write to; at the end of the block it is on the disk as `path`. Nothing is left if it raises.
+    """The name to write to; at the end of the block it is on the disk as `path`. Nothing is left if the block raises.
 
-    What a killed process left in that folder is removed. A lock tells it from what is being written.
+    Remains of killed processes in that folder are removed; a lock distinguishes them from files being written.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +49,10 @@ def whole_file(path: str) -> Iterator[str]:
 
 
 def blame(folder: Path, error: BaseException) -> None:
-    """Of a full disk torch's writer says only where in its file it stood. Called before what was written is removed.
+    """Check for a full disk, since torch's writer reports it only as a position in its file. Called before cleanup.
 
     Raises:
-        OSError: nothing more can be written in `folder`, which is why `error` came.
+        OSError: nothing more can be written in `folder`, which caused `error`.
     """
     if isinstance(error, OSError | HooksError) or not isinstance(error, Exception):
         return
@@ -76,7 +76,7 @@ def _sweep(folder: Path) -> None:
 
 
 def whole_folder(part: str, path: str) -> None:
-    """Folder `part`, whose files are all written, becomes `path` at once. Files of others in an older `path` stay."""
+    """Replace `path` with folder `part`, whose files are all written, at once. Other files in an older `path` stay."""
     sync_all(Path(part))
     if not os.path.exists(path):
         os.rename(part, path)
@@ -91,7 +91,7 @@ def whole_folder(part: str, path: str) -> None:
 
 
 def put_back(path: Path) -> None:
-    """Undo what a process left that was killed between the two renames of `whole_folder`: `path` exists again."""
+    """Restore `path` after a process was killed between the two renames of `whole_folder`."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{SUFFIX}{_OLD}"):
         if path.exists():
             shutil.rmtree(left, ignore_errors=True)
@@ -100,7 +100,7 @@ def put_back(path: Path) -> None:
 
 
 def whole_link(path: str, link: str) -> None:
-    """`link` points to `path` from now on, whatever it was; it is never missing."""
+    """Make `link` point to `path`, whatever it was before; it is never missing."""
     if os.path.isdir(link) and not os.path.islink(link):
         shutil.rmtree(link)
     part = f"{link}.{os.getpid()}{SUFFIX}"
@@ -113,7 +113,7 @@ def _exchange(one: str, other: str) -> None:
         code = ctypes.get_errno()
         if code not in _NO_EXCHANGE:
             raise OSError(code, os.strerror(code), other)
-        aside = f"{one}{_OLD}"  # NFS and others cannot exchange: for a moment `other` is missing, see `put_back`
+        aside = f"{one}{_OLD}"  # NFS and others cannot exchange: `other` is missing for a moment, see `put_back`
         os.rename(other, aside)
         try:
             os.rename(one, other)
@@ -124,7 +124,7 @@ def _exchange(one: str, other: str) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """All that lies in `folder` is on the disk afterwards. What goes meanwhile is somebody else's."""
+    """Sync everything in `folder` to disk. Files that disappear meanwhile belong to other processes."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in (*names, ""):
             with contextlib.suppress(FileNotFoundError):
@@ -132,7 +132,7 @@ def sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """`path`, a file or a folder, is on the disk afterwards."""
+    """Sync `path`, a file or a folder, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,6 +1,6 @@
-"""Whether there is room: memory for the slots of a node's workers, disk for the generations that are kept. No torch.
+"""Whether there is enough memory for the slots of a node's workers, and disk for the kept generations. No torch.
 
-`memory` and `disk` decide from numbers alone and give a line for a person; the rest reads those numbers.
+`memory` and `disk` decide from numbers alone and return a line for the user; the other functions read those numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dlrover_hooks.host.memory_limit import Free
 from dlrover_hooks.host.memory_limit import free as memory_of_machine
 
 TIGHT = 0.9
-"""It is tight where more than this share of what is free is needed."""
+"""It is tight if more than this share of the free space is needed."""
 
 
 class CapacityReport(NamedTuple):
-    """`line` says what is needed and what there is; `hint` what to do where it is tight, or does not fit."""
+    """`line` states the required and the free space; `hint` what to do if it is tight or does not fit."""
 
     fits: bool
     tight: bool
@@ -40,7 +40,7 @@ def memory(slot_bytes: int, workers: int, free: Free, slots: int = SLOTS) -> Cap
 
 
 def disk(image_bytes: int, missing: int, free: Free) -> CapacityReport:
-    """Whether `missing` more generations of `image_bytes` fit at `save_to`: `keep`, and the one being written."""
+    """Whether `missing` more generations of `image_bytes` fit at `save_to`: `keep` and the one being written."""
     need = image_bytes * missing
     each = f"{missing} more generations of {size(image_bytes)}"
     hint = f"free some space at {free.where}, lower `keep`, or choose another `save_to`"
@@ -54,7 +54,7 @@ def _judge(what: str, need: int, free: Free, hint: str) -> CapacityReport:
 
 
 def size(nbytes: int) -> str:
-    """`4.7 GB`: two digits are enough to decide by."""
+    """`4.7 GB`: two digits are enough for a decision."""
     value = float(nbytes)
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if value < 999.5 or unit == "TB":
@@ -64,13 +64,13 @@ def size(nbytes: int) -> str:
 
 
 def free_memory(shared: str | None = None, *, proc: str = "/proc") -> Free:
-    """What this process may still allocate: `memory.free`, and the tmpfs `shared` if given."""
+    """What this process may still allocate: `memory_limit.free`, and the tmpfs `shared` if given."""
     found = memory_of_machine(proc)
     return found if shared is None else min(found, free_disk(shared))
 
 
 def at(url: str, options: Mapping[str, Any], image_bytes: int, keep: int) -> CapacityReport | None:
-    """Whether `keep` + 1 generations fit at `url`, those that lie there counted in. None: it is not a local folder."""
+    """Whether `keep` + 1 generations fit at `url`, counting those already there. None: it is not a local folder."""
     place = StorageFolder(url, options)
     if not place.local:
         return None
@@ -79,7 +79,7 @@ def at(url: str, options: Mapping[str, Any], image_bytes: int, keep: int) -> Cap
 
 
 def free_disk(path: str) -> Free:
-    """What this user may still write at `path`, or at the nearest folder above it that exists."""
+    """What this user may still write at `path`, or at its nearest existing parent."""
     while not os.path.isdir(path):
         path = os.path.dirname(path) or "/"
     stat = os.statvfs(path)

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint tree: names, MANIFESTs, which generations are whole. Reads only. No torch."""
+"""Reads a checkpoint tree: names, MANIFESTs, which generations are complete. Never writes. No torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FRESH, GIVEN_UP = "fresh.json", "given-up.json"
 FOLDER = re.compile(r"step-(\d{10,})-(\d{4,})$")
 SHARD = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors")
 MANIFEST_BYTES = 256 << 20
-"""Most that a MANIFEST may have: the hashes of a generation of 50 TB."""
+"""Maximum size of a MANIFEST: the hashes of a generation of 50 TB."""
 _Row = TypeVar("_Row", bound=Message)
 
 
 class Note(Message, frozen=True, kw_only=True):
-    """A small file about the tree. `digest`: of all the rest; empty in what `decode` gives, and in files before it."""
+    """A small file about the tree. `digest`: of all other fields; empty after `decode` and in files of old versions."""
 
     digest: str = ""
 
 
 class Latest(Note, frozen=True):
-    """What `latest.json` holds."""
+    """The content of `latest.json`."""
 
     job: str
     generation: Generation
@@ -38,7 +38,7 @@ class Latest(Note, frozen=True):
 
 
 class Finished(Note, frozen=True):
-    """What `finished.json` holds."""
+    """The content of `finished.json`."""
 
     job: str
     run: str
@@ -47,7 +47,7 @@ class Finished(Note, frozen=True):
 
 
 class FreshStart(Note, frozen=True):
-    """What `fresh.json` holds."""
+    """The content of `fresh.json`."""
 
     job: str
     run: str
@@ -55,14 +55,14 @@ class FreshStart(Note, frozen=True):
 
 
 class AbandonedRuns(Note, frozen=True):
-    """What `given-up.json` holds: runs whose late commits are refused, the last ones last."""
+    """The content of `given-up.json`: runs whose late commits are refused, the newest last."""
 
     runs: tuple[str, ...] = ()
     format: int = 1
 
 
 class Listed(Message, frozen=True):
-    """One generation's folder as it is found. `fault`: why it is not whole; None: it is, as far as sizes tell."""
+    """A generation's folder as found. `fault`: why it is not complete; None if it is, judged by the file sizes."""
 
     folder: str
     step: int
@@ -71,11 +71,11 @@ class Listed(Message, frozen=True):
     manifest: Manifest | None = None
     """None: there is none, or it cannot be read."""
     names: tuple[str, ...] = ()
-    """What lies in the folder."""
+    """Files and folders in the folder."""
     unread: bool = False
-    """Storage does not give its MANIFEST: nobody knows whose it is, so it is neither used nor removed."""
+    """The MANIFEST could not be read from storage. Its run is unknown, so the folder is neither used nor removed."""
     committed: bool = False
-    """It exists, or did: there is a MANIFEST, or nobody can tell."""
+    """The generation was committed at some time: a MANIFEST exists, or it cannot be determined whether one does."""
 
 
 def folder(generation: Generation) -> str:
@@ -84,17 +84,17 @@ def folder(generation: Generation) -> str:
 
 
 def shard_name(rank: int) -> str:
-    """Name of a rank's file; the form is the one that stock DCP readers expect."""
+    """Name of a rank's file, in the form that stock DCP readers expect."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def age(manifest: Manifest) -> tuple[int, int]:
-    """Sorts generations of one run."""
+    """Sort key for generations of one run."""
     return manifest.generation.attempt, manifest.generation.step
 
 
 def encode(note: Note) -> bytes:
-    """A file that holds `note` and its digest."""
+    """The bytes of a file with `note` and its digest."""
     return msgspec.json.encode(msgspec.structs.replace(note, digest=_digest(note)))
 
 
@@ -103,7 +103,7 @@ def _digest(note: Note) -> str:
 
 
 def decode(data: bytes | None, row: type[_Row]) -> _Row | None:
-    """`data` as `row`; None if absent, damaged, or other than its digest says."""
+    """`data` as `row`; None if it is absent, damaged, or does not match its digest."""
     try:
         found = msgspec.json.decode(data, type=row) if data else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -115,7 +115,7 @@ def decode(data: bytes | None, row: type[_Row]) -> _Row | None:
 
 
 def content(place: StorageFolder, name: str, limit: int = SMALL_BYTES) -> bytes | None:
-    """What is in file `name`: None if absent, nothing if it is no file of ours. Raises StorageFailed."""
+    """The content of file `name`; None if absent, empty if it is no regular file or too long. Raises StorageFailed."""
     try:
         return place.read(name, limit)
     except Corrupt:
@@ -128,21 +128,21 @@ def load(place: StorageFolder, name: str, row: type[_Row]) -> _Row | None:
 
 
 def listing(place: StorageFolder) -> list[Listed]:
-    """Every generation's folder, whatever is in it, by name. One that cannot be read does not hide the others."""
+    """All generation folders by name, whatever their content. One that cannot be read does not hide the others."""
     return [look(place, name) for name in _homes(place)]
 
 
 def newcomers(place: StorageFolder, rows: Iterable[Listed]) -> list[Listed]:
-    """Folders that came after `rows` were listed."""
+    """Folders that were created after `rows` were listed."""
     known = {one.folder for one in rows}
     return [look(place, name) for name in _homes(place) if name not in known]
 
 
 def changes(place: StorageFolder) -> list[Listed]:
-    """As `listing`, but without the MANIFESTs' files, and of the MANIFESTs only those are read that are new here.
+    """As `listing`, but without the MANIFESTs' files, and only new or changed MANIFESTs are read.
 
-    For whoever commits again and again. A folder counts as known if its names, sizes and the version of its MANIFEST
-    are; back ends without versions are read anew.
+    For repeated commits. A folder counts as known if its names, sizes and the version of its MANIFEST are unchanged;
+    MANIFESTs on back ends without versions are read again each time.
     """
     before, rows = _known.get(place.url, {}), dict[str, _Seen]()
     for name in _homes(place):
@@ -153,12 +153,12 @@ def changes(place: StorageFolder) -> list[Listed]:
 
 class _Seen(NamedTuple):
     what: int | None
-    """A hash of all that tells whether the folder is as it was; None: it does not tell."""
+    """A hash that changes whenever the folder changes; None if changes cannot be detected."""
     row: Listed
 
 
 _known: dict[str, dict[str, _Seen]] = {}
-"""By URL and folder. Replaced as a whole, so that it holds what is there and threads need no lock."""
+"""By URL and folder. Each folder map is replaced at once, so threads need no lock."""
 
 
 def _seen(place: StorageFolder, name: str, before: _Seen | None) -> _Seen:
@@ -176,7 +176,7 @@ def _seen(place: StorageFolder, name: str, before: _Seen | None) -> _Seen:
 
 
 def _homes(place: StorageFolder) -> list[str]:
-    """Folders named like a generation. Numbers that no step or attempt can have are somebody else's name."""
+    """Folders named like a generation. Numbers that are too large for a step or attempt are not ours."""
     found = {name: FOLDER.match(name) for name in place.sizes()}
     return sorted(name for name, match in found.items() if match and max(int(match[1]), int(match[2])) <= LARGEST_STEP)
 
@@ -184,7 +184,7 @@ def _homes(place: StorageFolder) -> list[str]:
 def look(place: StorageFolder, name: str) -> Listed:
     """The generation's folder `name` as it is now.
 
-    The MANIFEST is read after the files were listed: one that is still there vouches for the list.
+    The MANIFEST is read after the files were listed: if it still exists then, the list was complete.
     """
     match = FOLDER.match(name)
     assert match is not None
@@ -198,7 +198,7 @@ def look(place: StorageFolder, name: str) -> Listed:
     except StorageFailed as error:
         why = f"{MANIFEST} cannot be read: {reason(error.__cause__ or error)}"
         return msgspec.structs.replace(found, fault=why, committed=True, names=tuple(sizes), unread=True)
-    if data is None:  # or it is being removed: the MANIFEST goes first
+    if data is None:  # or it is being removed: the MANIFEST is removed first
         why = f"there is no {MANIFEST}: it was never committed"
         return msgspec.structs.replace(found, fault=why, names=tuple(sizes))
     manifest = decode(data, Manifest)
@@ -207,9 +207,9 @@ def look(place: StorageFolder, name: str) -> Listed:
 
 
 def outlived(place: StorageFolder, job: str, generation: Generation) -> str | None:
-    """Why `generation` of `job` is of no use any more unless it is committed already; None if it is of use.
+    """Why `generation` of `job` is obsolete unless it is committed already; None if it is not obsolete.
 
-    Who finds it uncommitted then may remove its folder: it is not committed any more.
+    If it is obsolete and not committed, its folder may be removed: it can no longer be committed.
     """
     latest = load(place, LATEST, Latest)
     same_run = latest is not None and (latest.job, latest.generation.run) == (job, generation.run)
@@ -218,12 +218,12 @@ def outlived(place: StorageFolder, job: str, generation: Generation) -> str | No
         if newest.fault is None and newest.manifest is not None and newest.manifest.generation == latest.generation:
             return f"{generation} comes too late for {place.url}: {latest.generation} is committed there"
     if generation.run in (load(place, GIVEN_UP, AbandonedRuns) or AbandonedRuns()).runs:
-        return f"{generation} comes too late for {place.url}: the job has started anew there"
+        return f"{generation} comes too late for {place.url}: the job has started over there"
     return None
 
 
 def instead(place: StorageFolder) -> tuple[str, str]:
-    """What `place` is, where no generations are listed there; and a hint, if it is known what was meant."""
+    """What `place` is if no generations are listed there, and a hint if the intended folder can be guessed."""
     with failures(f"look at {place.url}"):
         is_there, is_file = place.fs.exists(place.root), place.fs.isfile(place.root)
     above, _, name = place.url.rstrip("/").rpartition("/")
@@ -239,7 +239,7 @@ def instead(place: StorageFolder) -> tuple[str, str]:
 
 
 def fault(manifest: Manifest | None, name: str, sizes: dict[str, int]) -> str | None:
-    """Why the generation in folder `name`, with files of `sizes`, is not whole; None if it is."""
+    """Why the generation in folder `name`, with files of `sizes`, is not complete; None if it is."""
     if manifest is None or manifest.format != 1 or folder(manifest.generation) != name:
         return f"{MANIFEST} cannot be read"
     if manifest.world_size < 1 or max(manifest.generation.step, manifest.generation.attempt) > LARGEST_STEP:

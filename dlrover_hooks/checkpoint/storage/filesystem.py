@@ -1,7 +1,7 @@
-"""A folder somewhere: local files written durably (tmp, fsync, rename), anything else through fsspec.
+"""A folder at a URL: local files are written durably (tmp, fsync, rename), all others through fsspec.
 
-No torch. Every failure leaves here as `StorageFailed` with the reason and a hint, and with the file system forgotten:
-whoever tries again opens it anew, so that credentials that have expired are looked up again.
+No torch. Every failure is raised as `StorageFailed` with the reason and a hint, and the cached file system is
+discarded: a retry opens it again, so that expired credentials are renewed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dlrover_hooks.checkpoint.storage.stall_guard import AttemptAbandoned
 from dlrover_hooks.errors import Corrupt, HooksError, StorageFailed
 
 BLOCK_BYTES = 8 << 20
-"""Part of an upload; stores allow 10 000 of them, so a greater file gets greater ones."""
+"""Part size of an upload. Stores allow 10 000 parts, so larger files get larger parts."""
 PARTS = 10_000
 SMALL_BYTES = 1 << 20
-"""Most that a file about the tree may have: `latest`, a reader's note."""
+"""Maximum size of a file about the tree: `latest`, a reader's note."""
 _PART = re.compile(r".+\.\d+-\d+\.tmp$")
-"""Names of this module's temporary files: process and thread that write them."""
+"""Names of this module's temporary files; they contain the writing process and thread."""
 LITTER_S = 3600.0
-"""A temporary file that old belongs to nobody."""
+"""A temporary file older than this is not in use any more."""
 
 _VERSIONS = ("ETag", "etag", "generation", "LastModified", "last_modified", "updated", "mtime", "ino", "created")
-"""Where fsspec back ends say it: S3, Azure, Google, SFTP, local, memory."""
+"""Version fields of fsspec back ends: S3, Azure, Google, SFTP, local, memory."""
 _HINTS = {
     errno.ENOSPC: "free some space there, lower `keep`, or choose another `save_to`",
     errno.EDQUOT: "your quota there is used up: free some space, or choose another `save_to`",
@@ -47,12 +47,12 @@ _HINTS = {
 
 
 class FolderEntry(NamedTuple):
-    """What a folder says of one thing in it."""
+    """One entry of a folder listing."""
 
     size: int
-    """-1: it is a folder."""
+    """-1 for a folder."""
     version: tuple[Any, ...]
-    """Another one whenever the file is written anew; empty where the back end does not tell."""
+    """Changes whenever the file is written again; empty if the back end does not report one."""
 
 
 def _entry(found: Mapping[str, Any]) -> FolderEntry:
@@ -61,7 +61,7 @@ def _entry(found: Mapping[str, Any]) -> FolderEntry:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says why."""
+    """The reason in one line."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return f"{type(error).__name__}: {error}"
@@ -69,26 +69,26 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def failures(doing: str) -> Iterator[None]:
-    """Turn whatever the file system raises into StorageFailed("cannot DOING: REASON")."""
+    """Turn any exception of the file system into StorageFailed("cannot DOING: REASON")."""
     try:
         yield
     except (HooksError, AttemptAbandoned):
         raise
-    except Exception as error:  # fsspec back ends raise types of their own; all of them mean the same here
+    except Exception as error:  # fsspec back ends raise exceptions of their own
         code = error.errno if isinstance(error, OSError) else None
         hint = _HINTS.get(code or 0, "check the URL, `storage_options` and the network")
         raise StorageFailed(f"cannot {doing}: {reason(error)}", hint=hint) from error
 
 
 def absolute(url: str) -> str:
-    """`url` as another process with another working folder must spell it."""
+    """`url` in a form that is valid in processes with another working folder."""
     if "://" in url:
         return url
     return os.path.abspath(os.path.expanduser(url))
 
 
 class StorageFolder:
-    """The folder at an fsspec URL. Names are relative, with `/`. Thread-safe as far as the file system is."""
+    """The folder at an fsspec URL. Names are relative, with `/`. As thread-safe as the file system."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = absolute(url)
@@ -102,7 +102,7 @@ class StorageFolder:
         return f"{self.root}/{name}" if name else self.root
 
     def make(self, name: str = "") -> None:
-        """The folder `name` exists afterwards."""
+        """Create the folder `name` if it is missing."""
         with self._doing(f"make the folder {self.path(name)}"):
             if self.local:
                 os.makedirs(self.path(name), exist_ok=True)
@@ -113,7 +113,7 @@ class StorageFolder:
         """The bytes of a small file; None if there is none.
 
         Raises:
-            Corrupt: it is no regular file (to read a pipe would take for ever), or longer than `limit`.
+            Corrupt: it is no regular file (reading a pipe would block forever), or longer than `limit`.
         """
         path = self.path(name)
         with self._doing(f"read {path}"):
@@ -131,13 +131,13 @@ class StorageFolder:
         except FileNotFoundError:
             raise
         except Exception:
-            with contextlib.suppress(Exception):  # what failed first is what counts
-                if self.fs.size(path) == 0:  # some stores have no range of an empty object
+            with contextlib.suppress(Exception):  # the first error is raised
+                if self.fs.size(path) == 0:  # some stores reject a range of an empty object
                     return b""
             raise
 
     def put(self, name: str, data: bytes) -> None:
-        """Replace small file `name` at once: a reader sees the old or the new one."""
+        """Replace small file `name` atomically: a reader gets the old or the new one."""
         with self._doing(f"write {self.path(name)}"):
             if self.local:
                 _write_local(self.path(name), lambda part: _write_small(part, data), os.replace)
@@ -145,7 +145,7 @@ class StorageFolder:
                 self.fs.pipe_file(self.path(name), data)
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """As `put`, unless there is a file `name`: False then. Back ends that cannot tell in one step look first."""
+        """As `put`, but returns False if file `name` exists. Back ends without an atomic check look first."""
         with self._doing(f"write {self.path(name)}"):
             try:
                 if self.local:
@@ -165,9 +165,9 @@ class StorageFolder:
             self.fs.pipe_file(path, data)
 
     def write(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
-        """File `name` from `pieces`, about `nbytes`; visible only when whole. Local: on the disk afterwards.
+        """Write file `name` from `pieces`, about `nbytes`; visible only when complete. Local: on the disk afterwards.
 
-        `pieces` may raise GivenUp: then nothing is removed, either, since a later attempt may have written it.
+        If `pieces` raises AttemptAbandoned, nothing is removed, since a later attempt may have written the file.
         """
         with self._doing(f"write {self.path(name)}"):
             if self.local:
@@ -184,7 +184,7 @@ class StorageFolder:
         except BaseException as error:
             _discard(file)
             if not isinstance(error, AttemptAbandoned):
-                with contextlib.suppress(Exception):  # what failed is what counts
+                with contextlib.suppress(Exception):  # the first error is raised
                     self.fs.rm_file(path)
             raise
 
@@ -193,7 +193,7 @@ class StorageFolder:
         return {one: entry.size for one, entry in self.entries(name).items()}
 
     def entries(self, name: str = "") -> dict[str, FolderEntry]:
-        """As `sizes`, with what tells one version of a file from the next."""
+        """As `sizes`, with the version of each file."""
         with self._doing(f"list {self.path(name)}"):
             self.fs.invalidate_cache(self.path(name))
             try:
@@ -203,16 +203,16 @@ class StorageFolder:
             return {one["name"].rstrip("/").rsplit("/", 1)[-1]: _entry(one) for one in found}
 
     def is_link(self, name: str) -> bool:
-        """`name` is a symbolic link on this machine."""
+        """`name` is a symbolic link in a local folder."""
         return self.local and os.path.islink(self.path(name))
 
     def remove(self, name: str) -> None:
-        """No file `name` afterwards."""
+        """Remove file `name` if it exists."""
         with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
     def remove_folder(self, name: str) -> None:
-        """No folder `name` afterwards, whatever was in it."""
+        """Remove folder `name` if it exists, with all its content."""
         with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
             if self.local:
                 _remove_tree(self.path(name))
@@ -220,7 +220,7 @@ class StorageFolder:
                 self.fs.rm(self.path(name), recursive=True)
 
     def sweep(self) -> None:
-        """Remove temporary files that a dead writer left in this folder; nothing that has another kind of name."""
+        """Remove temporary files that a dead writer left in this folder; files with other names stay."""
         for name in self.sizes() if self.local else ():
             if is_part(name):
                 with self._doing(f"remove {self.path(name)}"), contextlib.suppress(FileNotFoundError):
@@ -240,12 +240,12 @@ class StorageFolder:
 
 
 def is_part(name: str) -> bool:
-    """Has a file of this name been written by `StorageFolder.put` or `StorageFolder.write`, and not been finished?"""
+    """Whether `name` is that of an unfinished file of `StorageFolder.put` or `StorageFolder.write`."""
     return _PART.match(name) is not None
 
 
 def _remove_tree(path: str) -> None:
-    """Remove all that can be removed of the folder `path`. Raises the first OSError then."""
+    """Remove as much of the folder `path` as possible, then raise the first OSError."""
     errors = list[OSError]()
     for folder, folders, files in os.walk(path, topdown=False, onerror=errors.append):
         for name in (*files, *folders):
@@ -265,8 +265,8 @@ def _attempt(remove: Callable[[str], None], path: str, errors: list[OSError]) ->
 
 
 def _read_local(path: str, limit: int) -> bytes:
-    """Raises Corrupt if it is no regular file, or longer than `limit`, which is not read then."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would hold up `open`
+    """Raises Corrupt if it is no regular file, or longer than `limit`; it is not read then."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # `open` would block on a pipe without a writer
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -274,7 +274,7 @@ def _read_local(path: str, limit: int) -> bytes:
         if found.st_size > limit:
             raise _too_long(path, limit)
         with open(fd, "rb", closefd=False) as file:
-            return file.read(found.st_size + 1)  # takes memory for all that is asked for
+            return file.read(found.st_size + 1)  # allocates memory for the full count
     finally:
         os.close(fd)
 
@@ -284,11 +284,11 @@ def _too_long(path: str, limit: int) -> Corrupt:
 
 
 def _discard(file: Any) -> None:
-    """Give an upload up, so that neither its parts nor a truncated object stay. Closing it would publish it."""
-    with contextlib.suppress(Exception):  # what failed before is what counts
+    """Abort an upload, so that neither its parts nor a truncated object remain. Closing it would publish it."""
+    with contextlib.suppress(Exception):  # the earlier error is raised
         file.discard()
     with contextlib.suppress(AttributeError):
-        file.closed = True  # or its finalizer would close it after all
+        file.closed = True  # otherwise its finalizer would close it
 
 
 def _write_local(path: str, write: Callable[[str], None], publish: Callable[[str, str], None]) -> None:
@@ -308,7 +308,7 @@ def _publish_new(part: str, path: str) -> None:
         os.link(part, path)
     except FileExistsError:
         raise
-    except OSError:  # no hard links there
+    except OSError:  # the file system has no hard links
         if os.path.exists(path):
             raise FileExistsError from None
         os.replace(part, path)

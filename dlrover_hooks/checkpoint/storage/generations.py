@@ -1,17 +1,18 @@
-"""The durable checkpoint tree at `save_to`: shard files, MANIFESTs, `latest`, retention (DL-90, DL-91).
+"""The durable checkpoint tree at `save_to`: shard files, MANIFESTs, `latest`, retention.
 
     save_to/latest.json                                 the newest committed generation
     save_to/finished.json                               the run ended at this step
-    save_to/fresh.json                                  this run starts anew: its first commit removes the runs before
-    save_to/given-up.json                               runs that were: a late commit of theirs is refused
+        save_to/fresh.json                                  a fresh run: its first commit removes the runs before it
+        save_to/given-up.json                               removed runs: their late commits are refused
     save_to/step-0000000100-0000/MANIFEST.json          this generation exists
     save_to/step-0000000100-0000/shard-00001-model-00001-of-00001.safetensors
 
 A generation exists if and only if its MANIFEST does and the sizes of its files match. Order of a commit: files,
-MANIFEST, latest, retention; of a removal: MANIFEST, files. What is older than `latest` and has no MANIFEST then gets
-none any more: the commit removes its folder, or who still writes there does (`let_go`). A tree is one job's: nothing
-here removes or writes over a generation of another job. No torch. Functions may be called from any thread; the writers
-of one tree are one job (`UrlClaim`), its shard files one process per rank, and `commit` one process at a time.
+MANIFEST, latest, retention; of a removal: MANIFEST, files. A generation that is older than `latest` and has no MANIFEST
+can no longer be committed: its folder is removed by the commit, or by a process that still writes there (`let_go`). A
+tree belongs to one job: nothing here removes or overwrites a generation of another job. No torch. Functions may be
+called from any thread. A tree is written by one job (`UrlClaim`), its shard files by one process per rank, and `commit`
+is called by one process at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from dlrover_hooks.protocol import Generation, Manifest, Message, Retention, Sha
 
 _log = logging.getLogger("dlrover_hooks")
 LOOKS = 10
-"""So often a tree is listed in which generations are committed meanwhile."""
+"""How often a tree is listed at most if generations are committed meanwhile."""
 
 __all__ = [
     "Owner",
@@ -82,28 +83,28 @@ __all__ = [
 
 
 class Scan(Message, frozen=True):
-    """What lies at a URL for one job (or for whoever saved there last): whole generations, newest first."""
+    """The complete generations at a URL, newest first, of one job (or of the job that saved there last)."""
 
     manifests: tuple[Manifest, ...] = ()
     finished_step: int | None = None
     damaged: tuple[str, ...] = ()
-    """One line for each generation or file that was passed over, with the reason."""
+    """One line for each generation or file that was skipped, with the reason."""
     lost: tuple[tuple[int, int], ...] = ()
     """Attempt and step of the generations among them."""
     heard: int = 0
-    """The greatest attempt of any folder, whole or not, of whatever run."""
+    """The greatest attempt of any folder, complete or not, of any run."""
 
 
 def probe(url: str, options: Mapping[str, Any] | None = None) -> None:
     """Write and remove a small file at `url`.
 
     Raises:
-        StorageFailed: it cannot be written; says why and what to do.
+        StorageFailed: it cannot be written; contains the reason and a hint.
     """
     place = StorageFolder(url, options)
     place.make()
     name = f".probe-{os.urandom(4).hex()}.{os.getpid()}-0.tmp"  # swept if this process is killed
-    place.put(name, b"dlrover-hooks " * 586)  # two pages: a full disk takes an empty file gladly
+    place.put(name, b"dlrover-hooks " * 586)  # two pages: a full disk accepts an empty file
     place.remove(name)
 
 
@@ -119,14 +120,15 @@ def write_shard(
     job: str,
     attempt: Attempt | None = None,
 ) -> ShardFile:
-    """Write global `rank`'s file of `job`'s `generation` from `pieces` (`nbytes` in all), hashing on the way.
+    """Write global `rank`'s file of `job`'s `generation` from `pieces` (`nbytes` in all), and hash it meanwhile.
 
-    What is committed stays as it is: its file is returned instead. `attempt` counts the bytes, and may be given up.
+    A committed generation is not changed: its file is returned instead. `attempt` counts the bytes, and may be
+    abandoned.
 
     Raises:
-        SaveToBusy: another job's generation lies there.
-        Stale: a newer generation is committed, or the job has started anew. Nothing of this one is left.
-        StorageFailed: it could not be written whole. Nothing of it is visible then.
+        SaveToBusy: another job's generation is there.
+        Stale: a newer generation is committed, or the job was restarted fresh. Nothing of this one is left.
+        StorageFailed: it could not be written completely. Nothing of it is visible then.
     """
     place, home = StorageFolder(url, options), folder(generation)
     mounts.demand_same(place)
@@ -170,7 +172,7 @@ def _write_shard(
 
 
 def _committed_file(place: StorageFolder, home: str, rank: int) -> ShardFile | None:
-    """`rank`'s file of the whole generation in `home`. A MANIFEST of a damaged one is removed."""
+    """`rank`'s file of the complete generation in `home`. The MANIFEST of a damaged one is removed."""
     if (manifest := load(place, f"{home}/{MANIFEST}", Manifest)) is None:
         return None
     if fault(manifest, home, place.sizes(home)) is not None:
@@ -185,7 +187,7 @@ def _hashed(stream: ChecksumStream, pieces: Iterable[memoryview]) -> Iterator[me
 
 
 def _outdate(place: StorageFolder, home: str, generation: Generation, job: str) -> None:
-    """A fresh run comes to a step that an older run had saved: that one ceases to exist before it is written over."""
+    """Remove the MANIFEST of an older run's generation at this step, before its files are overwritten."""
     old = load(place, f"{home}/{MANIFEST}", Manifest)
     if old is not None and old.job != job:
         raise _occupied(place, old)
@@ -194,13 +196,13 @@ def _outdate(place: StorageFolder, home: str, generation: Generation, job: str) 
 
 
 def refuse_others(url: str, options: Mapping[str, Any] | None, job: str) -> None:
-    """Let nobody but `job` write at `url` if generations lie there.
+    """Refuse to write at `url` if generations of a job other than `job` are there.
 
-    One that cannot be read is taken for the job's own where others of it lie; else there is a warning. It is not
-    written over: the file of that very step is refused until its MANIFEST can be read.
+    A generation that cannot be read is assumed to be the job's own if others of this job are there; otherwise a warning
+    is logged. It is not overwritten: a file of the same step is refused until its MANIFEST can be read.
 
     Raises:
-        SaveToBusy: they are another job's; names it, its newest step and the ways out.
+        SaveToBusy: another job's are there; names that job, its newest step and the remedies.
     """
     place = StorageFolder(url, options)
     rows = listing(place)
@@ -220,7 +222,7 @@ def _refuse_others(place: StorageFolder, rows: Iterable[Listed], job: str) -> No
 
 
 def refuse_given_up(url: str, options: Mapping[str, Any] | None, generation: Generation) -> None:
-    """Of a run that was given up for a fresh one nothing more is committed.
+    """Refuse to commit a generation of a run that was abandoned for a fresh one.
 
     Raises:
         Stale: `generation` is of such a run.
@@ -228,7 +230,7 @@ def refuse_given_up(url: str, options: Mapping[str, Any] | None, generation: Gen
     place = StorageFolder(url, options)
     if generation.run in _given_up(place):
         raise Stale(
-            f"{generation} comes too late for {place.url}: the job has started anew there, and its older runs are gone"
+            f"{generation} comes too late for {place.url}: the job has started over there, and its older runs are gone"
         )
 
 
@@ -240,13 +242,13 @@ def _occupied(place: StorageFolder, manifest: Manifest) -> SaveToBusy:
     job = manifest.job
     return SaveToBusy(
         f"{place.url} holds step {manifest.generation.step} of job {job!r}; nothing of it is written over",
-        hint=f"go on with that job (--job {job}, or DLROVER_HOOKS_JOB={job}), start it anew (--job {job} --fresh), or "
+        hint=f"go on with that job (--job {job}, or DLROVER_HOOKS_JOB={job}), start it over (--job {job} --fresh), or "
         "choose another `save_to`",
     )
 
 
 def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) -> None:
-    """`run` of `job` starts although there is something to go on with: its first commit removes the runs before it."""
+    """Record that `run` of `job` starts fresh although there are older runs: its first commit removes them."""
     place = StorageFolder(url, options)
     found = [one.manifest for one in listing(place) if one.manifest is not None]
     if any(old.job == job and old.generation.run != run for old in found):
@@ -254,13 +256,13 @@ def start_anew(url: str, options: Mapping[str, Any] | None, job: str, run: str) 
 
 
 def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
-    """What `job` can be restored from: the whole generations of the run that `latest.json` names. None: of any job.
+    """What `job` can be restored from: the complete generations of the run in `latest.json`. None: of any job.
 
-    Damaged MANIFESTs and files of wrong size are passed over and named in `damaged`; so are MANIFESTs that storage does
-    not give, after a second try. Contents are not hashed here.
+    Damaged MANIFESTs and files of wrong size are skipped and listed in `damaged`; so are MANIFESTs that storage fails
+    to return twice. Contents are not hashed here.
 
     Raises:
-        StorageFailed: nothing can be listed, or there is nothing but what storage does not give.
+        StorageFailed: nothing can be listed, or no generation is usable and a MANIFEST could not be read.
     """
     place, rows, latest = _look_twice(url, options)
     lost = [one for one in rows if one.committed and one.fault is not None]
@@ -269,7 +271,7 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
     found = [one.manifest for one in rows if one.manifest is not None and one.fault is None]
     found = [one for one in found if job in (None, one.job) and one.generation.run not in gone]
     found.sort(key=age, reverse=True)
-    if not found and any(one.unread for one in lost):  # to train from step 0 instead is nobody's wish
+    if not found and any(one.unread for one in lost):  # never silently train from step 0 instead
         raise StorageFailed("; ".join(bad), hint="let this user read them, or remove what is beyond repair")
     known = {one.manifest.generation.run for one in rows if one.manifest is not None}
     run = _current_run(place, latest, found, job, known, gone, bad)
@@ -285,7 +287,7 @@ def scan(url: str, options: Mapping[str, Any] | None, job: str | None) -> Scan:
 
 
 def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[StorageFolder, list[Listed], bytes | None]:
-    """Again, with the file system opened anew, if something was not given: a glitch, or credentials that expired."""
+    """List twice if something could not be read, with the file system opened again: credentials may have expired."""
     place = StorageFolder(url, options)
     rows, latest = _at_rest(place)
     if any(one.unread for one in rows):
@@ -295,7 +297,7 @@ def _look_twice(url: str, options: Mapping[str, Any] | None) -> tuple[StorageFol
 
 
 def _at_rest(place: StorageFolder) -> tuple[list[Listed], bytes | None]:
-    """What is there, and what `latest.json` holds. Both from between two commits, unless they come very fast."""
+    """A listing and the content of `latest.json`, with no commit in between, unless commits are very frequent."""
     latest, rows = content(place, LATEST), list[Listed]()
     for _ in range(LOOKS):
         rows, before = listing(place), latest
@@ -313,7 +315,7 @@ def _current_run(
     gone: Collection[str],
     bad: list[str],
 ) -> str | None:
-    """The run that `latest` (`data`) names, if there is anything of it (`known`); else that of the one saved last."""
+    """The run in `latest` (`data`) if anything of it exists (`known`); otherwise the run that was saved last."""
     latest = decode(data, Latest)
     ended = load(place, FINISHED, Finished)
     ended = ended if ended is not None and job in (None, ended.job) else None
@@ -335,12 +337,12 @@ def _current_run(
 
 
 def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-    """Make `manifest`'s generation exist, point `latest` at it, remove what `keep` does not keep. Idempotent.
+    """Commit `manifest`'s generation, point `latest` at it, remove what `keep` does not keep. Idempotent.
 
     Raises:
         StorageFailed: a file is missing or short (nothing is committed then), or the tree cannot be written.
-        SaveToBusy: generations of another job lie there.
-        Stale: the job has started anew since, with another run; or a newer generation is committed and this one not.
+        SaveToBusy: generations of another job are there.
+        Stale: the job was restarted fresh with another run, or a newer generation is committed and this one is not.
     """
     place, home = StorageFolder(url, options), folder(manifest.generation)
     mounts.demand_same(place)
@@ -363,9 +365,9 @@ def commit(url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep
 
 
 def _remove_strays(place: StorageFolder, home: str, sizes: Mapping[str, int], named: Collection[str]) -> None:
-    """Remove our own files that no MANIFEST will name: of ranks that are no more, or unfinished.
+    """Remove our own files that the MANIFEST does not name: of ranks of a larger world, or unfinished.
 
-    Other files and folders there are somebody else's (a file server puts some into every folder): they stay.
+    Other files and folders stay: they are not ours (some file servers put files into every folder).
     """
     for name, size in sizes.items():
         ours = SHARD.fullmatch(name) is not None or is_part(name)
@@ -374,7 +376,7 @@ def _remove_strays(place: StorageFolder, home: str, sizes: Mapping[str, int], na
 
 
 def _make_exist(place: StorageFolder, name: str, manifest: Manifest) -> None:
-    """Write the MANIFEST. One that is there stays, and so does whoever is quicker."""
+    """Write the MANIFEST. An existing one stays, also one that another process wrote first."""
     data = content(place, name, MANIFEST_BYTES)
     if decode(data, Manifest) is None:
         if data is not None:
@@ -394,7 +396,7 @@ def _point_latest(place: StorageFolder, manifest: Manifest) -> None:
 
 
 def finish(url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-    """Remember that `run` of `job` ended at `step`, so that a later start does not train again."""
+    """Record that `run` of `job` ended at `step`, so that a later start does not train again."""
     place = StorageFolder(url, options)
     mounts.demand_same(place)
     place.make()

@@ -1,4 +1,4 @@
-"""A master's work at a checkpoint URL: commits, the end of a run, claims. Each is tried twice and bounded in time."""
+"""The master's work at a checkpoint URL: commits, the end of a run, claims. Each is tried twice, with a timeout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("dlrover_hooks.master")
 
 
 class CommittedStorage:
-    """The storage of checkpoints as training sees it. A store that hangs has failed after `stall_s` without an answer.
+    """The storage of checkpoints during training. A store that does not answer for `stall_s` counts as failed.
 
-    What failed is tried once more, with the file system opened anew: a master's credentials may have expired since its
-    last commit.
+    A failed operation is retried once with the file system opened again: a master's credentials may have expired since
+    its last commit.
     """
 
     def __init__(self, stall_s: float = STALL_S) -> None:

@@ -1,8 +1,8 @@
-"""Is a local tree still on the file system where it was? No torch.
+"""Checks that a local tree is still on the same file system. No torch.
 
-A mount that is lost leaves its mount point: an empty folder on the node's own disk. Writes succeed there, fill that
-disk, and are hidden once the mount is back. So each process remembers the device of a tree, and the tree's name, which
-lies in the tree itself: a device may have another number when it is mounted again.
+A lost mount leaves its mount point: an empty folder on the node's own disk. Writes succeed there, fill that disk, and
+are hidden once the mount is back. So each process remembers the device of a tree, and the tree's name, which is stored
+in the tree itself: a device may have another number when it is mounted again.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.errors import StorageFailed
 
 LOCK = ".owner.lock"
-"""The file in a tree that its owner locks. The tree's name is in it."""
+"""The file in a tree that its owner locks. It contains the tree's name."""
 _NAME_BYTES = 64
 _HINT = (
-    "mount it again: what is in memory is written then. A tree that was moved on purpose starts anew (--fresh), or "
+    "mount it again: what is in memory is written then. A tree that was moved on purpose starts over (--fresh), or "
     "takes another `save_to`"
 )
 
 
 class Device(NamedTuple):
-    """Where a tree was. `name`: "" if it has none, since nobody has claimed it."""
+    """The file system of a tree. `name`: "" if the tree has none, because it was never claimed."""
 
     number: int
     name: str
 
 
 _seen: dict[str, Device] = {}
-"""By root; of this process."""
+"""By root, of this process."""
 
 
 def demand_same(place: StorageFolder) -> None:
-    """To be called before `place` is written. Nothing for remote ones.
+    """To be called before `place` is written. Does nothing for remote ones.
 
     Raises:
-        StorageFailed: it is on another file system than it was when this process looked first.
+        StorageFailed: the tree is on another file system than when this process first checked.
     """
     if not place.local:
         return
@@ -56,7 +56,7 @@ def demand_same(place: StorageFolder) -> None:
 
 
 def forget() -> None:
-    """A fresh run begins: its tree may lie anywhere."""
+    """Forget all devices: a fresh run begins, and its tree may be on any file system."""
     _seen.clear()
 
 
@@ -68,7 +68,7 @@ def give_name(fd: int) -> None:
 
 
 def _number(root: str) -> int:
-    """The device of folder `root`, or of the nearest one above it that there is."""
+    """The device of folder `root`, or of its nearest existing parent."""
     while True:
         try:
             return os.stat(root).st_dev

@@ -1,9 +1,9 @@
-"""Which durable generations stay, and the removal of those that do not (DL-91). No torch.
+"""Decides which durable generations are kept, and removes the others. No torch.
 
-Of one run stay: the newest `last`; of each span of `every_steps` optimizer steps, and of each span of `every`, the
-first one saved in it. The spans are counted from step 0 and from the Unix epoch, so that the choice depends on nothing
-but what is there, and what was once kept for a span is kept by every later commit. The newest whole generation always
-stays, and so does what somebody reads (`reading`).
+Of one run these are kept: the newest `last`; and of each span of `every_steps` optimizer steps, and of each span of
+`every`, the first one saved in it. Spans are counted from step 0 and from the Unix epoch, so that the choice depends
+only on the generations present, and one that was once kept for a span is kept by every later commit. The newest
+complete generation is always kept, and so is one that is being read (`reading`).
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
 
 _log = logging.getLogger("dlrover_hooks")
 _said = set[str]()
-"""Links, and what could not be removed: each was named in the log."""
+"""Links, and names that could not be removed: each is logged once."""
 RUNS = 1000
-"""So many runs that were given up are remembered: 35 kB."""
+"""Number of abandoned runs that are remembered: 35 kB."""
 READER = "reading-"
 READ_S = 3600.0
-"""A reader that has died is waited for so long."""
+"""The note of a dead reader protects a generation for at most this long."""
 TRIES = 5
-"""So often a folder is removed into which somebody still writes."""
+"""Number of attempts to remove a folder that is still being written to."""
 
 
 class Reader(Message, frozen=True):
-    """What a reader's note holds: Unix time."""
+    """The content of a reader's note: Unix time."""
 
     until: float
 
 
 def kept(found: Sequence[Manifest], keep: int | Retention) -> set[Generation]:
-    """What stays of `found`, the whole generations of one run, in any order."""
+    """The generations to keep of `found`, the complete generations of one run, in any order."""
     rules = Retention(last=keep) if isinstance(keep, int) else keep
     oldest_first = sorted(found, key=age)
     stays = {one.generation for one in oldest_first[-max(rules.last, 1) :]}
@@ -69,7 +69,7 @@ def kept(found: Sequence[Manifest], keep: int | Retention) -> set[Generation]:
 
 
 def _spans(one: Manifest, rules: Retention) -> set[tuple[str, int]]:
-    """The spans whose first one this may be. Steps before the first full span are in none."""
+    """The spans that this generation may be the first one of. Steps before the first full span are in none."""
     spans: set[tuple[str, int]] = set()
     if rules.every_steps and one.generation.step >= rules.every_steps:
         spans.add(("steps", one.generation.step // rules.every_steps))
@@ -98,10 +98,10 @@ def condemned(rows: Iterable[Listed], job: str, run: str, keep: int | Retention)
 
 
 def retain(place: StorageFolder, rows: Iterable[Listed], manifest: Manifest, keep: int | Retention) -> None:
-    """After the commit of `manifest`: remove what is condemned, and all runs before it if it was to start anew.
+    """After the commit of `manifest`: remove what is not kept, and all earlier runs if this run started fresh.
 
-    `rows` (see `catalog.changes`) with the new one among them. Each is looked at again before it is removed. What
-    cannot be removed is named in the log and tried again after the next commit: the generation is committed already.
+    `rows` (see `catalog.changes`) includes the new generation. Each folder is inspected again before it is removed. A
+    failure to remove one is logged, and retried after the next commit: the generation is committed already.
     """
     rows, run = list(rows), manifest.generation.run
     with _told(place, "what an earlier run left"):
@@ -118,7 +118,7 @@ def retain(place: StorageFolder, rows: Iterable[Listed], manifest: Manifest, kee
 
 @contextlib.contextmanager
 def _told(place: StorageFolder, what: str) -> Iterator[None]:
-    """A failure to remove `what` is logged, once."""
+    """Log a failure to remove `what`, once."""
     try:
         yield
     except StorageFailed as error:
@@ -128,7 +128,7 @@ def _told(place: StorageFolder, what: str) -> Iterator[None]:
 
 
 def _remove_if(place: StorageFolder, one: Listed, may: Callable[[Listed], bool]) -> bool:
-    """Remove a generation that is as it was and that `may` go. False: that failed, and was logged."""
+    """Remove a generation if it is unchanged and `may` allows it. False: that failed, and was logged."""
     with _told(place, one.folder):
         if (now := _same(place, one)) is not None and may(now):
             remove(place, one.folder)
@@ -142,7 +142,7 @@ def _is_older(one: Listed, manifest: Manifest) -> bool:
 
 
 def _give_up(place: StorageFolder, older: list[Listed]) -> bool:
-    """Remove them, and remember their runs: a keeper far away may hold something of them that it still wants to commit.
+    """Remove them and record their runs, since a remote keeper may still try to commit one of their generations.
 
     False: some could not be removed.
     """
@@ -153,7 +153,7 @@ def _give_up(place: StorageFolder, older: list[Listed]) -> bool:
 
 
 def _same(place: StorageFolder, one: Listed) -> Listed | None:
-    """What may be removed, as it is now; None if it is no longer what it was, or somebody's link."""
+    """The folder as it is now, if it may be removed; None if it has changed or is a symbolic link."""
     if _linked(place, one):
         return None
     now = look(place, one.folder)
@@ -166,7 +166,7 @@ def _generation(one: Listed) -> Generation | None:
 
 
 def _linked(place: StorageFolder, one: Listed) -> bool:
-    """Its folder is a link: somebody keeps it elsewhere, and by his own rules. Said once."""
+    """The folder is a symbolic link: the user keeps it elsewhere, and it is not removed. Logged once."""
     if not place.is_link(one.folder):
         return False
     if (path := place.path(one.folder)) not in _said:
@@ -176,7 +176,7 @@ def _linked(place: StorageFolder, one: Listed) -> bool:
 
 
 def remove(place: StorageFolder, home: str) -> None:
-    """The generation in folder `home` ceases to exist, then its files do; those, too, that are written meanwhile."""
+    """Remove the MANIFEST of the generation in folder `home`, then its files, even if more are written meanwhile."""
     for tries in range(1, TRIES + 1):
         place.remove(f"{home}/{MANIFEST}")
         try:
@@ -188,10 +188,10 @@ def remove(place: StorageFolder, home: str) -> None:
 
 
 def let_go(place: StorageFolder, job: str, generation: Generation) -> str | None:
-    """Remove the folder of `generation` if it is outlived and not committed; why it is, or None.
+    """Remove the folder of `generation` if it is obsolete and not committed; returns the reason, or None.
 
-    Called behind every write into it. A commit points `latest` at its generation before it looks for folders to remove:
-    so it finds this one, or the writer finds `latest`.
+    Called after every write into it. A commit updates `latest` before it searches for folders to remove: so either the
+    commit finds this folder, or the writer finds the new `latest`.
     """
     home, why = folder(generation), None
     with _told(place, home):
@@ -205,14 +205,14 @@ def let_go(place: StorageFolder, job: str, generation: Generation) -> str | None
 
 
 def being_read(place: StorageFolder, one: Listed, now: float) -> bool:
-    """Somebody reads it now (`reading`)."""
+    """Whether the generation is being read now (`reading`)."""
     notes = (load(place, f"{one.folder}/{name}", Reader) for name in one.names if name.startswith(READER))
     return any(note is not None and note.until > now for note in notes)
 
 
 @contextlib.contextmanager
 def reading(place: StorageFolder, generation: Generation) -> Iterator[None]:
-    """Retention leaves `generation` alone meanwhile, for at most `READ_S`. Without the right to write: no promise."""
+    """Protect `generation` from retention, for at most `READ_S`. Without write permission there is no protection."""
     note = f"{folder(generation)}/{READER}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
     patience, data = Patience(), msgspec.json.encode(Reader(until=time.time() + READ_S))
     with contextlib.suppress(StorageFailed):

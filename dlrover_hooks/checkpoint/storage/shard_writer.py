@@ -1,7 +1,7 @@
-"""How a keeper makes slots durable: one rank's shard file, or a whole generation at its end. Worker threads.
+"""How a keeper persists slots: one rank's shard file, or an entire generation in an emergency flush. Worker threads.
 
-Global rank 0 writes its whole image; the others their private tensors (names that begin with `rank.`) and their shards
-of sharded ones, because replicated state needs to be stored once. No torch.
+Global rank 0 writes its entire image. The others write their private tensors (names that begin with `rank.`) and their
+shards of sharded tensors, because replicated state needs to be stored only once. No torch.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def persist(
     wait: Callable[[float], None] = time.sleep,
     report: Callable[[Attempt], None] = lambda _: None,
 ) -> ShardFile:
-    """Write the shard file of a slot of `job`; storage failures are tried again three times.
+    """Write the shard file of a slot of `job`. Storage failures are retried three times.
 
-    Each time with the file system opened anew (`Place`). `report` hears of a long write now and then.
+    Each retry opens the file system again (`StorageFolder`). `report` is called regularly during a long write.
 
     Raises:
-        SaveToBusy: another job's generation lies there.
+        SaveToBusy: another job's generation is there.
         StorageFailed: the last failure.
         NotAsHashed: the slot no longer holds what was hashed.
     """
@@ -91,21 +91,21 @@ def _persist(found: Found, url: str, options: Mapping[str, Any], job: str, attem
 
 
 def _own(header: Header) -> Callable[[str], bool]:
-    """Which tensors of an image belong into the file of a rank above 0."""
+    """A predicate: whether a tensor of an image belongs into the file of a rank above 0."""
     shards = {name for name, whole in header.wholes().items() if whole.sharded and not whole.copy}
     return lambda name: name.startswith(PRIVATE) or name in shards
 
 
 def verify(found: Found) -> HashedSlot:
-    """Hash the slot again; its proof if it still holds.
+    """Hash the slot again and return its proof if it still matches.
 
     Raises:
-        NotAsHashed: it does not; names seat, slot and chunk.
+        NotAsHashed: it does not match; the message contains segment, slot and chunk.
     """
     slot, chunks = found.proof
     arena = found.segment.arena
     view = arena.view(slot.index, slot.image_bytes)
-    threads = min(4, len(os.sched_getaffinity(0)))  # somebody waits for it to go on training
+    threads = min(4, len(os.sched_getaffinity(0)))  # training waits for this
     if damaged(view, chunks, threads) is not None or arena.seq(slot.index) != slot.seq:
         raise NotAsHashed(found, _damage(found, view))
     return found.proof
@@ -133,15 +133,16 @@ def last_will(
     patience: Patience,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Manifest:
-    """Write and commit a whole generation held by this keeper alone. `known`: files that are written already.
+    """Write and commit an entire generation held by this keeper alone. `known`: files that are written already.
 
-    `wanted()` is asked before it is committed. The URL is claimed for moments only: a successor of the job may come.
+    `wanted()` is checked before the commit. The URL is claimed only briefly, so that a successor of the job can claim
+    it.
 
     Raises:
-        SaveToBusy: another job has taken the URL meanwhile, or its generations lie there.
-        Stale: the job has started anew there, with another run.
-        NotAsHashed: a slot is damaged by now. Nothing is committed.
-        StorageFailed, Corrupt: it could not be made durable; nothing is committed.
+        SaveToBusy: another job has claimed the URL meanwhile, or its generations are there.
+        Stale: the job was restarted fresh there, with another run.
+        NotAsHashed: a slot is damaged. Nothing is committed.
+        StorageFailed, Corrupt: it could not be persisted; nothing is committed.
     """
     patience.run(lambda _: _refuse(url, options, job, generation), f"claim {url} for job {job!r}")
     files = tuple(
@@ -154,7 +155,7 @@ def last_will(
     def commit() -> None:
         with _claimed(url, options, job):
             if not wanted():
-                raise Corrupt(f"{generation} was given up meanwhile: job {job!r} starts anew")
+                raise Corrupt(f"{generation} was given up meanwhile: job {job!r} starts over")
             generations.commit(url, options, manifest, keep)
 
     patience.run(lambda _: commit(), f"commit {generation} to {url}")
@@ -169,7 +170,7 @@ def _refuse(url: str, options: Mapping[str, Any], job: str, generation: Generati
 
 @contextlib.contextmanager
 def _claimed(url: str, options: Mapping[str, Any], job: str) -> Iterator[None]:
-    """With the claim, or without where a process of the same job (its master) has it: commits are idempotent."""
+    """Claim the URL, unless a process of the same job (its master) holds the claim: commits are idempotent."""
     claim = None
     try:
         claim = UrlClaim.take(url, options, job, f"{KEEPER}, pid {os.getpid()} on {socket.gethostname()}")

@@ -1,6 +1,6 @@
-"""Calls to a store that may never answer: each has a thread of its own, and is given up once it stands still. No torch.
+"""Calls to a store that may never answer. Each runs on its own thread and is abandoned once it stalls. No torch.
 
-What is bounded is standstill, not the whole time: a slow upload of any size goes on as long as bytes move.
+The timeout applies to stalls, not to the total time: a slow upload of any size continues as long as bytes move.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 from dlrover_hooks.errors import StorageFailed
 
 STALL_S = 120.0
-"""So long a store may take for one piece (at most 8 MiB), or for what moves none: S3 takes a minute and more to put
-the parts of a large upload together."""
+"""Timeout for one piece (at most 8 MiB), or for a call that moves no bytes: S3 takes a minute and more to assemble
+the parts of a large upload."""
 REPORT_S = 10.0
 STUCK = 8
-"""So many calls may hang at once; a thread that hangs cannot be ended."""
+"""At most this many calls may hang at once; a thread that hangs cannot be ended."""
 _T = TypeVar("_T")
 _HINT = "the store does not answer: look at the network, or at the mount"
 
 
 class AttemptAbandoned(Exception):
-    """Nobody waits for this attempt any more: it must leave nothing behind, and remove nothing."""
+    """The result of this attempt is no longer awaited: it must leave nothing behind, and remove nothing."""
 
 
 class Attempt:
-    """What a call says of itself. Written by its thread, read by the one that waits."""
+    """The progress of a call. Written by its thread, read by the waiting one."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -35,7 +35,7 @@ class Attempt:
         self.given_up = False
 
     def through(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """`pieces` again, counted. Raises GivenUp, behind the last one, too."""
+        """Yield `pieces`, counted. Raises AttemptAbandoned, also after the last one."""
         for piece in pieces:
             self._check()
             yield piece
@@ -45,7 +45,7 @@ class Attempt:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since it began."""
         return time.monotonic() - self.began
 
     def _check(self) -> None:
@@ -54,18 +54,18 @@ class Attempt:
 
 
 class Patience:
-    """Runs calls, and gives up those that stand still for `stall_s`. Any thread may call `run`."""
+    """Runs calls, and abandons those that stall for `stall_s`. Any thread may call `run`."""
 
     def __init__(self, stall_s: float = STALL_S, report_s: float = REPORT_S) -> None:
         self._stall_s, self._report_s = stall_s, report_s
         self._stuck: list[threading.Thread] = []
 
     def run(self, work: Callable[[Attempt], _T], what: str, report: Callable[[Attempt], None] = lambda _: None) -> _T:
-        """`work(attempt)` on a thread of its own; `report` is called on this one every `report_s`.
+        """Run `work(attempt)` on a new thread. `report` is called on the calling thread every `report_s`.
 
         Raises:
-            StorageFailed: it stood still, or too many before it still do.
-            Exception: whatever `work` raised.
+            StorageFailed: it stalled, or too many earlier calls still hang.
+            Exception: raised by `work`.
         """
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= STUCK:
@@ -75,7 +75,7 @@ class Patience:
         def call() -> None:
             try:
                 outcome[:] = [work(attempt), None]
-            except BaseException as error:  # handed over, not swallowed
+            except BaseException as error:  # raised by `run` on the calling thread
                 outcome[:] = [None, error]
             done.set()
 

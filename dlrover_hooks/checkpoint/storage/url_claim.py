@@ -1,12 +1,12 @@
-"""One live job per checkpoint URL: the claim on `save_to` (DL-90).
+"""One live job per checkpoint URL: the claim on `save_to`.
 
-Locally a lock of the open file (`flock`): it ends with its process, however that ends; a forked child closes its copy
-at once. A POSIX record lock would not do: it falls as soon as this process closes *any* descriptor of the file, as a
-copy of the tree does.
+Locally it is a lock of the open file (`flock`). It ends with its process, however that ends; a forked child closes its
+copy at once. A POSIX record lock is not usable: it is released when this process closes *any* descriptor of the file,
+as a copy of the tree does.
 
-Elsewhere a lease file, refreshed every 20 s by a small thread and void after 60 s. Who was stopped for longer than that
-and was succeeded finds the other's name there: it writes there no more, and `still_held` says so before each commit.
-Between that look and the write a moment passes in which it could happen: stores have no locks. No torch.
+Elsewhere it is a lease file, which a thread refreshes every 20 s and which expires after 60 s. A process that was
+stopped for longer and replaced finds the other owner there: it stops writing, and `still_held` raises before each
+commit. Stores have no locks, so an owner can still change between that check and the write. No torch.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from dlrover_hooks.protocol import Message
 
 LEASE = "owner.json"
 KEEPER = "keeper"
-"""How the name of an owner begins that holds the claim for a moment only, to commit what a dead trainer left."""
+"""Prefix of an owner that holds the claim only briefly, to commit what a dead trainer left."""
 _LEASE_S, _REFRESH_S = 60.0, 20.0
 _KEEPER_S, _POLL_S, _TORN_S = 10.0, 0.05, 2.0
 _log = logging.getLogger(__name__)
 
 
 class Owner(Message, frozen=True):
-    """Who holds a checkpoint URL. `expires` is Unix time, 0 where a lock does the work."""
+    """The holder of a checkpoint URL. `expires` is Unix time, 0 for a local lock."""
 
     job: str
     owner: str
     expires: float = 0.0
     life: str = ""
-    """Of the claim: the same owner's next one has another."""
+    """Identifies the claim: the same owner's next claim has another one."""
 
 
 class UrlClaim:
-    """`job`'s hold on a checkpoint URL, until `release` or the end of the process. Any thread."""
+    """`job`'s claim on a checkpoint URL, until `release` or the end of the process. Any thread."""
 
     _mine: ClassVar[dict[str, UrlClaim]] = {}
     """Claims of this process by URL."""
     _locks: ClassVar[dict[str, threading.Lock]] = {}
-    """By URL: where one store hangs, the claims on others go on."""
+    """By URL: while one store hangs, claims on others continue."""
 
     def __init__(self, place: StorageFolder, who: Owner) -> None:
         self.place, self.who = place, msgspec.structs.replace(who, life=uuid.uuid4().hex)
@@ -66,7 +66,7 @@ class UrlClaim:
 
     @classmethod
     def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> UrlClaim:
-        """Claim `url` for `job`; `owner` is shown to whoever is refused. Again for the same job: the same claim.
+        """Claim `url` for `job`; `owner` is shown to refused claimants. Again for the same job: the same claim.
 
         Raises:
             SaveToBusy: another live process, or another job of this one, holds it.
@@ -86,7 +86,7 @@ class UrlClaim:
             return claim
 
     def release(self) -> None:
-        """Give the URL up (the last of several takes does it). Idempotent; nothing in a forked child."""
+        """Release the URL; the last of several takes does it. Idempotent; does nothing in a forked child."""
         if not self._here:
             return
         with self._locks[self.place.url]:
@@ -104,7 +104,7 @@ class UrlClaim:
 
     @classmethod
     def _forked(cls) -> None:
-        """In a forked child: nothing is claimed here, and no lock outlives the parent because of it."""
+        """In a forked child: drop all claims, and close the locks so that they do not outlive the parent."""
         for claim in cls._mine.values():
             if claim._fd >= 0:
                 os.close(claim._fd)
@@ -112,7 +112,7 @@ class UrlClaim:
         cls._locks.clear()
 
     def _take(self) -> None:
-        """A keeper of the same job is waited for."""
+        """Waits for a keeper of the same job, which holds a claim only briefly."""
         until = time.monotonic() + _KEEPER_S
         while True:
             try:
@@ -139,10 +139,10 @@ class UrlClaim:
         try:
             with failures(f"claim {self.place.url}"):
                 mounts.give_name(fd)
-            mounts.demand_same(self.place)  # remembers the name
+            mounts.demand_same(self.place)  # records the name
             self.place.put(LEASE, msgspec.json.encode(self.who))
         except BaseException:
-            os.close(fd)  # or the lock would be held until this process ends, by a claim that nobody can release
+            os.close(fd)  # otherwise the lock would be held until this process ends, without a claim to release
             raise
         self._fd = fd
 
@@ -159,11 +159,11 @@ class UrlClaim:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise SaveToBusy if the lease had run out and somebody else has the URL now. Where a lock does it: never."""
+        """Raise SaveToBusy if the lease expired and another owner has the URL now. Does nothing for a local lock."""
         if self.place.local:
             return
         until, held = time.monotonic() + _TORN_S, read_owner(self.place)
-        while held is None and self.place.read(LEASE) is not None:  # somebody writes it, where that is not atomic
+        while held is None and self.place.read(LEASE) is not None:  # it is being written, not atomically
             if time.monotonic() > until:
                 raise _busy(self.place, None)
             time.sleep(_POLL_S)
@@ -198,14 +198,14 @@ os.register_at_fork(after_in_child=UrlClaim._forked)  # pyright: ignore[reportPr
 
 
 def still_held(url: str, options: Mapping[str, Any] | None = None) -> None:
-    """Raise SaveToBusy if this process claimed `url` and somebody else has it by now. Without a claim: nothing."""
+    """Raise SaveToBusy if this process claimed `url` and another owner has it now. Does nothing without a claim."""
     mine = UrlClaim._mine.get(StorageFolder(url, options).url)  # pyright: ignore[reportPrivateUsage]
     if mine is not None:
         mine.check()
 
 
 def holder(url: str, options: Mapping[str, Any] | None = None) -> Owner | None:
-    """Who says to hold `url`; of value only after `take` was refused."""
+    """The owner recorded at `url`; only valid after `take` was refused."""
     return read_owner(StorageFolder(url, options))
 
 

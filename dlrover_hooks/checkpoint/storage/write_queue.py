@@ -1,9 +1,9 @@
-"""Work behind the step: writes that a user asked for, done on one thread, in the order they were asked for.
+"""Writes requested by the user, overlapped with the training steps: done on one thread, in the requested order.
 
-At most one save is being written while one more waits; who brings a third waits until the first is done. So memory is
-bounded, and a slow storage shows as a slow step, not as a full machine. What goes wrong is kept and raised at the next
-verb. Whatever is still to be done when the interpreter ends is done then, within the deadline. A forked child has
-nothing to do: its parent does it.
+At most one save is being written while one more waits; the caller of a third waits until the first is done. So memory
+is bounded: a slow storage slows down the steps, but does not fill the memory. Errors are kept and raised by the next
+method call. Jobs that are left when the interpreter ends are done then, within the deadline. A forked child does none:
+its parent does them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVES = 2
 class _Job(NamedTuple):
     path: str
     leaves: bool
-    """Whether something stands at `path` afterwards."""
+    """Whether `path` exists afterwards."""
     act: Callable[[], object]
     save: bool
 
@@ -38,8 +38,9 @@ class _Job(NamedTuple):
 class Behind:
     """Jobs of one process. The thread lives from the first job to `close`, or to the interpreter's end.
 
-    All verbs are the training thread's. `check`, `room`, `wait` and `close` raise StorageFailed for a job that failed
-    since the last one (with `on_error` "warn" it is only logged), and CheckpointError for a wait of `deadline_s`.
+    All methods run on the training thread. `check`, `room`, `wait` and `close` raise StorageFailed for a job that
+    failed since the last call (with `on_error` "warn" it is only logged), and CheckpointError after a wait of
+    `deadline_s`.
     """
 
     def __init__(self, *, on_error: str = "raise", deadline_s: float = 600.0) -> None:
@@ -49,16 +50,16 @@ class Behind:
         _alive.add(self)
 
     def _renew(self) -> None:
-        """Also in a forked child: thread, lock and jobs of the parent are not ours."""
+        """Also called in a forked child, which must not use thread, lock and jobs of its parent."""
         self._jobs: deque[_Job] = deque()
-        """The first one is under way."""
+        """The first one is in progress."""
         self._failed: list[HooksError] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def room(self) -> None:
-        """Wait until one more save may be brought. To be called before its state is copied."""
+        """Wait until one more save may be added. Call it before copying the state of that save."""
         with self._changed:
             if self._saves() >= SAVES and not self._said:
                 self._said = True
@@ -72,20 +73,20 @@ class Behind:
         self._add(_Job(path, True, act, True))
 
     def add(self, path: str, act: Callable[[], object]) -> None:
-        """`act()` will make `path`, at little cost."""
+        """`act()` will create `path`, at little cost."""
         self._add(_Job(path, True, act, False))
 
     def remove(self, path: str, act: Callable[[], object]) -> None:
-        """`act()` will remove `path`, behind all that was asked for before."""
+        """`act()` will remove `path`, after all jobs added before."""
         self._add(_Job(path, False, act, False))
 
     def leaves(self, path: str) -> bool | None:
-        """Whether `path` will exist when all is done; None if nothing is to be done with it."""
+        """Whether `path` will exist when all jobs are done; None if no job concerns it."""
         with self._changed:
             return next((job.leaves for job in reversed(self._jobs) if job.path == path), None)
 
     def check(self) -> None:
-        """Raise what went wrong first since the last verb."""
+        """Raise the first error since the last call."""
         with self._changed:
             failed, self._failed = self._failed, []
         for other in failed[1:]:
@@ -94,13 +95,13 @@ class Behind:
             raise failed[0]
 
     def wait(self, path: str | None = None) -> None:
-        """Until all is done, or all that concerns `path`."""
+        """Wait until all jobs are done, or all that concern `path`."""
         with self._changed:
             self._wait(lambda: not any(path in (None, job.path) for job in self._jobs))
         self.check()
 
     def close(self) -> None:
-        """Do all that is left, and let the thread end. What is brought later starts a new one."""
+        """Finish all jobs and end the thread. A job added later starts a new one."""
         try:
             with self._changed:
                 self._wait(lambda: not self._jobs)
@@ -114,7 +115,7 @@ class Behind:
         return sum(job.save for job in self._jobs)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Lock held."""
+        """Call it with the lock held."""
         if not self._changed.wait_for(done, self._deadline_s):
             raise CheckpointError(
                 f"{self._jobs[0].path} is still not written after {self._deadline_s:g} s",
@@ -134,10 +135,10 @@ class Behind:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             began, failed = time.monotonic(), _done(job)
-            del job  # it holds the copy
+            del job  # it refers to the copy
             with self._changed:
                 path = self._jobs.popleft().path
-                log.debug("%s: %.3f s behind the step", path, time.monotonic() - began)
+                log.debug("%s: %.3f s in the background", path, time.monotonic() - began)
                 if failed is not None and self._on_error == "warn":
                     log.warning("%s", failed)
                 elif failed is not None:
@@ -156,7 +157,7 @@ class Behind:
     def _exit(self) -> None:
         try:
             self.close()
-        except HooksError as error:  # the interpreter ends: there is nobody to raise it to
+        except HooksError as error:  # the interpreter ends: there is no caller to raise it to
             log.error("%s", error)
 
 
@@ -172,7 +173,7 @@ os.register_at_fork(after_in_child=_renew_in_child)
 
 
 def _done(job: _Job) -> HooksError | None:
-    """What went wrong. No traceback is kept: its frames would hold the copy."""
+    """The error of `job`, if any, without traceback: its frames would refer to the copy."""
     try:
         job.act()
     except HooksError as error:

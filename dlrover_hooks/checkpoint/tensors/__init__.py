@@ -1,4 +1,4 @@
-"""Tensors into slots and out of them: NumPy's and torch's, and the index over all ranks' files.
+"""Copies tensors into slots and out of them: backends for NumPy and torch, and the index over all ranks' files.
 
-The way in: `numpy_backend.library` picks the backend, `shard_index.Images` reads.
+Start here: `numpy_backend.library` picks the backend, `shard_index.Images` reads.
 """

@@ -1,8 +1,8 @@
-/* Where thousands of tensors lie and what form they have, in one call (optional; `recipe` asks them one by one without).
+/* Addresses and forms of thousands of tensors in one call (optional; `torch_backend` otherwise reads them one by one).
  *
- * What a tensor has is cold in the caches after a step, so that each pass over 5000 of them takes 1 ms; this is one in the
- * place of six. By DLPack's exchange API, made for that: torch has it from 2.10 on. Stable ABI: one build serves all
- * Pythons from 3.10.
+ * After a step the tensor objects are not in the caches, so each pass over 5000 of them takes 1 ms. This is one pass
+ * instead of six. It uses DLPack's exchange API, which torch has from 2.10 on. Stable ABI: one build serves all Pythons
+ * from 3.10.
  */
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
@@ -24,9 +24,9 @@ struct exchange {
     int (*look)(void *, struct tensor *);
 };
 
-/* Have the cache fetch what will be looked at soon: a tensor's object, then what that points to. Torch 2.13 has the
- * pointer behind the object's head; where another version has something else there, the wrong bytes are fetched, no more.
- * A third less time for 5000 tensors. */
+/* Prefetch what is read soon: a tensor's object, then what it points to. Torch 2.13 has that pointer after the object's
+ * head. If another version has something else there, the wrong bytes are prefetched, without other effects. Takes a
+ * third less time for 5000 tensors. */
 static void come(PyObject *tensors, Py_ssize_t i, Py_ssize_t count) {
     if (i + 16 < count)
         __builtin_prefetch(PyList_GetItem(tensors, i + 16));
@@ -37,8 +37,8 @@ static void come(PyObject *tensors, Py_ssize_t i, Py_ssize_t count) {
     }
 }
 
-/* look(capsule, tensors, words): of a list of tensors, as bytes, the addresses where they begin, and one after the other
- * device, type, rank, shape and strides, which take so many words of 8 bytes. None if that is not told, or they do not. */
+/* look(capsule, tensors, words): for a list of tensors, as bytes, their addresses, and their forms one after the other:
+ * device, type, rank, shape and strides, `words` times 8 bytes in all. None if the API fails or the length differs. */
 static PyObject *look(PyObject *self, PyObject *args) {
     PyObject *capsule, *tensors;
     Py_ssize_t words;

@@ -1,8 +1,8 @@
-"""How one set of tensors becomes an image: where each goes and how it is copied, made once for many saves.
+"""The layout of a set of tensors in an image and the plan of their copies, made once for many saves.
 
-A model is saved again and again with the same names, shapes and types. While they `fit`, a save looks only at what may
-have changed, in one pass in C over all tensors (5000 of them cost about 1 ms instead of 20). Most tensors are at rest:
-they lie where they lay at the save before. A few do not, such as states of random generators, made anew for each save.
+A model is saved many times with the same names, shapes and types. While they `fit`, a save only inspects what may have
+changed, in one pass in C over all tensors (about 1 ms for 5000 of them instead of 20). Most tensors are at rest: they
+keep their address between saves. A few do not, such as random states, which are new tensors at each save.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Sources(NamedTuple):
-    """Where the bytes of a save lie now."""
+    """Current addresses of the bytes of a save."""
 
     addresses: Words
-    """By place; 0 for what lies on a device."""
+    """By place; 0 for tensors on a device."""
     held: Sequence[Any]
-    """By place: the tensor, or a copy that had to be made."""
+    """By place: the tensor, or a copy if one was necessary."""
     on_device: dict[int, Any]
     """By place."""
 
 
 class Recipe:
-    """The layout of `tensors` (by name), and the places to fill, in the order of the names. `number`: its own.
+    """The layout of `tensors` (by name), and the places to fill, in the order of the names. `number`: unique.
 
-    `apart`: names of those that lie together, because they are seldom copied.
+    `apart`: names of tensors that are laid out together, because they are seldom copied.
 
     Raises:
-        UnsupportedState: see `snapshot.specs`.
+        UnsupportedState: see `torch_backend.specs`.
     """
 
     def __init__(self, tensors: Mapping[str, Any], apart: Collection[str] = ()) -> None:
@@ -52,18 +52,21 @@ class Recipe:
         self._filled = [index for index, spec in enumerate(self._specs) if spec.nbytes]
         self._lay_out(RESERVE)
         self._settled: Glance | None = None
-        """At the tensors at rest when all were looked at last; `_base`: addresses by place, 0 for others."""
+        """Addresses and forms of the tensors at rest at the last full inspection.
+
+        `_base`: addresses by place, 0 for others.
+        """
         self._base: Words = np.zeros(0, np.uint64)
         self._let_rest(pick(list(tensors.values()), self._filled))
 
     def _let_rest(self, values: Sequence[Any], stirring: Collection[int] = ()) -> None:
-        """Take all that may be for at rest, but the places `stirring`."""
+        """Mark all tensors as at rest that can be, except the places `stirring`."""
         rests = [self._library.rests(value) and place not in stirring for place, value in enumerate(values)]
         self._resting = [place for place, rest in enumerate(rests) if rest]
         self._restless = [place for place, rest in enumerate(rests) if not rest]
         still = {self._filled[place] for place in self._resting}
         self._others = [index for index in range(len(self._names)) if index not in still]
-        """Of all names, those that are not at rest."""
+        """Indices of the names that are not at rest."""
         specs = [self._specs[self._filled[place]] for place in self._resting]
         self._settled, self._form_words = None, sum(2 + 2 * len(spec.shape) for spec in specs)
         self._single = [index for index, spec in enumerate(specs) if math.prod(spec.shape) == 1]
@@ -74,20 +77,20 @@ class Recipe:
             spec.name: (start, spec.nbytes) for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
         }
         self.places = [places[self._names[index]] for index in self._filled]
-        """Offset in the image and bytes, without those that have none."""
+        """Offset in the image and bytes of each place; tensors without bytes have none."""
         self._pieces: dict[tuple[int, ...] | None, Pieces] = {}
         self._fitted = -1
-        """Bytes of the largest skeletons whose header had room."""
+        """Bytes of the largest skeletons that fitted into the header."""
 
     def fits(self, tensors: Mapping[str, Any]) -> bool:
-        """Do `tensors` have the names, shapes and types of before?"""
+        """Whether `tensors` have the same names, shapes and types as before."""
         return list(tensors) == self._names and self._alike(list(tensors.values()), self._looks)
 
     def _look(self, values: Sequence[Any]) -> list[list[Any]]:
         return [*(list(map(look, values)) for look in _LOOKS), self._spreads(values)]
 
     def _alike(self, values: Sequence[Any], looks: Sequence[list[Any]]) -> bool:
-        """Do `values` look so? Compared one by one: thousands of shapes at once would set the garbage collector off."""
+        """Compare with `looks` one by one: thousands of shapes in one object would trigger the garbage collector."""
         found = (all(map(eq, map(look, values), before)) for look, before in zip(_LOOKS, looks, strict=False))
         return all(found) and self._spreads(values) == looks[-1]
 
@@ -98,10 +101,11 @@ class Recipe:
         return [self._library.spread(value) for value in values if type(value) not in plain]
 
     def header(self, inside: Inside) -> Iterable[bytes]:
-        """The header of an image, in parts, to be gone through once; a new layout if `inside` has outgrown the old one.
+        """The header of an image, in parts, to be iterated once; makes a new layout if `inside` has outgrown the
+        header.
 
-        If one as long fitted before, it is made when it is gone through, on any thread. That raises Outgrown if this
-        one does not for all that, because more of it has to be escaped: the next call sees to it.
+        If a header of that length fitted before, encoding is deferred to the iteration, on any thread. That raises
+        Outgrown if more of it must be escaped than before; the next call then makes a new layout.
         """
         size = sum(map(len, inside.skeletons.values()))
         if size <= self._fitted:
@@ -135,19 +139,19 @@ class Recipe:
         return start, start + nbytes
 
     def view(self, image: memoryview, place: int) -> memoryview:
-        """A place of `image`."""
+        """The bytes of a place in `image`."""
         start, stop = self.range(place)
         return image[start:stop]
 
     def name(self, place: int) -> str:
-        """Of the tensor that goes there."""
+        """The name of the tensor at a place."""
         return self._names[self._filled[place]]
 
     def settled(self, tensors: Mapping[str, Any]) -> Sources | None:
-        """Where `tensors` lie, if they have the names of before and those at rest their addresses and forms.
+        """The addresses of `tensors`, if the names are those of before, and addresses and forms of those at rest, too.
 
-        They may be read there, but `holds` has to say that they still are what they were before a copy counts: where
-        forms are not told at once, this asks for no more than sizes. Raises as `sources`.
+        They may be read, but the copy counts only if `holds` is true before it is published: without the C helper only
+        sizes are compared here, not full forms. Raises as `sources`.
         """
         if len(self._restless) > len(self._resting) or list(tensors) != self._names:
             return None
@@ -165,13 +169,13 @@ class Recipe:
         return self._find(values)
 
     def _stir(self, values: Sequence[Any], differ: np.ndarray[Any, Any]) -> None:
-        """Some tensors have moved: if they are few, they were never at rest. `sources` has to follow."""
+        """Tensors have moved: if they are few, mark them as not at rest. `sources` must be called next."""
         moved = {self._resting[index] for index in np.flatnonzero(differ).tolist()}
         if len(moved) <= len(differ) // 2:
             self._let_rest(values, moved.union(self._restless))
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:
-        """Are `tensors`, which are settled, what they were in every respect? Any thread."""
+        """Whether settled `tensors` are unchanged in every respect. Any thread."""
         resting = pick(pick(list(tensors.values()), self._filled), self._resting)
         if self._settled is not None and self._settled.told:
             kept = not self._library.any_negative(resting, self._single)
@@ -182,10 +186,10 @@ class Recipe:
         return kept
 
     def sources(self, tensors: Mapping[str, Any]) -> Sources:
-        """Where `tensors`, which fit, lie now; what does not lie as it reads is copied.
+        """The current addresses of `tensors`, which fit. Bytes that are not contiguous and plain values are copied.
 
         Raises:
-            UnsupportedState: one has given up its memory.
+            UnsupportedState: a tensor's memory was released.
         """
         values = pick(list(tensors.values()), self._filled)
         resting = pick(values, self._resting)

@@ -1,4 +1,4 @@
-"""Numpy arrays into a slot and out of it; `library` picks this module or `snapshot`, which knows torch. No torch."""
+"""NumPy arrays into a slot and out of it. `library` picks this module or `torch_backend`. No torch."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PLAIN: set[type] = set()
-"""See `snapshot.PLAIN`: of arrays each is looked at."""
+"""See `torch_backend.PLAIN`. Empty: each array is inspected."""
 
 
 class Glance(NamedTuple):
-    """Where tensors begin, and what else was asked of them, in words of 8 bytes."""
+    """Addresses of tensors and their forms, in words of 8 bytes."""
 
     addresses: bytes
     forms: bytes
     told: bool = False
-    """`forms` are device, type, shape and strides of each; else no more than their bytes."""
+    """`forms` are device, type, shape and strides of each tensor; otherwise only its size in bytes."""
 
 
 def library() -> Any:
-    """The module that knows the arrays of this process: `snapshot` if torch is loaded, else this one."""
+    """The backend of this process: `torch_backend` if torch is loaded, else this module."""
     if "torch" in sys.modules:
         from dlrover_hooks.checkpoint.tensors import torch_backend
 
@@ -52,60 +52,60 @@ def library() -> Any:
 
 
 def spec(name: str, array: np.ndarray[Any, Any]) -> TensorSpec:
-    """What has to be laid out for an array."""
+    """The layout request of an array."""
     return TensorSpec(name, NAMES[array.dtype], array.shape, array.nbytes)
 
 
 def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-    """See `snapshot.specs`."""
+    """See `torch_backend.specs`."""
     return tuple(spec(name, array) for name, array in tensors.items())
 
 
 def spread(tensor: Any) -> None:
-    """See `snapshot.spread`."""
+    """See `torch_backend.spread`."""
 
 
 def rests(value: Any) -> bool:
-    """See `snapshot.rests`."""
+    """See `torch_backend.rests`."""
     del value
     return False
 
 
 def lie_plainly(values: Sequence[Any], single: Iterable[int]) -> bool:
-    """See `snapshot.lie_plainly`."""
+    """See `torch_backend.lie_plainly`."""
     return not values
 
 
 def any_negative(values: Sequence[Any], single: Iterable[int]) -> bool:
-    """See `snapshot.any_negative`."""
+    """See `torch_backend.any_negative`."""
     del values, single
     return False
 
 
 def glance(values: Sequence[Any], words: int) -> Glance:
-    """See `snapshot.glance`."""
+    """See `torch_backend.glance`."""
     del values, words
     return Glance(b"", b"")
 
 
 def plain(value: Any) -> Any:
-    """`value` itself if its bytes lie as they read, else a contiguous copy."""
+    """`value` itself if it is contiguous, else a contiguous copy."""
     return np.ascontiguousarray(value)
 
 
 def address(value: Any) -> int:
-    """Where the bytes of an array begin."""
+    """Address of an array's first byte."""
     return int(value.ctypes.data)
 
 
 def on_device(value: Any) -> bool:
-    """See `snapshot.on_device`."""
+    """See `torch_backend.on_device`."""
     del value
     return False
 
 
 def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, Any]:
-    """See `snapshot.load`.
+    """See `torch_backend.load`.
 
     Raises:
         UnsupportedState: a type that numpy does not have.

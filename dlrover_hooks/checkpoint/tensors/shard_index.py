@@ -1,7 +1,7 @@
-"""The images of one generation, opened one by one, and which tensors they hold together. No torch.
+"""The images of one generation, opened one by one, and the index of the tensors that they hold together. No torch.
 
 An image comes from a keeper's slot (`KeeperSlotImage`) or from storage (`shard_reader.StoredImage`). Only bytes that
-`need` was told of are there, verified; nothing of an image may be used once it is closed.
+were requested with `need` are present, and verified. An image must not be used after it is closed.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 
 COMPLEX = "C128"
-"""A dtype of wholes only: lies as F64 with a trailing dimension of 2."""
+"""Dtype of a full tensor only: stored as F64 with a trailing dimension of 2."""
 
 
 Delivery = tuple[int, int, int]
-"""Bytes `start` to `stop` of an image, and the address in this process where they are wanted."""
+"""Bytes `start` to `stop` of an image, and the address in this process where they go."""
 
 
 class Image(Protocol):
-    """One rank's image. `view` is as long as all of it."""
+    """One rank's image. `view` has the length of the complete image."""
 
     header: Header
     view: memoryview
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Have the bytes (start, stop) in `view`, verified. Raises Corrupt, StorageFailed."""
+        """Read the bytes (start, stop) into `view`, verified. Raises Corrupt, StorageFailed."""
         ...
 
     def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
-        """Have the bytes of `moves` where they are to be, verified. Raises Corrupt, StorageFailed.
+        """Copy the bytes of `moves` to their addresses, verified. Raises Corrupt, StorageFailed.
 
-        `memory`: what those addresses are in. It is kept alive as long as anything may write there.
+        `memory`: the objects that own these addresses, kept alive as long as a write there is possible.
         """
         ...
 
     def check(self) -> None:
-        """What was copied out of `view` since it was opened was whole. Raises Corrupt."""
+        """Verify that nothing copied from `view` was overwritten meanwhile. Raises Corrupt."""
         ...
 
     def close(self) -> None: ...
@@ -57,7 +57,7 @@ class KeeperSlotImage:
         self.header = parse(self.view)
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
-        """All of it is there. The pages are mapped now, so that the copy does not wait for them."""
+        """All bytes are present. Maps the pages now, so that the copy does not wait for page faults."""
         self._arena.fault_in(self._slot, len(self.view))
 
     def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
@@ -74,7 +74,7 @@ class KeeperSlotImage:
 
 
 class TensorPart(NamedTuple):
-    """The part of a tensor that begins at `offsets` of the whole: bytes `start` to `stop` of `image`."""
+    """The part of a tensor that begins at `offsets` of the full tensor: bytes `start` to `stop` of `image`."""
 
     image: Image
     offsets: tuple[int, ...]
@@ -84,7 +84,7 @@ class TensorPart(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor as it was saved: safetensors `dtype` (or "C128"), shape of the whole, and the pieces known so far."""
+    """A saved tensor: safetensors `dtype` (or "C128"), shape of the full tensor, and the pieces known so far."""
 
     name: str
     dtype: str
@@ -94,7 +94,7 @@ class Stored(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Do the pieces add up to the whole?"""
+        """Whether the pieces make up the full tensor."""
         return sum(math.prod(piece.shape) for piece in self.pieces) == math.prod(self.shape)
 
 
@@ -109,7 +109,7 @@ class Images:
         """`rank`'s image.
 
         Raises:
-            Corrupt: it is not there whole, or is another's.
+            Corrupt: it is missing or incomplete, or belongs to another rank or generation.
         """
         if rank not in self._open:
             image = self._open[rank] = self._opener(rank)
@@ -131,10 +131,10 @@ class Images:
         return found
 
     def everything(self) -> dict[str, Stored]:
-        """The tensors of all images, all of them whole.
+        """The tensors of all images; each must be complete.
 
         Raises:
-            Corrupt: an image is not there, or a piece of a tensor.
+            Corrupt: an image or a piece of a tensor is missing.
         """
         for rank in range(self.world_size):
             self.image(rank)
@@ -150,7 +150,7 @@ class Images:
             image.check()
 
     def close(self) -> None:
-        """Let go of all memory. Idempotent."""
+        """Close all images. Idempotent."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -189,12 +189,12 @@ def _fits(piece: TensorPart, whole: WholeTensor) -> bool:
 
 
 def need_all(stored: Iterable[Stored]) -> None:
-    """Have all bytes of these tensors. Raises as `Image.need`."""
+    """Read all bytes of these tensors. Raises as `Image.need`."""
     need((piece, piece.start, piece.stop) for one in stored for piece in one.pieces)
 
 
 def need(spans: Iterable[tuple[TensorPart, int, int]]) -> None:
-    """Have these bytes of the pieces' images, each read once. Raises as `Image.need`."""
+    """Read these bytes of the pieces' images, with one call per image. Raises as `Image.need`."""
     by_image: dict[int, tuple[Image, list[tuple[int, int]]]] = {}
     for piece, start, stop in spans:
         by_image.setdefault(id(piece.image), (piece.image, []))[1].append((start, stop))
@@ -203,7 +203,7 @@ def need(spans: Iterable[tuple[TensorPart, int, int]]) -> None:
 
 
 def deliver(parts: Iterable[tuple[TensorPart, int]], copier: Copier, memory: Any) -> None:
-    """Have the bytes of each piece at the address beside it, in `memory`, verified. Raises as `Image.deliver`."""
+    """Copy each piece's bytes to the address paired with it, in `memory`, verified. Raises as `Image.deliver`."""
     by_image: dict[int, tuple[Image, list[Delivery]]] = {}
     for piece, address in parts:
         by_image.setdefault(id(piece.image), (piece.image, []))[1].append((piece.start, piece.stop, address))
@@ -212,13 +212,13 @@ def deliver(parts: Iterable[tuple[TensorPart, int]], copier: Copier, memory: Any
 
 
 def deliver_from_view(image: Image, moves: Sequence[Delivery], copier: Copier) -> None:
-    """`Image.deliver` by a copy out of the image's memory."""
+    """`Image.deliver` by a copy from the image's memory."""
     image.need((start, stop) for start, stop, _ in moves)
     base = place_of(image.view)
     copier.copy([(address, base + start, stop - start) for start, stop, address in moves])
 
 
 def chosen(index: Mapping[str, Stored], parts: Iterable[str]) -> list[Stored]:
-    """Of these tensors those of the parts `parts` of the tree."""
+    """The tensors of the index that belong to the parts `parts` of the tree."""
     wanted = set(parts)
     return [stored for name, stored in index.items() if name.split(".", 1)[0] in wanted]

@@ -1,6 +1,6 @@
-"""Torch tensors (and numpy arrays) into a slot and out of it. Imported only where torch is loaded (`arrays.library`).
+"""Torch tensors (and numpy arrays) into a slot and out of it. Imported by `numpy_backend.library` if torch is loaded.
 
-Contiguous CPU tensors are copied without a torch operation (`copying`). What is loaded lies in fresh memory.
+Contiguous CPU tensors are copied without a torch operation (`memory.memcpy`). Loaded tensors are in new memory.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""Types of tensors that are nothing more than their bytes."""
+"""Tensor types whose value is nothing but their bytes."""
 _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-"""DLPack's way to look at tensors from C, from torch 2.10 on."""
+"""DLPack's C API for inspecting tensors, from torch 2.10 on."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def specs(tensors: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-    """What has to be laid out for `tensors` (torch tensors and numpy arrays).
+    """The layout requests of `tensors` (torch tensors and numpy arrays).
 
     Raises:
         UnsupportedState: a tensor that is sparse, nested, quantized, of partial sums, without (all of) its memory, or
@@ -82,8 +82,8 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
 
 
 def _demand_bytes(name: str, tensor: Any) -> None:
-    """Raises UnsupportedState unless all elements of `tensor` lie in memory of its own, on the CPU or on CUDA."""
-    dense = tensor.layout is torch.strided and not tensor.is_meta  # others have an error of their own
+    """Raises UnsupportedState unless all elements of `tensor` lie in its own memory, on the CPU or on CUDA."""
+    dense = tensor.layout is torch.strided and not tensor.is_meta  # other layouts have their own error
     if tensor.is_nested or (dense and not _lies_whole(tensor)):
         kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__name__} on {tensor.device} without its memory"
         raise UnsupportedState(f"{name} is a {kind}", hint="save a plain copy of it, or leave it out")
@@ -94,18 +94,18 @@ def _lies_whole(tensor: torch.Tensor) -> bool:
         return True
     try:
         address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # of subclasses that only stand for other tensors
+    except (RuntimeError, NotImplementedError):  # of wrapper subclasses that have no memory
         return False
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return address != 0 and (last + 1) * tensor.itemsize <= held and tensor.device.type in ("cpu", "cuda")
 
 
 def _shard(name: str, tensor: Any) -> TensorSpec:
-    """This rank's part of a DTensor. Of replicas the first one is written to files."""
+    """This rank's part of a DTensor. Only the first of several replicas is written to files."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedState(f"{name} is a DTensor of partial sums", hint="redistribute it to Shard or Replicate")
     plain = _spec(name, tensor._local_tensor)
-    where = tensor.device_mesh.get_coordinate()  # the same mesh may be met at another rank in a later round
+    where = tensor.device_mesh.get_coordinate()  # in a later round this rank may differ
     offsets, sharded, copy = _place(tensor.shape, tensor.device_mesh, tensor.placements, where and tuple(where))
     dtype = plain.whole.dtype if plain.whole is not None else plain.dtype
     offsets += (0,) * (len(plain.shape) - len(offsets))
@@ -116,7 +116,7 @@ def _shard(name: str, tensor: Any) -> TensorSpec:
 def _place(
     shape: torch.Size, mesh: Any, placements: tuple[Any, ...], where: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], bool, bool]:
-    """Where this rank's part begins; is it only a part; does another rank have the same one, too, and writes it?"""
+    """Begin of this rank's part; whether it is a part only; whether another rank has the same part and writes it."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -127,20 +127,20 @@ def _place(
 
 
 def spread(tensor: Any) -> tuple[Any, Any] | None:
-    """How a DTensor lies over the ranks; None for others."""
+    """The distribution of a DTensor over the ranks; None for other tensors."""
     return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else None
 
 
 def part(tensor: Any) -> Any:
-    """What of `tensor` lies in this process: the local shard of a DTensor, else itself."""
+    """The part of `tensor` in this process: the local shard of a DTensor, otherwise `tensor` itself."""
     return tensor._local_tensor if hasattr(tensor, "device_mesh") else tensor
 
 
 def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, torch.Tensor]:
-    """The tensors `found`, whole, by name, in memory of their own: the images may change or go afterwards.
+    """The full tensors `found` by name, in memory of their own: images may change or be closed afterwards.
 
     Raises:
-        Corrupt, StorageFailed: as `images.need`.
+        Corrupt, StorageFailed: as `shard_index.need`.
     """
     found, copier = list(found), copier or Copier()
     loaded = {stored.name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype)) for stored in found}
@@ -156,12 +156,12 @@ def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, tor
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Torch's type for a safetensors one, or for "C128"."""
+    """Torch's type for a safetensors type, or for "C128"."""
     return torch.complex128 if name == COMPLEX else DTYPES[name]
 
 
 def source(piece: TensorPart, dtype: str) -> torch.Tensor:
-    """The piece where it lies: not to be written, nor used once its image is closed."""
+    """The piece in the image's memory. Read-only, and invalid once its image is closed."""
     if piece.stop == piece.start:
         return torch.empty(piece.shape, dtype=dtype_of(dtype))
     address = place_of(piece.image.view) + piece.start
@@ -175,7 +175,7 @@ def _region(whole: torch.Tensor, piece: TensorPart) -> torch.Tensor:
 
 @torch.no_grad()
 def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], copier: Copier | None = None) -> None:
-    """Each (target, source), of one shape. By plain threads where the bytes lie alike; else torch converts."""
+    """Copy each (target, source) of equal shape: by plain threads if the bytes are laid out alike, else by torch."""
     moves: list[Move] = []
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, origin in pairs:
@@ -190,7 +190,7 @@ def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], copier: Copier | No
 
 
 def plain(value: Any) -> Any:
-    """`value` itself if its bytes lie as they read, else a contiguous copy."""
+    """`value` itself if it is contiguous and its bytes are its values, else a copy that is."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
     value = part(value)
@@ -200,30 +200,30 @@ def plain(value: Any) -> Any:
 
 
 def rests(value: Any) -> bool:
-    """May `value` be one of those that `lie_plainly` is asked of?"""
+    """Whether `value` is of the kind that `lie_plainly` tests."""
     if type(value) not in PLAIN or not value.is_cpu:
         return False
     return value.is_contiguous() and not (value.is_complex() or value.is_neg())
 
 
 def lie_plainly(values: Sequence[torch.Tensor], single: Iterable[int]) -> bool:
-    """All on the CPU, contiguous, and as they read: nothing is left to be negated. A few passes in C.
+    """Whether all are on the CPU, contiguous, and without a pending negation. A few passes in C.
 
-    `single`: which have one element. Only of those a view that is to be negated can be contiguous.
+    `single`: indices of the tensors with one element. Only these can be contiguous and still have the negative bit set.
     """
     here = all(map(attrgetter("is_cpu"), values)) and all(map(torch.Tensor.is_contiguous, values))
     return here and not any_negative(values, single)
 
 
 def any_negative(values: Sequence[torch.Tensor], single: Iterable[int]) -> bool:
-    """Is one of them, which are contiguous, to be negated? `single`: see `lie_plainly`."""
+    """Whether one of these contiguous tensors has the negative bit set. `single`: see `lie_plainly`."""
     return any(values[index].is_neg() for index in single)
 
 
 def glance(values: Sequence[torch.Tensor], words: int) -> Glance:
-    """Where CPU tensors of types in `PLAIN` begin, and their forms, which take so many `words`.
+    """Addresses of CPU tensors of types in `PLAIN`, and their forms, which take `words` words.
 
-    In one pass where the C helper is built and torch tells it. Else, or if they take more or less, only their bytes.
+    In one pass if the C helper is built and torch has the API. Otherwise, or if the length differs, only their sizes.
     """
     found = _look.look(_EXCHANGE, list(values), words) if _look is not None and _EXCHANGE is not None else None
     if found is not None:
@@ -232,20 +232,20 @@ def glance(values: Sequence[torch.Tensor], words: int) -> Glance:
 
 
 def addresses(values: Iterable[torch.Tensor]) -> list[int]:
-    """Where the bytes of CPU tensors begin."""
+    """Addresses of the first bytes of CPU tensors."""
     return list(map(torch.Tensor.data_ptr, values))
 
 
 def memory(values: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """What keeps the bytes of tensors where they are, whatever becomes of those."""
+    """Storages that keep the bytes of tensors at their address, even if the tensors release them."""
     return list(map(torch.Tensor.untyped_storage, values))
 
 
 def address(value: Any) -> int:
-    """Where the bytes of an array or tensor begin; 0 if it has given them up."""
+    """Address of the first byte of an array or tensor; 0 if its memory was released."""
     return int(value.ctypes.data) if isinstance(value, np.ndarray) else part(value).data_ptr()
 
 
 def on_device(value: Any) -> bool:
-    """Do the bytes of `value` lie where only a device reads them?"""
+    """Whether only a device can read the bytes of `value`."""
     return not isinstance(value, np.ndarray) and value.is_cuda

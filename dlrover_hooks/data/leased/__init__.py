@@ -1,4 +1,4 @@
-"""Data that the master lends in shards, for asynchronous or uneven work.
+"""Data that the master lends out in shards, for asynchronous or uneven work.
 
-The way in: `dataset.ShardDataset`; `loader.elastic_loader` makes a `LeasedLoader` of a loader over it.
+Entry point: `dataset.ShardDataset`; `loader.elastic_loader` makes a `LeasedLoader` of a loader over it.
 """

@@ -1,4 +1,4 @@
-"""What of the leased batches is in the model: received, marked, committed. Pure; training thread only."""
+"""Which leased batches are in the model: received, marked, committed. Pure; training thread only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LeasePart(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tally:
-    """Pieces in the order in which the loop received them, and what of them is committed since the attempt began."""
+    """Parts in the order in which the loop received them, and those that are committed since the attempt began."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -29,7 +29,7 @@ class Tally:
         self._marked = 0
         self._done: dict[str, Ranges] = {}
         self._run: tuple[HeldLease, int] | None = None
-        """A lease, and from where on it is committed without being in `_done`: its batches move `_run_hi` only."""
+        """A lease, and the start of its committed part that is not in `_done` yet: its batches only move `_run_hi`."""
         self._run_hi = 0
 
     @property
@@ -44,21 +44,21 @@ class Tally:
             self._done.setdefault(held.partition, Ranges()).add(lo, self._run_hi)
 
     def received(self, piece: LeasePart) -> None:
-        """The loop got it."""
+        """The loop received `piece`."""
         self._pieces.append(piece)
 
     def mark(self) -> None:
-        """The optimizer stepped: what was received so far is in the model once the step is entirely over."""
+        """The optimizer stepped: the batches received so far are in the model once the step is entirely over."""
         self.marks += 1
         self._marked = len(self._pieces)
 
     @property
     def unmarked(self) -> int:
-        """Pieces received since the last mark."""
+        """Parts received since the last mark."""
         return len(self._pieces) - self._marked
 
     def commit(self) -> Sequence[tuple[HeldLease, int]]:
-        """A quiet point: what is marked is in the model for good. Each lease touched, and how far it came."""
+        """A step boundary: what is marked is final. Returns each lease concerned, and up to where it is committed."""
         if not self._marked:
             return ()
         came: list[tuple[HeldLease, int]] = []
@@ -77,7 +77,7 @@ class Tally:
         return came
 
     def drop(self) -> None:
-        """What is not committed is not done here: it goes back."""
+        """Discard what is not committed: it is given back."""
         self._pieces.clear()
         self._marked = 0
 

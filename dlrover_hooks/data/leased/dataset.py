@@ -2,9 +2,9 @@
 
     loader = elastic_loader(DataLoader(ShardDataset(dataset), batch_size=32, num_workers=2), optimizer=optimizer)
 
-A shard is a range of positions of the endless shuffled order (DL-64: numbers of samples travel, samples do not). This
-file is what runs in DataLoader workers: they get the numbers of one batch and give back its samples, or what of them
-could be read and why the next could not.
+A shard is a range of positions of the endless shuffled order; only sample numbers are sent, never samples. The second
+part of this file runs in DataLoader workers: they get the numbers of one batch and return its samples. After a failure
+they return the samples before it and the reason.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _STAND_INS = 32
 
 
 class ShardDataset(Dataset[Any]):
-    """One line around a dataset: its samples are leased from the master instead of being split among ranks.
+    """Wraps a dataset: its samples are leased from the master instead of being split among ranks.
 
-    Every sample is trained on once, by whichever worker is free; what a dead worker had not acknowledged is lent out
-    again. Make a loader of it with `elastic_loader(DataLoader(...))`; nothing else can read it.
+    Every sample is trained on once, by any free worker; what a dead worker had not acknowledged is lent out again. Make
+    a loader of it with `elastic_loader(DataLoader(...))`; it cannot be read in another way.
 
     Args:
         dataset: a map-style dataset, or one of `dlrover_hooks.data.leased.sources`: TextRecords, Files, Table, Stream.
         name: of the ledger; a job may have several.
-        shard_size: samples of a lease; "auto": about five seconds of work of the worker that asks.
-        epochs: how often each sample is due. None: what `loader.epochs(n)` says, else 1. A stream has one.
+        shard_size: samples of a lease; "auto": about five seconds of work of the requesting worker.
+        epochs: how often each sample is used. None: as in `loader.epochs(n)`, else 1. A stream has one.
         shuffle, seed: another order in every epoch. A stream is never shuffled.
-        lookahead: leases fetched while the one before is in work; of short ones up to 0.25 s of work. 0: none.
+        lookahead: leases fetched during the previous one; if they are short, up to 0.25 s of work. 0: none.
         synchronous: True: all ranks of torch.distributed make the same number of steps; one that has no data repeats
-            its last batch with weight 0. None: where a process group of more than one rank is up.
+            its last batch with weight 0. None: True if there is a process group of more than one rank.
         on_error: at the end of an epoch in which samples could not be read, "raise" or "warn". None: from the
             environment, else "raise".
-        patience_s: without the master the leases at hand are worked off; then training waits for so long.
+        patience_s: while the master is away, the present leases are used up; then training waits for this long.
 
     Raises UsageError for what cannot be lent out.
     """
@@ -88,20 +88,20 @@ class ShardDataset(Dataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """What decides which sample a position is."""
+        """Everything that determines which sample is at a position."""
         order = self.order
         how = "" if order is None else f", {order.algo} seed {self.seed if self.shuffle else 0}"
         return self.source.fingerprint() + how
 
     def partitions(self, epochs: int) -> tuple[Partition, ...]:
-        """What the ledger lends out: positions of all epochs one after the other, or the stream's own partitions."""
+        """What the ledger lends out: positions of all epochs in sequence, or the stream's own partitions."""
         if isinstance(self.source, Stream):
             return self.source.partitions
         return (Partition(end=len(self) * epochs),)
 
 
 def stand_ins(dataset: ShardDataset) -> Iterator[Pick]:
-    """Single samples from all over the data: one that cannot be read is not the only one of its file."""
+    """Single samples from all over the data, since other samples of an unreadable one's file may be unreadable too."""
     if isinstance(dataset.source, Stream):
         for part in dataset.source.partitions:
             if part.begin != part.end:
@@ -134,7 +134,7 @@ def _check(dataset: ShardDataset) -> None:
 
 
 def checked(loader: DataLoader[Any]) -> ShardDataset:
-    """The loader's ShardDataset. Raises UsageError for a loader that would fight with the leases."""
+    """The loader's ShardDataset. Raises UsageError for a loader that contradicts the leases."""
     for wrong, why, advice in _REFUSALS:
         if wrong(loader):
             raise UsageError(f"a DataLoader over a ShardDataset: {why}", hint=advice)
@@ -177,7 +177,7 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 
 
 class Pick(msgspec.Struct, frozen=True, gc=False):
-    """One batch to read: `numbers` of a bounded source, or offsets [lo, hi) of `partition`. Empty: nothing, for now."""
+    """One batch to read: `numbers` of a bounded source, or offsets [lo, hi) of `partition`. Empty: none for now."""
 
     numbers: list[int] | None = None
     partition: str = ""
@@ -188,7 +188,7 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
 class Read(NamedTuple):
     """One batch as far as it could be read: the first `good` samples, collated; then `bad` ones failed.
 
-    `end`: where the stream's partition turned out to end. A NamedTuple, so that pin_memory looks into it.
+    `end`: the end of the stream's partition, if it was reached. A NamedTuple, so that pin_memory reaches its tensors.
     """
 
     batch: Any = None
@@ -203,14 +203,14 @@ _WHOLE = Read()
 
 
 class FetchedSamples(NamedTuple):
-    """What `Reading` gives to `Collated` when something is to be said: the first samples, and what came then."""
+    """From `Reading` to `Collated` if a batch is not complete: its first samples, and the reason why it ended."""
 
     samples: Sequence[Any]
     read: Read
 
 
 class Reading:
-    """What the inner DataLoader has for a dataset. A sample that raises ends its batch; it never takes it down."""
+    """The inner DataLoader's dataset. A sample that raises ends its batch, but the samples before it are used."""
 
     def __init__(self, source: RecordSource | Stream) -> None:
         self.source = source
@@ -219,7 +219,7 @@ class Reading:
         raise TypeError("how many batches there are depends on the other workers")
 
     def __getitems__(self, pick: Pick) -> Sequence[Any] | FetchedSamples:
-        """The samples of a batch; or, with what went wrong, those before it."""
+        """The samples of a batch; after a failure those before it, with the reason."""
         if isinstance(self.source, Stream):
             return self._offsets(self.source, pick)
         numbers, source = pick.numbers or [], self.source
@@ -250,7 +250,7 @@ class Reading:
 
 
 class Collated:
-    """The user's collate_fn over what `Reading` gave. If it raises, the whole batch has failed."""
+    """The user's collate_fn over the samples from `Reading`. If it raises, the entire batch has failed."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -269,7 +269,7 @@ class Collated:
 
 
 def _end_before(stream: Stream, partition: str, hi: int) -> int:
-    """Where a partition ends that has nothing from `hi` on: whoever reads just there may be slower than this worker."""
+    """The end of a partition without records from `hi` on. It may be before `hi`, where another worker still reads."""
     lo = next(part.begin for part in stream.partitions if part.name == partition)
     while lo < hi:
         middle = (lo + hi) // 2
@@ -294,6 +294,6 @@ def _one_by_one(numbers: list[int], get: Callable[[int], Any], place: Callable[[
 
 
 def _failure(where: str, error: Exception, count: int) -> Read:
-    """Why `count` samples could not be read. Our own errors never get here: other data than was split is not chance."""
+    """Why `count` samples could not be read. HooksErrors (such as changed data) are raised instead."""
     reason = f"{where}: {type(error).__name__}: {error}"[:_REASON_CHARS]
     return Read(bad=count, reason=reason, trace="".join(traceback.format_exception(error))[-_TRACE_CHARS:])

@@ -1,8 +1,8 @@
-"""Leases on the worker's side: a thread takes them ahead and carries back what is in the model.
+"""Leases on the worker's side: a thread requests them in advance and acknowledges what is in the model.
 
-The training thread never waits for a round trip while there is a lease left: `take` and `committed` only touch lists.
-Acknowledgements travel with the next request for leases, so a shard costs one trip. Nobody else talks to the master
-about leases: DataLoader workers get numbers of samples, never a lease.
+The training thread never waits for a round trip while there is a lease left: `take` and `committed` only change lists.
+Acknowledgements are sent with the next request for leases, so a shard costs one round trip. Only this thread
+communicates with the master about leases: DataLoader workers get sample numbers, never a lease.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from dlrover_hooks.protocol import LedgerState
 log = logging.getLogger(__name__)
 
 ACK_S = 5.0
-"""What is committed is told at the latest after so long, however long the lease is."""
+"""Committed positions are acknowledged after this time at the latest, however long the lease is."""
 POLL_S = 5.0
-"""The longest time that a thread, asked to end, may still hang in a long-poll."""
+"""The longest time for which a closing thread may still be in a long-poll."""
 CLOSE_S = 5.0
 SHORTEST_S = 60.0
 AHEAD_S = 0.25
-"""So much work is kept ready where leases are shorter: one request fetches several."""
+"""This much work is kept ready if leases are shorter: one request then gets several."""
 MOST_AHEAD = 16
 PATIENCE = 4.0
-"""When it hears of headway the master lends all that is held anew, for a minute at least and for eight times the work.
-It does not say so; half of the eight is counted on here."""
+"""On progress the master renews all leases of a worker, for at least a minute and for eight times the remaining work.
+The reply does not contain the new deadline; only half of that factor is assumed here."""
 MOST_ACKS = 64
 
 
 class LeaseCaller(Protocol):
-    """A `MasterClient`, or the core in this process (`Alone`)."""
+    """A `MasterClient`, or the master core in this process (`Alone`)."""
 
     def call(self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None) -> Any: ...
 
 
 class LeaseRequester(NamedTuple):
-    """Who takes leases of what."""
+    """The worker and the epoch for which leases are requested."""
 
     job: str
     incarnation: str
@@ -57,11 +57,11 @@ class LeaseRequester(NamedTuple):
 
 
 class HeldLease:
-    """A lease while it is here: `lo <= acked <= committed <= received <= end <= hi`.
+    """A lease on this worker: `lo <= acked <= committed <= received <= end <= hi`.
 
-    `end`: where this worker stops, before `hi` after a failure or when the rest is given back. `until`: past this
-    (monotonic seconds) the master may have lent it to somebody else. The training thread writes `committed`, `received`
-    and, last of what belongs to it, `end`; the borrower's thread writes the rest. Nobody needs a lock for that.
+    `end`: where this worker stops; before `hi` after a failure or when the rest is given back. `until`: after this
+    (monotonic seconds) the master may have lent it to another worker. The training thread writes `committed`,
+    `received` and, as the last of its fields, `end`; the borrower's thread writes the rest. So no lock is needed.
     """
 
     def __init__(self, lease: p.Lease, until: float) -> None:
@@ -73,16 +73,16 @@ class HeldLease:
 
     @property
     def whole(self) -> bool:
-        """Nothing stopped it so far."""
+        """Nothing has stopped it so far."""
         return self.end == self.hi and not self.lost
 
     @property
     def complete(self) -> bool:
-        """Everything that this worker will do of it is in the model."""
+        """Everything that this worker will train of it is in the model."""
         return self.committed >= self.end
 
     def ack(self) -> p.Ack | None:
-        """What there is to tell; None: nothing new."""
+        """The acknowledgement to send; None if there is nothing new."""
         end, upto = self.end, self.committed
         if upto >= end:
             back = end < self.hi and not self.failed
@@ -94,16 +94,16 @@ class HeldLease:
 
 
 class Borrower:
-    """Owns the thread `dlrover-hooks-leases` for one epoch. All methods are the training thread's; only `wait` and
-    `close` ever wait, the others take no lock: a thread that blocks, however shortly, has lost its processor.
+    """Owns the thread `dlrover-hooks-leases` for one epoch. All methods run on the training thread. Only `wait` and
+    `close` ever wait; the others take no lock, since a thread that blocks, even briefly, loses its processor.
 
     Args:
-        caller: how to reach the master.
-        claim: who asks, for which epoch.
-        lookahead: leases kept ready behind the one in work; short ones are more, see `AHEAD_S`. 0: none, ever.
-        patience_s: without an answer for so long, `error` is set.
-        exact: each sample is to be in the model once, so a lease that is lost when it was trained on cannot be borne.
-        reopen: tells the master where partitions of a stream end; called in the thread while nothing is held.
+        caller: sends requests to the master.
+        claim: the worker and the epoch of the requests.
+        lookahead: leases kept ready besides the current one; more if they are short, see `AHEAD_S`. 0: always none.
+        patience_s: without an answer for this long, `error` is set.
+        exact: each sample must be in the model once, so losing a lease that was trained on is an error.
+        reopen: reports to the master where partitions of a stream end; called in the thread while no lease is held.
     """
 
     def __init__(
@@ -121,17 +121,17 @@ class Borrower:
         self.quarantined: tuple[p.Quarantined, ...] = ()
         self.error: HooksError | None = None
         self.waited_s = 0.0
-        """How long the training thread waited for a lease, all in all."""
+        """Total time for which the training thread waited for leases."""
         self.twice: Stale | None = None
-        """Set, too, when `exact` is over."""
+        """Set if samples would be trained twice although `exact` is set."""
         self._caller, self._lookahead, self._reopen, self._exact = caller, lookahead, reopen, exact
         self._ready: deque[HeldLease] = deque()
         self._ends: dict[str, int] = {}
         self._depth, self._low = lookahead, max(0, lookahead - 1)
-        """So many leases are kept ready. Where no more than `_low` are left, others are asked for."""
+        """`_depth` leases are kept ready. If no more than `_low` are left, others are requested."""
         self._starving, self._closing = True, False
         self._overdue = False
-        """What is committed next is to be told at once."""
+        """The next committed positions are to be acknowledged at once."""
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes the thread; `put` never blocks."""
         self._answered = threading.Event()
@@ -148,7 +148,7 @@ class Borrower:
     # ---- the training thread -----------------------------------------------------------------------------------------
 
     def take(self) -> HeldLease | None:
-        """The next lease, if one is here. Never waits."""
+        """The next lease, if one is ready. Never waits."""
         ready = self._ready
         held = ready.popleft() if ready and not self._ends else None
         self._starving = held is None
@@ -158,16 +158,16 @@ class Borrower:
 
     @property
     def ready(self) -> bool:
-        """Would `take` give one?"""
+        """Whether `take` would return a lease."""
         return bool(self._ready) and not self._ends
 
     @property
     def dry(self) -> bool:
-        """Nothing can be taken now: others hold the rest, the epoch is finished, or what is held must go back first."""
+        """Nothing can be taken now: others hold the rest, the epoch is finished, or held leases must go back first."""
         return not self.ready and (bool(self._ends) or self.state in (LedgerState.WAITING, LedgerState.FINISHED))
 
     def wait(self, seen: LedgerState | None, timeout_s: float) -> None:
-        """Until a lease is ready, `state` is another than `seen`, or `timeout_s` passed. Raises `error`, if any."""
+        """Wait until a lease is ready, `state` is not `seen`, or `timeout_s` passed. Raises `error`, if any."""
         began = time.monotonic()
         self._pace.waits(began)
         self._starving = True
@@ -183,7 +183,7 @@ class Borrower:
         self.surface()
 
     def surface(self) -> None:
-        """Raise what ended the thread, if something did and there is no lease left. `twice` is raised at once."""
+        """Raise the error that ended the thread, if any, once no lease is left. `twice` is raised at once."""
         if self.twice is not None:
             raise self.twice
         if self.error is not None and not self.ready:
@@ -194,10 +194,10 @@ class Borrower:
         self._pace.count += upto - held.committed
         held.committed = upto
         if self._overdue or (upto >= held.end and (self._ends or self.state is not LedgerState.OPEN)):
-            self._bell.put(None)  # somebody waits for it; else it travels with the next request
+            self._bell.put(None)  # it is awaited; otherwise it is sent with the next request
 
     def stop(self, held: HeldLease, at: int, *, failed: str = "", failed_upto: int = 0) -> None:
-        """Go no further than `at`: the rest of `held` goes back once everything before is committed.
+        """Stop `held` at `at`: its rest goes back once everything before is committed.
 
         failed: why positions [at, failed_upto) could not be read.
         """
@@ -206,20 +206,20 @@ class Borrower:
         self._bell.put(None)
 
     def ended(self, partition: str, at: int) -> None:
-        """The stream's partition ends at offset `at`: work off what is begun, tell the master, go on."""
+        """The stream's partition ends at `at`: finish the leases in work, report the end to the master, continue."""
         self._ends[partition] = at
         self._bell.put(None)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Acknowledge what is committed, give the rest back, end the thread. Idempotent.
 
-        If the master does not answer in time the rest is lent out again when the lease runs out.
+        If the master does not answer in time, the rest is lent out again when the lease expires.
         """
         self._closing = True
         self._bell.put(None)
         self._thread.join(timeout_s)
 
-    # ---- its own thread ----------------------------------------------------------------------------------------------
+    # ---- the borrower's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -237,12 +237,12 @@ class Borrower:
             raise
 
     def _next(self) -> p.TakeLeases | p.AwaitShards | dict[str, int] | None:
-        """What to ask now; waits while there is nothing. None: the end."""
+        """The next request; waits while there is none. None: the end."""
         while True:
-            closing = self._closing  # read once: what is decided here must hold to the end of this turn
+            closing = self._closing  # read once: it must not change during this turn
             if closing or self._ends:
                 self._give_up(closing)
-            self._overdue = self._late_s() <= 0.0  # before looking: what is committed from here on rings
+            self._overdue = self._late_s() <= 0.0  # set before the check: later commits then wake the thread
             acks, want = self._acks(), self._want()
             waiting = self.state is LedgerState.WAITING
             if closing or self.state is LedgerState.FINISHED:
@@ -258,7 +258,7 @@ class Borrower:
                 self._bell.get(timeout=max(0.0, self._late_s()) if self._held and not self._overdue else None)
 
     def _give_up(self, everything: bool) -> None:
-        """Leases that are not begun go back, and at the end what is not done of the others."""
+        """Give back leases that are not begun; with `everything`, also the rest of the others."""
         while self._ready:
             held = self._ready.popleft()
             held.end = held.lo
@@ -274,12 +274,12 @@ class Borrower:
         return [ack for held in self._held.values() if (ack := held.ack()) is not None][:MOST_ACKS]
 
     def _awaited(self) -> bool:
-        """Others wait for a lease that is over here."""
+        """Other workers wait for a lease that is finished here."""
         parting = self._ends or self.state is LedgerState.WAITING
         return bool(parting) and any(held.complete for held in self._held.values())
 
     def _late_s(self) -> float:
-        """Until it is time to tell what is committed."""
+        """Seconds until committed positions must be acknowledged."""
         return self._told_at + ACK_S - time.monotonic()
 
     def _request(self, count: int, acks: Iterable[p.Ack]) -> p.TakeLeases:
@@ -289,7 +289,7 @@ class Borrower:
         return p.TakeLeases(job, incarnation, name, fence, count, epoch, tuple(acks), self._pace.rate)
 
     def _look_ahead(self, size: int) -> None:
-        """How many leases of `size` positions to keep ready, as far as the pace is known."""
+        """Compute how many leases of `size` positions to keep ready, if the work rate is known."""
         if self._lookahead and self._pace.settled:
             self._depth = max(self._lookahead, min(MOST_AHEAD, int(AHEAD_S * self._pace.rate / max(1, size))))
             self._low = max(self._lookahead - 1, self._depth // 4)
@@ -318,7 +318,7 @@ class Borrower:
         return self._caller.call(request, channel=channel, timeout_s=self.patience_s)
 
     def _tell_one_by_one(self, request: p.TakeLeases) -> None:
-        """One of the leases ran out: the others must not suffer. If all of us is stale, asking again says so."""
+        """A lease has expired: acknowledge each separately. If the worker itself is stale, the next request raises."""
         for ack in request.acks:
             asked_at = time.monotonic()
             try:
@@ -334,7 +334,7 @@ class Borrower:
         for ack in acks:
             held = self._held[ack.lease]
             held.acked = ack.upto
-            if held.complete and held.ack() == ack:  # it may have been stopped there meanwhile: then there is more
+            if held.complete and held.ack() == ack:  # if it was stopped there meanwhile, another ack is due
                 del self._held[ack.lease]
 
     def _renew(self, at: float) -> None:
@@ -350,7 +350,7 @@ class Borrower:
         if self._exact and held.received > held.acked:
             self.twice = Stale(
                 f"{self.claim}: {lost}; {held.received - held.acked} of its samples are in the model here already and "
-                "will be trained again by whoever gets them",
+                "will be trained again by the worker that gets them",
                 hint="start the workers again: all go on from the checkpoint before, where they are in no model",
             )
         elif ack.upto > held.acked:
@@ -379,32 +379,32 @@ class Borrower:
 
 
 class WorkRate:
-    """Positions per second of work, waiting left out: a moving average over about ten seconds.
+    """Positions per second of work, without waits: a moving average over about ten seconds.
 
-    The training thread counts, the borrower's thread measures: a batch costs an addition.
+    The training thread counts, the borrower's thread measures: a batch costs one addition.
     """
 
     def __init__(self) -> None:
         self.rate = 0.0
         self.settled = False
-        """`rate` is of half a second at least."""
+        """`rate` was measured over at least half a second."""
         self.count = 0
-        """Positions in the model, all in all."""
+        """Positions in the model in total."""
         self._idle: tuple[float, float | None] = 0.0, None
-        """Seconds of all waits that are over, and when the one at hand began. One write: the threads share no lock."""
+        """Seconds of all past waits, and the start of the current one. Written at once: the threads share no lock."""
         self._since, self._seen, self._seen_idle_s = time.monotonic(), 0, 0.0
 
     def waits(self, began: float) -> None:
-        """The training thread waits for a lease."""
+        """The training thread begins to wait for a lease."""
         self._idle = self._idle[0], began
 
     def goes_on(self, now: float) -> None:
-        """It waits no longer."""
+        """The training thread no longer waits."""
         idle_s, began = self._idle
         self._idle = idle_s + (0.0 if began is None else now - began), None
 
     def measure(self, now: float) -> None:
-        """Take what was counted since the last measure into `rate`, if it is enough."""
+        """Update `rate` with the positions counted since the last measurement, if they suffice."""
         count, (idle_s, waits_since) = self.count, self._idle
         idle_s += 0.0 if waits_since is None else now - waits_since
         busy_s, done = now - self._since - (idle_s - self._seen_idle_s), count - self._seen

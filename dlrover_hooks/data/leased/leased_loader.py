@@ -1,8 +1,8 @@
 """`LeasedLoader`: what `elastic_loader` makes of a DataLoader over a `ShardDataset`.
 
-It feeds the DataLoader with batches of whatever leases this worker gets, and acknowledges what is in the model: the
-optimizer's step marks, the next request of a batch commits (the quiet point), a background thread carries the news.
-How many batches a worker gets depends on its speed; together they get every sample once.
+It feeds the DataLoader with batches of this worker's leases, and acknowledges what is in the model: the optimizer's
+step marks, the next request of a batch commits (the step boundary), a background thread sends the acknowledgement.
+The number of batches of a worker depends on its speed; all workers together get every sample once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _AGAIN_S = 1.0
 
 
 class LeasedLoader:
-    """A DataLoader over leased shards. Training thread only. Attributes it lacks are the inner DataLoader's.
+    """A DataLoader over leased shards. Training thread only. Other attributes are the inner DataLoader's.
 
-    before_batch: as of `ElasticLoader`. Without a session it finds the master by the environment
-    (DLROVER_HOOKS_MASTER, DLROVER_HOOKS_JOB) or, alone, keeps the books itself. Raises UsageError for a loader whose
-    sampler, batch sampler or drop_last would fight with the leases.
+    before_batch: as of `ElasticLoader`. Without a session it connects to the master of the environment
+    (DLROVER_HOOKS_MASTER, DLROVER_HOOKS_JOB), or keeps the ledger itself if there is none. Raises UsageError for a
+    loader whose sampler, batch sampler or drop_last contradicts the leases.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -48,7 +48,7 @@ class LeasedLoader:
         self.name, self.batch_size = self.dataset.name, int(loader.batch_size or 1)
         self.before_batch: list[Callable[[], object]] = []
         self.weight = 1.0
-        """Of this rank's gradient in the step at hand, for a SUM over ranks (see `integrations.ddp`)."""
+        """Of this rank's gradient in the current step, for a SUM over ranks (see `dlrover_hooks.pytorch.ddp`)."""
         self.loss_scale = 1.0
         self._picks = FeedSampler()
         self.inner = with_picks(loader, self.dataset, self._picks)
@@ -69,9 +69,9 @@ class LeasedLoader:
     # ---- the master -------------------------------------------------------------------------------------------------
 
     def connect(self, caller: LeaseCaller, job: str, incarnation: str, *, free: bool, rank: int | None = None) -> None:
-        """Take leases through `caller` from now on: once for each attempt, before its first batch.
+        """Take leases through `caller` from now on. Call it once for each attempt, before its first batch.
 
-        What was done since the attempt before is forgotten here; the master's books were rolled back to the checkpoint.
+        This forgets what was done in the previous attempt: the master's ledger was rolled back to the checkpoint.
         """
         self.close()
         self._holder = self._at(
@@ -84,20 +84,20 @@ class LeasedLoader:
 
     @property
     def holder(self) -> LedgerClient:
-        """The place at the ledger; an own one if nobody connected."""
+        """Access to the ledger; through an own connection if `connect` was not called."""
         if self._holder is None:
             self._own = own_line(self.dataset, self)
             self._holder = self._at(self._own)
-            self._holder.open()  # the master must know this worker before it hears of its end
+            self._holder.open()  # register before the liveness connection is opened
             hold(self._own)
         return self._holder
 
     # ---- iterating --------------------------------------------------------------------------------------------------
 
     def epochs(self, n: int | None = None) -> Iterator[int]:
-        """The epochs left of n (None: of the dataset's), those that others have finished left out.
+        """The remaining epochs of n (None: of the dataset's), without those that other workers have finished.
 
-        Iterate the loader once in each. Behind the last one everything is acknowledged.
+        Iterate the loader once in each. After the last one everything is acknowledged.
         """
         total = self._total(n)
         before = -1
@@ -124,12 +124,12 @@ class LeasedLoader:
         return total if n is None else n
 
     def _ahead(self) -> int:
-        """The epoch that the next iterator is for."""
+        """The epoch of the next iterator."""
         return self._epoch + self._begun
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch: batches until every sample of it is done, here or elsewhere. A newer iterator ends an older one."""
-        self.commit()  # the loop asks for more, so the step before is over
+        """Batches of an epoch until every sample of it is done on any worker. A newer iterator ends an older one."""
+        self.commit()  # the loop requests more, so the last step is over
         self._leave()
         if self._begun:
             log.warning("dataset %r: epoch %d was left in the middle: the next one begins", self.name, self._epoch)
@@ -153,7 +153,7 @@ class LeasedLoader:
         return several and wanted is not False
 
     def _stream(self, feed: Feed, token: object) -> Iterator[Any]:
-        """Batches at this worker's own pace."""
+        """Batches at this worker's own speed."""
         try:
             self._start(feed)
             pull, leftover, received = feed.pull, self._leftover, self.tally.received
@@ -169,7 +169,7 @@ class LeasedLoader:
             self._end_workers(feed)
 
     def _steps(self, feed: Feed, token: object) -> Iterator[Any]:
-        """Batches in step with all ranks; whoever has none repeats its last one with weight 0."""
+        """Batches in step with all ranks; a rank without data repeats its last one with weight 0."""
         if self._agreement is None or self._agreement.world is not step_agreement.dist.group.WORLD:
             self._agreement = Agreement(self.dataset.patience_s)
         agreed, last = self._agreement, None
@@ -197,9 +197,9 @@ class LeasedLoader:
             self._end_workers(feed)
 
     def _look(self, feed: Feed, agreed: Agreement, *, again: bool = False) -> Delivery | None:
-        """The next batch, if there is one, told to all ranks. What goes wrong here must not leave them waiting.
+        """The next batch, if there is one; its size is reported to all ranks. An error is reported to them too.
 
-        again: nobody had one: wait for what comes back, or for the end.
+        again: no rank had a batch: wait for leases that are given back, or for the end.
         """
         try:
             if again:
@@ -214,7 +214,7 @@ class LeasedLoader:
         return found
 
     def _stand_in(self) -> Any:
-        """A batch of one sample, for a rank that had none yet: any that can be read."""
+        """A batch of one readable sample, for a rank that had none yet."""
         reading: Any = self.inner.dataset
         collate: Any = self.inner.collate_fn
         read: Read = Read()
@@ -225,13 +225,13 @@ class LeasedLoader:
         raise ShardsFailed(f"dataset {self.name!r}: no sample to stand in on a rank without data: {read.reason}")
 
     def _start(self, feed: Feed) -> None:
-        """Make the inner iterator: when the first lease is here, because making it asks for batches at once."""
+        """Create the inner iterator once the first lease is there, because creating it requests batches at once."""
         while not feed.borrower.ready and not feed.borrower.dry:
             feed.borrower.wait(feed.borrower.state, _AGAIN_S)
         feed.rows = iter(self.inner)
 
     def _end_workers(self, feed: Feed) -> None:
-        """Now, not when somebody lets go of a traceback. Those that persist end with `close`."""
+        """End the workers at once, not when the last traceback is dropped. Persistent ones end with `close`."""
         rows, feed.rows = feed.rows, iter(())
         if not self.inner.persistent_workers:
             shut_down(rows)
@@ -252,18 +252,18 @@ class LeasedLoader:
             if borrower is not None:
                 borrower.committed(held, upto)
         if borrower is not None and borrower.twice is not None:
-            raise borrower.twice  # before anything is saved
+            raise borrower.twice  # raised before anything is saved
         if self.before_batch:
             for call in tuple(self.before_batch):
                 call()
 
     def _leftover(self) -> bool:
-        """Nothing to take: micro-batches without a step count as done, or the epoch would wait for them for ever."""
+        """No lease is left: count micro-batches without a step as done, or the epoch would wait for them forever."""
         if not self.tally.unmarked:
             return False
         if not self.tally.marks:
             raise UsageError(
-                f"dataset {self.name!r}: nobody says when the optimizer steps, so nothing can be acknowledged",
+                f"dataset {self.name!r}: the optimizer's steps are not reported, so nothing can be acknowledged",
                 hint="elastic_loader(loader, optimizer=optimizer), or loader.mark() after each step",
             )
         log.warning(
@@ -275,7 +275,7 @@ class LeasedLoader:
         return False
 
     def _over(self, feed: Feed) -> None:
-        """The epoch is finished: let the DataLoader see its end, then say what could not be read."""
+        """The epoch is finished: let the DataLoader reach its end, then report what could not be read."""
         for _ in feed.rows:
             pass
         quarantined = feed.borrower.quarantined
@@ -302,13 +302,13 @@ class LeasedLoader:
     # ---- accounting -------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """The optimizer stepped: what the loop has received so far is in the model once the step is entirely over."""
+        """The optimizer stepped: the batches received so far are in the model once the step is entirely over."""
         self.tally.mark()
         if self._live is not None:
-            self._begun = True  # to look at a batch begins no epoch
+            self._begun = True  # looking at a batch begins no epoch
 
     def commit(self) -> None:
-        """A quiet point: what is marked is in the model for good. Acknowledged from here on."""
+        """A step boundary: what is marked is final, and is acknowledged from now on."""
         for held, upto in self.tally.commit():
             if self._borrower is not None:
                 self._borrower.committed(held, upto)
@@ -324,20 +324,20 @@ class LeasedLoader:
 
     @property
     def step_ends(self) -> bool:
-        """Always: how many micro-batches make a step is the loop's to say."""
+        """Always True: the loop decides how many micro-batches make a step."""
         return True
 
     @property
     def waited_s(self) -> float:
-        """How long the loop has waited for leases in this epoch."""
+        """How long the loop has waited for leases in this epoch, in seconds."""
         return self._borrower.waited_s if self._borrower is not None else 0.0
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What of this rank is in the model since the attempt began, by partition; on rank 0 also what was before.
+        """What this rank has put into the model since the attempt began, by partition; on rank 0 also what was before.
 
-        The union over all ranks is what the checkpoint holds. About 9 KiB for 10**9 samples among 10**4 workers.
+        The union over all ranks is the content of the checkpoint. About 9 KiB for 10**9 samples and 10**4 workers.
         """
         state: dict[str, Any] = {"v": VERSION, "fingerprint": self.dataset.fingerprint, "epoch": self._epoch}
         state["own"] = {name: done.encode() for name, done in self.tally.done.items()}
@@ -346,7 +346,7 @@ class LeasedLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that `state` is of this data and go on in its epoch. What is done the master knows from the cuts.
+        """Check that `state` is of this data and continue in its epoch. The master restores the finished positions.
 
         Raises DataMismatch; nothing is changed then.
         """
@@ -354,7 +354,7 @@ class LeasedLoader:
             if state.get(name) != here:
                 raise DataMismatch(
                     f"dataset {self.name!r}: the data state has {name}={state.get(name)!r}, here it is {here!r}",
-                    hint="give the data, seed and shuffle of the first start, or start anew",
+                    hint="give the data, seed and shuffle of the first start, or start over",
                 )
         self._leave()
         self._epoch, self._begun = int(state.get("epoch", 0)), False
@@ -363,14 +363,14 @@ class LeasedLoader:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training ended, or this epoch was left: a quiet point. What is held and not done goes back to the others."""
+        """Training ended, or this epoch was left: a step boundary. Leases that are held and not done go back."""
         self._at_quiet_point()
         self._leave()
 
     def close(self) -> None:
-        """Scale-down, or an exception: acknowledge what is committed, give everything else back, let the master go.
+        """Scale-down, or an exception: acknowledge what is committed, give everything else back, disconnect.
 
-        A no-op when nothing is held. Iterating again connects anew.
+        Does nothing if nothing is held. Iterating again connects again.
         """
         self._leave()
         rows = vars(self.inner)["_iterator"]
@@ -393,12 +393,12 @@ class LeasedLoader:
 
 
 def is_leased(loader: object) -> bool:
-    """A LeasedLoader, or a DataLoader over a ShardDataset, of which one can be made."""
+    """A LeasedLoader, or a DataLoader over a ShardDataset, from which one can be made."""
     return isinstance(loader, LeasedLoader) or isinstance(getattr(loader, "dataset", None), ShardDataset)
 
 
 def leased_loader(loader: DataLoader[Any] | LeasedLoader, optimizer: Optimizer | None) -> LeasedLoader:
-    """What `elastic_loader` returns where `is_leased`."""
+    """The result of `elastic_loader` for a loader that `is_leased`."""
     made = loader if isinstance(loader, LeasedLoader) else LeasedLoader(loader)
     if optimizer is not None:
         made.attach(optimizer)

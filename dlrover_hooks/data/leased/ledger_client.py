@@ -1,4 +1,4 @@
-"""This worker at the master's ledger of one dataset: opens it, and without a session finds the master by itself."""
+"""This worker's access to the master's ledger of one dataset. Without a session it connects to the master itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class LedgerConnection(NamedTuple):
-    """Who speaks for this worker. `free`: it is in no round, its work is not rolled back."""
+    """The connection of this worker. `free`: it is in no round, its work is not rolled back."""
 
     caller: LeaseCaller
     job: str
@@ -32,7 +32,7 @@ class LedgerConnection(NamedTuple):
 
 
 class LedgerClient:
-    """A place at the ledger of `dataset`; made anew for each attempt. Opens the ledger when it is first needed."""
+    """Access to the ledger of `dataset`; a new one for each attempt. Opens the ledger when it is first needed."""
 
     def __init__(self, line: LedgerConnection, dataset: ShardDataset, batch_size: int, epochs: int) -> None:
         self.line, self.dataset, self.epochs = line, dataset, epochs
@@ -43,17 +43,17 @@ class LedgerClient:
 
     @property
     def ledger(self) -> p.Ledger:
-        """What the master answered. Raises MasterAway, or the master's refusal (another fingerprint, for example)."""
+        """The master's reply. Raises MasterAway, or the master's refusal (such as another fingerprint)."""
         return self._ledger or self.reopen({})
 
     def open(self) -> None:
-        """Have the master know this worker. Raises as `ledger`."""
+        """Register this worker at the master. Raises as `ledger`."""
         if self._ledger is None:
             self.reopen({})
 
     @property
     def opened(self) -> bool:
-        """Has the ledger been opened?"""
+        """Whether the ledger has been opened."""
         return self._ledger is not None
 
     def borrow(self, epoch: int) -> Borrower:
@@ -71,7 +71,7 @@ class LedgerClient:
         )
 
     def refuse_forked(self) -> None:
-        """Raise UsageError in a forked child: the leases are its parent's."""
+        """Raise UsageError in a forked child: the leases belong to its parent."""
         if not self.here:
             raise UsageError(
                 f"dataset {self.dataset.name!r} is lent to process {self.here.pid}, not to what was forked from it",
@@ -79,13 +79,13 @@ class LedgerClient:
             )
 
     def finished(self, epoch: int) -> bool:
-        """Is nothing of `epoch` left, here or elsewhere?"""
+        """Whether all of `epoch` is done, here and on all other workers."""
         line = self.line
         request = p.AwaitShards(line.job, line.incarnation, self.dataset.name, self.ledger.fence, epoch, timeout_s=0.0)
         return line.caller.call(request, timeout_s=self.dataset.patience_s).state is LedgerState.FINISHED
 
     def reopen(self, ends: dict[str, int]) -> p.Ledger:
-        """Partitions of the stream turned out to end. Gives back whatever is held."""
+        """Open the ledger again, with the ends found of a stream's partitions. Gives back all leases of this worker."""
         self._ends |= ends
         ledger: p.Ledger = self.line.caller.call(self._request(), timeout_s=self.dataset.patience_s)
         self._ledger = ledger
@@ -111,9 +111,9 @@ class LedgerClient:
 
 
 def own_line(dataset: ShardDataset, owner: object) -> LedgerConnection:
-    """A line for a worker without a session: to the master of the environment, else to a ledger in this process.
+    """A connection for a worker without a session: to the master of the environment, else to a ledger in this process.
 
-    It ends with `owner` or the process. Raises UsageError where several workers would each train on everything.
+    It ends with `owner` or the process. Raises UsageError if several workers would each train on everything.
     """
     config, incarnation = settings.load(), uuid.uuid4().hex
     if config.master is None:
@@ -141,17 +141,17 @@ def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str) -> 
 
 
 def hold(line: LedgerConnection) -> None:
-    """Keep the liveness connection of an own line open: the master then hears of this process's end at once."""
+    """Keep an own connection's liveness channel open, so that the master detects this process's end at once."""
     if isinstance(line.caller, MasterClient):
         line.caller.watch(line.job, lambda _: None, lambda error: log.warning("job %s: %s", line.job, error))
 
 
 def let_go(line: LedgerConnection) -> None:
-    """End an own line."""
+    """Close an own connection."""
     caller: Any = line.caller
     if isinstance(caller, MasterClient):
         try:
             caller.call(p.Leave(line.job, line.incarnation, p.Departure.DONE), timeout_s=2.0)
         except (MasterAway, MasterError) as error:
-            log.debug("left without the master's word: %s", error)
+            log.debug("left without a reply of the master: %s", error)
     caller.close()

@@ -1,8 +1,8 @@
-"""From leases to batches: what is issued to the DataLoader, and what comes back. One epoch; main process only.
+"""From leases to batches: what is issued to the DataLoader, and what it returns. One epoch; main process only.
 
-The DataLoader asks for batches ahead, and asks inside the very call that should hand one out. So the batch sampler must
-never wait: when there is no lease it issues an empty batch, which comes back as nothing, and the waiting is done here,
-when everything that was issued has been handed out.
+The DataLoader requests batches in advance, and does so inside the call that should return one. So the batch sampler
+must never wait. If there is no lease, it issues an empty batch, which is dropped when it returns. The waiting is done
+here, when everything that was issued has been returned.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 CHUNK = 16384
 HOPELESS = 32
-"""So many failures before the first success: it is not the data."""
+"""After this many failures without a success the dataset or the code is wrong, not single samples."""
 _WAIT_S = 60.0
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
-    """One batch for the training loop, and what it is made of."""
+    """One batch for the training loop, and its positions."""
 
     piece: LeasePart
     batch: Any
 
 
 class FeedSampler:
-    """The inner DataLoader's batch sampler: passes on what the feed of the epoch issues."""
+    """The inner DataLoader's batch sampler: passes on what the epoch's feed issues."""
 
     feed: Feed | None = None
 
@@ -50,13 +50,13 @@ class FeedSampler:
 
 
 class Numbers:
-    """Sample numbers of positions, computed some thousand at a time."""
+    """Sample numbers of positions, computed in chunks of some thousand."""
 
     def __init__(self, order: Order) -> None:
         self._order, self._lo, self._found = order, 0, list[int]()
 
     def of(self, lo: int, hi: int, limit: int) -> list[int]:
-        """Of positions [lo, hi), all in one epoch; those up to `limit` will be asked for next."""
+        """The numbers of positions [lo, hi), all in one epoch; those up to `limit` will be requested next."""
         if not self._lo <= lo <= hi <= self._lo + len(self._found):
             epoch, place = divmod(lo, self._order.n)
             places = np.arange(place, place + min(limit - lo, max(CHUNK, hi - lo)))
@@ -65,17 +65,17 @@ class Numbers:
 
 
 class Feed:
-    """One epoch's way from `borrower` through the DataLoader to the loop."""
+    """Passes one epoch from `borrower` through the DataLoader to the loop."""
 
     def __init__(self, borrower: Borrower, order: Order | None, batch_size: int) -> None:
         self.borrower, self._batch_size = borrower, batch_size
         self.rows: Iterator[Read] = iter(())
-        """The DataLoader's iterator, once there is one."""
+        """The DataLoader's iterator, once it is created."""
         self._numbers = None if order is None else Numbers(order)
         self._current: HeldLease | None = None
         self._next = 0
         self._issuing = False
-        """The lease in work has more to issue, unless something stopped it."""
+        """The current lease has more to issue, unless something stopped it."""
         self._issued: deque[LeasePart | None] = deque()
         self._outstanding = 0
         self._failures, self._successes = 0, 0
@@ -97,7 +97,7 @@ class Feed:
                 yield Pick()
                 continue
             hi = lo + size
-            if hi >= held.hi:  # never over the border: a lease's last batch may be short
+            if hi >= held.hi:  # batches never cross a lease's end: its last one may be short
                 hi, self._issuing = held.hi, False
             self._next = hi
             issued.append(LeasePart(held, lo, hi))
@@ -106,11 +106,11 @@ class Feed:
 
     @property
     def finished(self) -> bool:
-        """Everything of the epoch is done or quarantined, here and elsewhere."""
+        """Everything of the epoch is done or quarantined, on all workers."""
         return self.borrower.state is LedgerState.FINISHED and not self.borrower.ready
 
     def _turn_over(self) -> bool:
-        """On to the next lease that has something to issue. False: there is none here."""
+        """Switch to the next lease that has something to issue. False: there is none here."""
         while (held := self.borrower.take()) is not None:
             self._current, self._next = held, held.lo
             if self._left():
@@ -119,7 +119,7 @@ class Feed:
         return False
 
     def _left(self) -> bool:
-        """Is there something to issue of the lease in work?"""
+        """Whether there is something to issue of the current lease."""
         held = self._current
         if held is None or self._next >= held.end or not held.whole:
             return False
@@ -131,10 +131,10 @@ class Feed:
     # ---- from the DataLoader -----------------------------------------------------------------------------------------
 
     def pull(self, dry: Callable[[], bool]) -> Delivery | None:
-        """The next batch out of `rows`. None: the epoch is finished, or `dry` said so.
+        """The next batch from `rows`. None: the epoch is finished, or `dry` returned True.
 
-        dry: called each time when all leases here are handed out and the master has no other for now; True: do not
-        wait. Raises what the borrower met (no master, a stale fence), and ShardsFailed when nothing can be read.
+        dry: called each time when all leases here are used up and the master has no other for now; True: do not
+        wait. Raises the borrower's errors (no master, a stale fence), and ShardsFailed if nothing can be read.
         """
         while True:
             if not self._outstanding and not self._issuing and not self.borrower.ready and not self._left():
@@ -154,7 +154,7 @@ class Feed:
                     return delivery
 
     def wait(self, timeout_s: float) -> None:
-        """Until there may be something to pull, or the epoch is finished. Raises what the borrower met."""
+        """Wait until there may be something to pull, or the epoch is finished. Raises the borrower's errors."""
         if not self.finished:
             self.borrower.wait(LedgerState.WAITING, timeout_s)
 
@@ -194,7 +194,7 @@ class Feed:
         self.borrower.stop(held, at, failed=read.reason, failed_upto=at + read.bad)
 
     def _lapse(self, held: HeldLease) -> None:
-        log.warning("%s: %s was not worked off in its time: its rest goes to whoever asks", self.borrower.claim, held)
+        log.warning("%s: %s was not finished in time: the rest of it goes to other workers", self.borrower.claim, held)
         self.borrower.stop(held, held.received)
 
 
@@ -206,7 +206,7 @@ def shut_down(rows: object) -> None:
 
 
 def with_picks(loader: DataLoader[Any], dataset: ShardDataset, picks: FeedSampler) -> DataLoader[Any]:
-    """A copy that reads what `picks` issues. Copied, not constructed anew: options of newer torch survive."""
+    """A copy that reads what `picks` issues. Not constructed, so that options of newer torch are kept."""
     made = copy.copy(loader)
     vars(made).update(
         dataset=Reading(dataset.source),

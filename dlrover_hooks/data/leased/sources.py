@@ -1,7 +1,7 @@
 """What a `ShardDataset` can lend out: rows of a table, records of text, files, offsets of a stream.
 
 A *bounded* source numbers its records 0..n-1 and is shuffled by number; a *stream* has named partitions of offsets and
-keeps their order. Sources are read in DataLoader workers, so they can be pickled, and open nothing before they read.
+keeps their order. Sources are read in DataLoader workers, so they can be pickled, and open nothing before reading.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ __all__ = ["Files", "OffsetReader", "RecordSource", "Stream", "Table", "TextReco
 
 @runtime_checkable
 class RecordSource(Protocol):
-    """A bounded source. A record that cannot be read raises; it is then retried, and quarantined in the end."""
+    """A bounded source. A record that cannot be read raises; it is then retried, and finally quarantined."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """The records called so, in that order."""
+        """The records with these numbers, in that order."""
         ...
 
     def fingerprint(self) -> str:
-        """Everything that decides which record a number is. The same on every worker and after a restart."""
+        """Everything that determines which record a number means. The same on every worker and after a restart."""
         ...
 
     def place(self, index: int) -> str:
-        """Where record `index` lies, for a person to find it."""
+        """The location of record `index`, for the user to find it."""
         ...
 
 
 class OffsetReader(Protocol):
-    """What a user gives to `Stream`."""
+    """The reader that a user passes to `Stream`."""
 
     def read(self, partition: str, lo: int, hi: int) -> Sequence[Any]:
-        """The records at offsets [lo, hi), waiting for them if need be; fewer only where the partition ends for good.
+        """The records at offsets [lo, hi), waiting for them if needed; fewer only if the partition ends for good.
 
-        May be asked for the same offsets again. Called in DataLoader workers.
+        May be called again for the same offsets. Called in DataLoader workers.
         """
         ...
 
@@ -70,7 +70,7 @@ class Table:
         return [rows[index] for index in indices]
 
     def fingerprint(self) -> str:
-        """Its length: nothing else is known of a map-style dataset."""
+        """Its length: nothing else of a map-style dataset can be compared."""
         return f"table of {len(self)}"
 
     def place(self, index: int) -> str:
@@ -78,7 +78,7 @@ class Table:
 
 
 class Files:
-    """One file, one sample: its bytes, or what `load` (called with the path, in DataLoader workers) makes of it."""
+    """One file, one sample: its bytes, or the result of `load(path)`, which is called in DataLoader workers."""
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], load: Any = None) -> None:
         self.paths = [os.fspath(path) for path in paths]
@@ -103,7 +103,7 @@ class Files:
 
 
 class Stream:
-    """Partitions of offsets, each from `begin` to `end` (None: nobody knows). Neither shuffled nor cut into epochs.
+    """Partitions of offsets, each from `begin` to `end` (None: unknown). Neither shuffled nor cut into epochs.
 
     partitions: names (each from 0 on, without an end), or `dlrover_hooks.protocol.Partition` with bounds.
     """
@@ -124,7 +124,7 @@ class Stream:
         return self.reader.read(partition, lo, hi)
 
     def fingerprint(self) -> str:
-        """The partitions and where they begin; an end may be found out later."""
+        """The partitions and where they begin; an end may become known later."""
         return "stream of " + ", ".join(f"{part.name}@{part.begin}" for part in self.partitions)
 
     def place(self, partition: str, offset: int) -> str:

@@ -1,6 +1,6 @@
-"""Ranks with unequal data make equally many steps: before each one they add up what they have.
+"""Lets ranks with unequal data make equally many steps: before each step they sum up how much data they have.
 
-One all-reduce of three integers on a group of its own, started while the batch before is trained on, so that nobody
+One all-reduce of three integers on a separate group, started while the previous batch is trained on, so that no rank
 waits for it.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Totals(NamedTuple):
-    """Over all ranks: samples of the step to come, ranks that know the epoch is over, ranks that failed."""
+    """Over all ranks: samples of the next step, ranks whose epoch is over, ranks that failed."""
 
     samples: int
     finished: int
@@ -22,7 +22,7 @@ class Totals(NamedTuple):
 
 
 class Agreement:
-    """Collective: every rank makes one at the same place, and calls `start` and `totals` in turn. Training thread."""
+    """Collective: every rank makes one at the same point, and calls `start` and `totals` in turn. Training thread."""
 
     def __init__(self, timeout_s: float) -> None:
         self.world: Any = dist.group.WORLD
@@ -32,12 +32,12 @@ class Agreement:
         self._work: Any = None
 
     def start(self, samples: int, *, finished: bool = False, failed: bool = False) -> None:
-        """Say what this rank has for the next step; does not wait."""
+        """Send what this rank has for the next step; does not wait."""
         self._counts = torch.tensor([samples, finished, failed], dtype=torch.int64)
         self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
 
     def totals(self) -> Totals:
-        """What all have. Waits for the slowest rank."""
+        """The totals over all ranks. Waits for the slowest rank."""
         self._work.wait()
         return Totals(*self._counts.tolist())
 

@@ -1,8 +1,8 @@
 """`TextRecords`: the lines of text files by number, without holding the text.
 
-Each file is scanned once by numpy for its newlines; the start of every `every`-th record is kept (8 bytes), and one
-read of that many lines finds a record. The scan hashes the content too, so a file that is not the one that was split
-is noticed: another size or modification time while reading, another content after a restart.
+Each file is scanned once by numpy for its newlines. The start of every `every`-th record is kept (8 bytes), and a
+record is found by reading that many lines. The scan also hashes the content, so that a changed file is detected:
+another size or modification time while reading, another content after a restart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEWLINE = ord("\n")
 
 
 class Text(msgspec.Struct, frozen=True):
-    """One file as it was split: `starts[g]` is the byte at which record `g * every` begins."""
+    """One file as scanned: `starts[g]` is the byte at which record `g * every` begins."""
 
     path: str
     nbytes: int
@@ -36,12 +36,12 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class TextRecords:
-    """The lines of `paths`, one after the other: a line is a record, its line end is not part of it.
+    """The lines of `paths` in sequence: a line is a record, without its line end.
 
-    encoding: None gives bytes. every: the start of each so manieth record is kept, 8 bytes; a read costs so many lines.
-    Scanning reads everything once (about a second per GB).
+    encoding: None gives bytes. every: the start of every `every`-th record is kept, 8 bytes; a read costs that many
+    lines. Scanning reads everything once (about a second per GB).
 
-    Raises UsageError for a file that cannot be read now. Reading raises DataMismatch when a file is not as it was.
+    Raises UsageError for a file that cannot be read now. Reading raises DataMismatch if a file has changed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TextRecords:
         return records
 
     def fingerprint(self) -> str:
-        """Number of records, and the content of all files in this order (not their names: nodes differ in those)."""
+        """Number of records and content of all files in this order (not their names, which differ between nodes)."""
         content = xxhash.xxh3_64_hexdigest("".join(f"{text.nbytes}:{text.digest}," for text in self.texts).encode())
         return f"{len(self)} text records {content}"
 
@@ -86,7 +86,7 @@ class TextRecords:
         return f"{self.texts[number].path} line {line + 1}"
 
     def close(self) -> None:
-        """Close what reading opened; reading opens it again."""
+        """Close the files opened for reading; reading opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -98,7 +98,7 @@ class TextRecords:
         return vars(self) | {"_open": {}}
 
     def _find(self, index: int) -> tuple[int, int]:
-        """(file, line in it), both from 0."""
+        """(file, line in it), both counted from 0."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -115,7 +115,7 @@ class TextRecords:
         return os.pread(fd, hi - lo, lo).split(b"\n")
 
     def _opened(self, number: int) -> int:
-        """A descriptor that stays open. A fork may share it: reads are by place."""
+        """A descriptor that stays open. A fork may share it, since reads pass their offset."""
         fd = self._open.get(number)
         if fd is None:
             if len(self._open) >= _OPEN_FILES:
@@ -125,7 +125,7 @@ class TextRecords:
 
 
 def scan(path: str, every: int) -> Text:
-    """Find the records of one file: one pass, 4 MiB at a time."""
+    """Find the records of one file in one pass, 4 MiB at a time."""
     try:
         with open(path, "rb", buffering=0) as file:
             before = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Processes that the launcher starts: workers, master, keeper; their output and their last errors.
+"""Processes that the launcher starts: workers, master, keeper; their output and their final errors.
 
-It decides nothing. The way in: `workers.Workers` and `services.Services`.
+This package takes no decisions. Entry points: `workers.Workers` and `services.Services`.
 """

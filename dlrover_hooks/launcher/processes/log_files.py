@@ -1,7 +1,7 @@
-"""A worker's output in files of its own, on the launcher's screen, or both: torchrun's --log-dir, --redirects, --tee.
+"""A worker's output in its own files, on the launcher's screen, or both: torchrun's --log-dir, --redirects, --tee.
 
-A worker writes into its file itself, so that it never waits for its launcher; a thread copies what is to be seen from
-there, each line behind `[default0]:`, as torchrun does.
+A worker writes to its file directly, so it never waits for its launcher. A thread copies the lines to be shown from
+there, each with a prefix such as `[default0]:`, as torchrun does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dlrover_hooks.errors import UsageError
 log = logging.getLogger("dlrover_hooks.run")
 
 _LOOK_S = 0.1
-"""Between two looks at files that others write."""
+"""Interval between two reads of files that are being written."""
 _LONG = 1 << 16
-"""A progress bar's line never ends."""
+"""Longest line: the line of a progress bar never ends."""
 _END_S = 5.0
-"""So long the last lines may take."""
+"""Timeout for showing the last lines."""
 _NAMES = {1: "stdout", 2: "stderr"}
 """By descriptor, which is also its bit in torchrun's numbers: 1 stdout, 2 stderr, 3 both."""
 
@@ -37,7 +37,7 @@ class Streams(msgspec.Struct, frozen=True):
     by_rank: Mapping[int, int] = {}
 
     def has(self, local_rank: int, descriptor: int) -> bool:
-        """Is it one of them?"""
+        """Whether the stream is selected."""
         return bool(self.by_rank.get(local_rank, self.default) & descriptor)
 
 
@@ -52,8 +52,9 @@ def streams(text: str, flag: str) -> Streams:
 
 
 class Logs:
-    """Owns the thread `dlrover-hooks-logs`, if something is copied. Main thread only, but for that. Only the thread
-    writes on the screen: where nobody reads that, it waits, and the launcher does not.
+    """Owns the thread `dlrover-hooks-logs`, if output is copied; all else is main thread only.
+
+    Only that thread writes to the screen: if the screen's reader blocks, the thread waits, and the launcher does not.
 
     Args:
         folder: files are `ROUND/RANK/stdout.log` and `stderr.log` there.
@@ -86,14 +87,14 @@ class Logs:
             yield found[0], found[1]
 
     def ended(self, worker: str) -> None:
-        """Have what is left of it shown. Idempotent."""
+        """Show the rest of its output. Idempotent."""
         with self._lock:
             for copy in self._copies.pop(worker, ()):
                 copy.bound()
                 self._ended.append(copy)
 
     def close(self) -> None:
-        """Show what is left of all, and end the thread; where nobody reads it, leave it behind."""
+        """Show the rest of all output and end the thread; abandon it if the screen's reader blocks."""
         for worker in list(self._copies):
             self.ended(worker)
         self._over.set()
@@ -101,7 +102,7 @@ class Logs:
             return
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            log.warning("nobody reads the output of the workers: what was not shown is in %s", self._folder)
+            log.warning("the output of the workers is not read: what was not shown is in %s", self._folder)
 
     def _copy(self, worker: str, copy: Copy) -> None:
         with self._lock:
@@ -124,7 +125,7 @@ class Logs:
 
 
 class Copy:
-    """Of one growing file to the launcher's own `descriptor`, whole lines at a time."""
+    """Copies complete lines of one growing file to the launcher's own `descriptor`."""
 
     def __init__(self, path: str, at: int, prefix: str, descriptor: int) -> None:
         self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 - `end` closes it
@@ -134,11 +135,11 @@ class Copy:
         self._screen = descriptor
 
     def bound(self) -> None:
-        """The worker has written its last: what follows in the file is a later one's. Main thread."""
+        """The worker has ended: later content of the file belongs to another one. Main thread."""
         self._until = os.fstat(self._file.fileno()).st_size
 
     def go_on(self) -> None:
-        """Show the whole lines that are there."""
+        """Show the complete lines written so far."""
         more = self._file.read() if self._until is None else self._file.read(max(0, self._until - self._file.tell()))
         *lines, self._rest = (self._rest + more).split(b"\n")
         if len(self._rest) > _LONG:
@@ -153,6 +154,6 @@ class Copy:
 
     def _show(self, lines: list[bytes]) -> None:
         text = memoryview(b"".join(self._prefix + line + b"\n" for line in lines))
-        with contextlib.suppress(OSError):  # nobody looks any more
-            while text:  # as it is: the screen may know fewer characters than the worker
+        with contextlib.suppress(OSError):  # the screen was closed
+            while text:  # as bytes: the screen may support fewer characters than the worker
                 text = text[os.write(self._screen, text) :]

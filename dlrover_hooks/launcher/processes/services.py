@@ -1,4 +1,4 @@
-"""The two processes beside the workers: the master and the node's keeper. They are restarted when they die."""
+"""The two services next to the workers, master and the node's keeper. They are restarted when they die."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dlrover_hooks.host.child_process import Child, described
 log = logging.getLogger("dlrover_hooks.run")
 
 _EARLY_S, _EARLY_ENDS = 5.0, 3
-"""A master or keeper that ends with an error so soon after its start, so often in a row, will not come up."""
+"""Start counts as failed if the service ends with an error within so many seconds, so often in a row."""
 _PAUSE_S = 30.0
-"""The longest pause before it is started again."""
+"""The longest pause before a restart."""
 _END_S = {"keeper": 35.0, "master": 5.0}
-"""The keeper may take 30 s to persist the newest generation before it goes."""
+"""The keeper may take 30 s to persist the newest generation before it ends."""
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The master that this launcher serves: on a socket that outlives it, with a journal."""
+    """The master served by this launcher: on a socket that outlives the master, with a journal."""
 
     listener: socket.socket
     journal: str
@@ -39,14 +39,14 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Services:
-    """Owns both children, and the pipe whose closing tells them that the launcher is gone. Main thread only.
+    """Owns both children, and the pipe whose closing signals them that the launcher is gone. Main thread only.
 
     Args:
         job: its name.
         node: this node's name.
         token: the master's.
         served: None if the master is served elsewhere.
-        temporary: files of the launcher, which the keeper removes should the launcher be killed.
+        temporary: files of the launcher, which the keeper removes if the launcher is killed.
         selector: wakes when one of them dies.
     """
 
@@ -63,7 +63,7 @@ class Services:
         self._temporary = temporary
         self._early_ends, self._failures, self._served_before = 0, 0, False
         self._due: dict[str, float] = {}
-        """When a dead one is started again."""
+        """When a dead service is restarted (monotonic time)."""
         self._life, self._life_end = os.pipe()
         self._starts: dict[str, Callable[[], Child]] = {"keeper": self._start_keeper}
         if served is not None:
@@ -71,7 +71,7 @@ class Services:
         self._children = {name: start() for name, start in self._starts.items()}
 
     def revive(self) -> None:
-        """Restart a dead master or keeper. Raises LaunchError if it cannot even start; its own message says why."""
+        """Restart a dead master or keeper. Raises LaunchError if it cannot even start; its output has the reason."""
         for name, start in self._starts.items():
             child = self._children.get(name)
             if child is not None and (code := child.exit_code()) is not None:
@@ -81,7 +81,7 @@ class Services:
                 self._children[name] = start()
 
     def end(self) -> None:
-        """Closing the pipe tells both: the keeper persists what is newest, the master commits what is under way."""
+        """Close the pipe: the keeper then persists the newest generation, the master completes pending commits."""
         os.close(self._life_end)
         for name, child in self._children.items():
             child.wait(_END_S[name])
@@ -117,8 +117,10 @@ class Services:
         return child
 
     def _gone(self, child: Child, code: int) -> float:
-        """Reap a dead service; in how many seconds to start it again. One that fails again and again right after its
-        start ends the run; one that is killed there (for its memory) comes again, each time later.
+        """Reap a dead service. Returns the pause before its restart, in seconds.
+
+        A service that repeatedly ends with an error right after its start ends the run. One that is repeatedly killed
+        there (for its memory) is restarted after increasing pauses.
         """
         self._selector.unregister(child)
         child.reap()
@@ -135,7 +137,7 @@ class Services:
 
 @contextlib.contextmanager
 def temporary_journal() -> Iterator[str]:
-    """A file for this run only. The master removes it, too, should this process be killed."""
+    """A file for this run only. The master removes it, too, in case this process is killed."""
     file, path = tempfile.mkstemp(prefix="dlrover-hooks-", suffix=".journal")
     os.close(file)
     try:
@@ -148,7 +150,7 @@ def temporary_journal() -> Iterator[str]:
 
 @contextlib.contextmanager
 def temporary_file(name: str) -> Iterator[str]:
-    """A path in this user's folder for this run only; whoever needs the file makes it."""
+    """A path in this user's runtime folder for this run only; the user of the path creates the file."""
     path = os.path.join(settings.runtime_dir(), f"{name}-{uuid.uuid4().hex}")
     try:
         yield path

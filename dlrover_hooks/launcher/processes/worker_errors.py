@@ -1,4 +1,4 @@
-"""What a worker says when an exception ends it, through a pipe that it inherited. Its stderr is left alone."""
+"""A worker's report of the exception that ended it, through an inherited pipe. Its stderr is not used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dlrover_hooks.config import last_words_to
 class WorkerError(msgspec.Struct, frozen=True):
     """`error`: the last line of the traceback; `where`: file, line and function that raised it.
 
-    `trace`: the whole of it, where the worker has not printed it: a peer was gone, so it is most likely an echo.
-    `step`: how far the worker was; -1: it has made none.
+    `trace`: the full traceback, if the worker has not printed it: a peer was gone, so it is most likely a consequence.
+    `step`: the worker's step; -1: it has made none.
     """
 
     error: str
@@ -24,22 +24,22 @@ class WorkerError(msgspec.Struct, frozen=True):
 
 
 class LastWords:
-    """The launcher's end for one worker. Main thread only."""
+    """The launcher's end of one worker's pipe. Main thread only."""
 
     def __init__(self, *, prints: bool = False) -> None:
-        """`prints`: the worker prints every traceback itself, as its errors go into a file."""
+        """`prints`: the worker prints every traceback itself, since its stderr goes into a file."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         self.environment = last_words_to(self._write, prints=prints)
         self.pass_fds = (self._write,)
 
     def started(self) -> None:
-        """The worker has its end now."""
+        """The worker has inherited its end of the pipe: close it here."""
         os.close(self._write)
         self._write = -1
 
     def hear(self) -> WorkerError | None:
-        """Of a worker that has ended; None: it said nothing. Once."""
+        """The report of a worker that has ended; None: there is none. Only the first call returns it."""
         with contextlib.suppress(BlockingIOError, msgspec.DecodeError):
             return msgspec.json.decode(os.read(self._read, 65536), type=WorkerError)
         return None

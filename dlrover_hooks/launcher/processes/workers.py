@@ -1,4 +1,4 @@
-"""The worker processes of one node: how they are started, with which environment, and how they are ended."""
+"""The worker processes of one node: their start, environment and end."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from dlrover_hooks.worker.join import seat_environment
 
 
 class Workers:
-    """Running and ended workers by incarnation; `selector` hears when one dies. Main thread only.
+    """Running and ended workers by incarnation; `selector` wakes when one dies. Main thread only.
 
     Args:
-        command: what each of them runs.
-        newcomer: how a process is started that is to take the seat of a dead one.
-        environment: what all of them get, in every round.
+        command: the command of each worker.
+        newcomer: the command of a process that replaces a dead one.
+        environment: common to all of them, in every round.
         selector: the launcher's.
         standbys: warm processes that become workers at once.
-        logs: where their output goes, if not where the launcher's does.
+        logs: destination of their output, if not the launcher's own.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Workers:
         self.children: dict[str, Child] = {}
         self.seats: dict[str, Seat] = {}
         self.ranks: dict[str, int] = {}
-        """Of newcomers, those of their predecessors."""
+        """By incarnation; those of new workers are their predecessors'."""
         self.words: dict[str, LastWords] = {}
-        """What they say when an exception ends them."""
+        """Pipes for the errors that end them."""
         self._told = set[str]()
 
     def start(self, seat: Seat, seated: Seated, index: int, local_workers: int, **more: str) -> None:
-        """Start one whose seat is taken, the one at `index` of `seated`. `more`: what this life alone gets."""
+        """Start a worker with an assigned rank: entry `index` of `seated`. `more`: variables for this process only."""
         own, local_rank = seat.incarnation, seat.local_rank
         place = seat_environment(
             seated, incarnation=own, local_rank=local_rank, local_world_size=local_workers, index=index
@@ -64,7 +64,7 @@ class Workers:
         self._launch(seated.ranks[index], seated.round or 0, self._command, seat, place | more)
 
     def start_newcomer(self, predecessor: str, seat: Seat, number: int, local_workers: int, **more: str) -> None:
-        """Start one for round `number` that imports first, and then joins for itself, in place of one that ended."""
+        """Start a worker for round `number` that replaces an ended one: it imports first, and then joins by itself."""
         rank = self.ranks[predecessor]
         self.forget(predecessor)
         place = {
@@ -97,23 +97,23 @@ class Workers:
             self._logs.ended(incarnation)
 
     def seated(self, view: JobView) -> None:
-        """Name them by the ranks that they have now: a survivor may have got another one with the last round."""
+        """Update ranks and names: a survivor may have got another rank with the last round."""
         for member in view.members:
             if (child := self.children.get(member.incarnation)) is not None:
                 self.ranks[member.incarnation] = member.rank
                 child.name = worker_name(member.rank, member.local_rank)
 
     def refill(self) -> None:
-        """Have standbys made for those that were taken. Call it at every turn."""
+        """Replace standbys that were taken. Call it at every turn."""
         if self._standbys is not None:
             self._standbys.refill()
 
     def wait(self, timeout_s: float) -> None:
-        """Until one of them ends."""
+        """Wait until one of them ends."""
         select.select([*self.running().values()], [], [], timeout_s)
 
     def forget(self, incarnation: str) -> Child:
-        """One that has ended and is replaced: the rest of its session ends, too."""
+        """Remove a worker that has ended and is replaced; also ends the rest of its session."""
         child = self.children.pop(incarnation)
         if incarnation not in self._told:
             self._selector.unregister(child)
@@ -138,7 +138,7 @@ class Workers:
         return [key for key in self.children if key in self._told and self.children[key].exit_code() == 0]
 
     def running(self) -> dict[str, Child]:
-        """Those whose end is not told of yet, by incarnation."""
+        """Those whose end was not returned by `dead` yet, by incarnation."""
         return {key: child for key, child in self.children.items() if key not in self._told}
 
     def signal(self, number: signal.Signals) -> None:
@@ -147,13 +147,13 @@ class Workers:
             child.signal(number)
 
     def await_end(self, timeout_s: float) -> None:
-        """Until all have ended by themselves, or `timeout_s` has passed."""
+        """Wait until all have ended by themselves, or `timeout_s` has passed."""
         deadline = time.monotonic() + timeout_s
         for child in self.running().values():
             child.wait(max(0.0, deadline - time.monotonic()))
 
     def end(self, grace_s: float = 0.0) -> list[int]:
-        """End every worker's session; with `grace_s` all get SIGTERM at once and share the grace. Their exit codes."""
+        """End every worker's session; with `grace_s` all get SIGTERM and share the grace. Returns the exit codes."""
         for child in self.running().values():
             self._selector.unregister(child)
         children = list(self.children.values())
@@ -175,12 +175,12 @@ class Workers:
 
 
 def worker_name(rank: int, local_rank: int) -> str:
-    """How messages call a worker: by its rank, and by its place on the node where that is another number."""
+    """A worker's name in messages: its rank, and its local rank if that is another number."""
     return f"worker {rank}" + (f" (local rank {local_rank})" if local_rank != rank else "")
 
 
 def worker_command(script: str, arguments: Sequence[str], *, module: bool, python: bool = True) -> tuple[str, ...]:
-    """`python -u script args` or `python -u -m module args`, with this interpreter; or `script args` as it stands.
+    """`python -u script args` or `python -u -m module args`, with this interpreter; or `script args` unchanged.
 
     Raises:
         UsageError: there is no such script, module or program.
@@ -200,7 +200,7 @@ def worker_command(script: str, arguments: Sequence[str], *, module: bool, pytho
 
 
 def newcomer_command(command: Sequence[str]) -> tuple[str, ...]:
-    """The same program, started so that it imports first and joins second; one that is not Python's, as it stands."""
+    """The same program, started through `warm.bootstrap`: it imports first and then joins. Unchanged if not Python."""
     if tuple(command[:2]) != (sys.executable, "-u"):
         return tuple(command)
     return (sys.executable, "-u", "-m", "dlrover_hooks.launcher.warm.bootstrap", "--", *command[2:])

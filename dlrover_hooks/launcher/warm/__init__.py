@@ -1,4 +1,4 @@
 """Warm standbys: processes that have imported everything and wait for a rank.
 
-The way in: `standby_pool` for the launcher, `bootstrap` and `fork_server` in the processes themselves.
+Entry points: `standby_pool` for the launcher, `bootstrap` and `fork_server` in the processes themselves.
 """

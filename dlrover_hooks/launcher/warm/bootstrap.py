@@ -1,10 +1,11 @@
-"""A worker that imports first, joins second, and runs third.
+"""A worker that first imports, then joins, then runs the script.
 
 `python -u -m dlrover_hooks.launcher.warm.bootstrap -- script args`
 
-A newcomer costs the others a stall from its join on, so everything slow comes before: the modules that a worker of the
-node had imported (`preload`). Then it takes its seat, if its launcher left that to it, and the script runs just as
-`python -u script args` would run it. A warm standby (`standby`) has the first step behind it.
+The other workers wait for a new one from its join on. Everything slow therefore comes before: importing the modules
+that a worker of the node had imported (`worker.imported_modules`). Then the process joins, if its launcher has not done
+so for it, and the script runs just as `python -u script args` would run it. A warm standby (`fork_server`) has already
+imported.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger("dlrover_hooks")
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What is run: `target args`, or `-m target args`."""
+    """The program to run: `target args`, or `-m target args`."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def program(arguments: Sequence[str]) -> Program:
-    """Out of `[-m] target args`, as they follow `python -u` or `--`. Raises UsageError if there is none."""
+    """Parses `[-m] target args`, as they follow `python -u` or `--`. Raises UsageError if there is no target."""
     module = arguments[:1] == ["-m"] or arguments[:1] == ("-m",)
     rest = tuple(arguments[module:])
     if not rest:
@@ -50,7 +51,7 @@ def program(arguments: Sequence[str]) -> Program:
 
 
 def main() -> None:
-    """The cold way: this process was started for the script."""
+    """The cold start: this process was started for the script."""
     end_of_options = sys.argv.index("--") if "--" in sys.argv else 0
     what = program(sys.argv[end_of_options + 1 :])
     forget_cwd()
@@ -64,13 +65,13 @@ def main() -> None:
 
 
 def forget_cwd() -> None:
-    """`python -m` has put the current folder in front of the module path; the script's is to be there."""
+    """`python -m` has put the current folder first in the module path, where the script's folder belongs."""
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
 
 
 def enter(what: Program) -> None:
-    """`sys.argv` and `sys.path` as Python sets them for `what`."""
+    """Set `sys.argv` and `sys.path` as Python sets them for `what`."""
     sys.argv = ["-m" if what.module else what.target, *what.arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd() if what.module else _folder_of(what.target))
@@ -86,9 +87,9 @@ def _is_archive(script: str) -> bool:
 
 
 def take_place() -> None:
-    """Ask the master for the seat of this process, if the launcher left that to it; correct what read it too early.
+    """Request the rank of this process from the master, unless the launcher has; update modules that read it too early.
 
-    A job that is finished needs nobody: the process ends with 0.
+    If the job is finished, the process ends with 0.
     """
     if settings.seats_itself():
         settings.tell_launcher()
@@ -115,7 +116,7 @@ def take_place() -> None:
 
 
 def _correct_ranks() -> None:
-    """These read the rank when they are imported, which was before there was one."""
+    """These modules read the rank at import, before it was assigned."""
     place = settings.place()
     for name, rank in (
         ("lightning_utilities.core.rank_zero", place.rank),
@@ -126,7 +127,7 @@ def _correct_ranks() -> None:
 
 
 def run(what: Program) -> None:
-    """Run it as `__main__`. Raises what it raises; the traceback is printed already, without this module's frames."""
+    """Run it as `__main__`. Raises its exceptions, with the traceback already printed without this module's frames."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins)
     if sys.version_info < (3, 14):
@@ -134,7 +135,7 @@ def run(what: Program) -> None:
     sys.modules["__main__"] = main
     try:
         if what.module or _is_archive(what.target):
-            # the one function that `python -m` itself calls
+            # the function that `python -m` itself calls
             runpy._run_module_as_main(what.target if what.module else "__main__", what.module)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             path = os.path.abspath(what.target)
@@ -154,14 +155,14 @@ def _compiled(path: str) -> CodeType:
 
 
 def _print(error: BaseException) -> None:
-    """As Python prints what ends the script; it still gives the process its end, but prints it no second time."""
+    """Prints the error as Python does; the exception still ends the process, but is not printed a second time."""
     error.__traceback__ = _from_script(error.__traceback__)
     sys.excepthook(type(error), error, error.__traceback__)
     sys.excepthook = lambda *_: None
 
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this file and above."""
+    """`trace` without the frames of this file and above."""
     ours = (run.__code__, _compiled.__code__)
     inner = trace
     while trace is not None:

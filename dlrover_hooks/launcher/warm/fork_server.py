@@ -2,15 +2,16 @@
 
 `python -u -m dlrover_hooks.launcher.warm.fork_server`
 
-The server imports what a worker of this node had imported, or what the source of the script says (`script_imports`).
-The script itself is not run before a standby has its rank. The server forks a standby at each request of the launcher
-(`standbys`). It forks twice: the standby's parent ends at once and the launcher adopts it, so that the launcher reaps
-it and the kernel kills it with the launcher, while the server may die without harm to any worker.
+The server imports what a worker of this node has imported or, before that is known, what the source of the script
+imports (`script_imports`). The script itself runs only once a standby has its rank. The server forks a standby for each
+request of the launcher (`standby_pool`). It forks twice: the standby's parent ends at once and the launcher adopts the
+standby. The launcher then reaps it, and the kernel kills it with the launcher, while the server may die without harm to
+any worker.
 
-A fork has only the thread that forked, and a lock that another one held is held for ever; a CUDA context does not
-survive it at all. So the server has one thread and has not touched a GPU: a package that starts a thread or opens a
-device when it is imported is left out, by name. Each standby is then made as a fresh process is: its own session,
-environment, files, random state and number of threads.
+A fork has only the thread that forked, a lock that another thread held stays locked for ever, and a CUDA context does
+not survive at all. The server therefore has one thread and does not use a GPU: a package that starts a thread or opens
+a device at import is left out, by name. Each standby then gets what a fresh process has: its own session, environment,
+files, random state and number of threads.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from dlrover_hooks.launcher.warm import bootstrap, script_imports
 from dlrover_hooks.worker import imported_modules
 
 NO_FORK = b"no fork"
-"""The answer of a server that could not fork: there is no memory for it, or too many processes."""
+"""The reply of a server that could not fork: no memory, or too many processes."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """While the server imports: NumPy's BLAS would start threads, `torch.cuda.is_available()` would initialise CUDA."""
 _ADOPTED_S = 10.0
-"""It takes a millisecond."""
+"""Timeout of the adoption, which takes a millisecond."""
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
 class StandbyOrder(msgspec.Struct, frozen=True):
-    """What a standby is to become. With it come descriptors for its standard input, output, errors and last words."""
+    """The worker that a standby becomes. Descriptors for stdin, stdout, stderr and the error pipe come with it."""
 
     arguments: list[str]
     """`[-m] script args`."""
@@ -51,7 +52,7 @@ class StandbyOrder(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Serve until the launcher hangs up. In a standby: become the worker that the launcher orders."""
+    """Serve until the launcher closes the connection. In a standby: become the worker that the launcher orders."""
     descriptor, launcher, file, leave_out, *script = sys.argv[1:]
     bootstrap.forget_cwd()
     line = socket.socket(fileno=int(descriptor))
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def _wanted(file: str, script: list[str]) -> imported_modules.Imported | None:
-    """What to import: what a worker has told, or what the source of the script says; None if that is nothing."""
+    """The modules to import: a worker's list, or those in the source of the script; None if there are none."""
     told = os.path.exists(file)
     wanted = imported_modules.told(file) if told else script_imports.read(script)
     if not told and not wanted.modules:
@@ -89,7 +90,7 @@ def _wanted(file: str, script: list[str]) -> imported_modules.Imported | None:
 
 
 def _first_to_go() -> str:
-    """When memory runs out the kernel is to end this process and the idle standbys, not a worker. The score before."""
+    """When memory runs out, let the kernel kill this process and idle standbys, not a worker. Returns the old score."""
     try:
         with open(_OOM_SCORE, "r+b", buffering=0) as file:
             before = file.read(16).decode()
@@ -105,7 +106,7 @@ def _last_to_go(before: str) -> None:
 
 
 def _imported(wanted: imported_modules.Imported, leave_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Import all; yields the package or sub-package that has spoiled this process for forking, if one has, and why."""
+    """Import all. Yields the package or sub-package that made this process unsafe to fork, if any, and the reason."""
     for module in imported_modules.load(wanted, leave_out):
         if why := _not_forkable():
             yield imported_modules.part(module), why
@@ -123,14 +124,16 @@ def _not_forkable() -> str:
 
 
 def opens_gpu(device: str) -> bool:
-    """This open file belongs to a CUDA context. NVML (device counts, vitals) opens /dev/nvidiactl and /dev/nvidia0 as
-    well, and survives a fork; memory that is managed for a context is CUDA's alone.
+    """Whether this open file belongs to a CUDA context.
+
+    NVML (device counts, metrics) also opens /dev/nvidiactl and /dev/nvidia0, and survives a fork. Only CUDA opens the
+    device for a context's managed memory.
     """
     return device.startswith("/dev/nvidia-uvm")
 
 
 def _serve(line: socket.socket, launcher: int) -> socket.socket | None:
-    """Fork a standby for each message. Returns in the standby, with its line; None when the launcher hangs up."""
+    """Fork a standby for each message. Returns its connection in the standby, None when the launcher disconnects."""
     while line.recv(64):
         if why := _not_forkable():
             line.send(f"no more standbys: {why.replace('it', 'something', 1)}".encode())
@@ -159,7 +162,7 @@ def _serve(line: socket.socket, launcher: int) -> socket.socket | None:
 
 
 def _fork_or_exit() -> None:
-    """Returns in the child. The process between ends: with 1 if there is none."""
+    """Returns in the child. The intermediate process ends: with 1 if the fork failed."""
     try:
         child = os.fork()
     except OSError:
@@ -169,7 +172,7 @@ def _fork_or_exit() -> None:
 
 
 def _settle(own: socket.socket, launcher: int) -> None:
-    """Be the launcher's child, in a session of its own; then say so. Ends this process if the launcher is gone."""
+    """Become the launcher's child, in an own session; then report that. Ends this process if the launcher is gone."""
     os.setsid()
     deadline = time.monotonic() + _ADOPTED_S
     while os.getppid() != launcher:
@@ -179,16 +182,16 @@ def _settle(own: socket.socket, launcher: int) -> None:
     die_with_parent()
     if os.getppid() != launcher:  # it ended just before
         os._exit(1)
-    pidfd = os.pidfd_open(os.getpid())  # names this process for ever; a number may be another's by the time it is heard
+    pidfd = os.pidfd_open(os.getpid())  # always means this process, while its pid may be reused before it is read
     socket.send_fds(own, [str(os.getpid()).encode()], [pidfd])
     os.close(pidfd)
 
 
 def _ordered(own: socket.socket) -> tuple[StandbyOrder, list[int]]:
-    """Wait for the seat. Ends this process if the launcher has no use for it."""
+    """Wait for the order. Ends this process if the launcher disconnects."""
     try:
         head, files, _, _ = socket.recv_fds(own, 4, 4)
-    except ConnectionError:  # it hung up without having heard of this standby
+    except ConnectionError:  # the launcher disconnected without having read this standby's message
         head, files = b"", []
     if not head:
         os._exit(0)
@@ -197,7 +200,7 @@ def _ordered(own: socket.socket) -> tuple[StandbyOrder, list[int]]:
 
 
 def _become(order: StandbyOrder, files: list[int], own: Mapping[str, str], threads: int | None) -> None:
-    """Args: `own`: what packages have set in the environment when they were imported. `threads`: for torch."""
+    """Args: `own`: variables that packages have set in the environment at import. `threads`: for torch."""
     for descriptor, file in enumerate(files[:3]):
         os.dup2(file, descriptor)
         os.close(file)
@@ -213,7 +216,7 @@ def _become(order: StandbyOrder, files: list[int], own: Mapping[str, str], threa
 
 
 def _freshen(threads: int | None) -> None:
-    """What a fresh process draws or reads at its start, and all forks have alike."""
+    """Renew what a process draws or reads at its start, and what all forks would share."""
     random.seed()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()

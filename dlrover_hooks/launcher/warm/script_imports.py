@@ -1,7 +1,7 @@
-"""What a script imports of well-known packages, read from its source: nothing of it is run.
+"""The well-known packages that a script imports, read from its source without running it.
 
-For a script that has not told what it imported (`preload.tell`): one without hooks, or one that has not made its first
-step. The script's own modules are followed, wherever in a file they are imported.
+For a script that has not listed its imports (`imported_modules.tell`): one without hooks, or one that has not made its
+first step. The script's own modules are followed, wherever in a file they are imported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dlrover_hooks.launcher.warm import bootstrap
 from dlrover_hooks.worker import imported_modules
 
 _FILES = 500
-"""More modules of its own are not looked at."""
+"""Limit of the script's own modules to read."""
 _WITH_TORCH = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
-"""Torch imports them when they are first used, the first one with the first optimizer."""
+"""torch imports them on first use, the first one with the first optimizer."""
 
 
 def read(arguments: Sequence[str]) -> imported_modules.Imported:
-    """Of `[-m] script args`. Nothing where the script imports no torch: then little is gained."""
+    """The imports of `[-m] script args`; empty if the script does not import torch: little would be gained."""
     try:
         what = bootstrap.program(arguments)
     except UsageError:
@@ -56,7 +56,7 @@ def _entry(what: bootstrap.Program, own: str) -> str | None:
 
 
 def _statements(entry: str | None, own: str) -> Iterator[tuple[ast.AST, str]]:
-    """All of the script and of its own modules, each with the folder of its file."""
+    """All statements of the script and of its own modules, each with the folder of its file."""
     waiting, seen = deque([entry]), set[str]()
     while waiting and len(seen) < _FILES:
         path = waiting.popleft()
@@ -78,7 +78,7 @@ def _parsed(path: str) -> ast.AST:
 
 
 def _imported(node: ast.AST, folder: str, own: str) -> Iterator[tuple[str, str]]:
-    """Names that may be modules, each with the folder that it starts from."""
+    """Names that may be modules, each with the folder in which its search starts."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.name, own

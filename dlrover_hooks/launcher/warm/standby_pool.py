@@ -1,4 +1,4 @@
-"""The launcher's warm standbys: idle processes that have imported everything, one of which becomes a worker at once."""
+"""The launcher's warm standbys: idle processes that have imported everything; each can become a worker at once."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from dlrover_hooks.launcher.warm.fork_server import NO_FORK, ONE_THREAD, Standby
 log = logging.getLogger("dlrover_hooks.run")
 
 _STARTS = 3
-"""A server that has died so often will not serve."""
+"""A server that has died this often is not started again."""
 _SEND_S = 2.0
 _UNTOLD_S = 20.0
-"""So long after the first worker's start the server starts, though no worker has told yet what it has imported."""
+"""Seconds after the first worker's start at which the server starts without a worker's list of imports."""
 _AGAIN_S = 5.0
-"""Between two looks at the memory, and after a fork that failed."""
+"""Interval between two checks of the memory, and pause after a failed fork."""
 _START_BYTES, _KEEP_BYTES = 1 << 30, 1 << 28
-"""Memory is short with less than this free. A server with torch and Lightning takes a third of the first."""
+"""Free memory needed to start and to keep the server. A server with torch and Lightning takes a third of the first."""
 
 
 class Standbys:
-    """Keeps `count` standbys ready. Nothing here blocks but the moment in which one is taken. Main thread only.
+    """Keeps `count` standbys ready. Only `take` may block, briefly. Main thread only.
 
-    Makes this process the parent of all orphans below it: call `refill` at every turn of its loop, which buries them.
+    Makes this process adopt all orphaned descendants: call `refill` at every turn of its loop, which reaps them.
 
     Args:
-        count: how many wait, ready to be taken.
-        preload: the file that the workers find in DLROVER_HOOKS_PRELOAD, where one of them writes what it has imported.
-        environment: of the workers, but for what differs from one to the next.
-        script: `[-m] script args`, whose source is read for its imports if no worker tells them in time.
-        spare: only while there is memory to spare; else they are given up.
+        count: number of standbys to keep ready.
+        preload: the file named in DLROVER_HOOKS_PRELOAD, where a worker writes the list of its imports.
+        environment: of the workers, except for variables that differ between them.
+        script: `[-m] script args`; its source is read for imports if no worker writes a list in time.
+        spare: keep standbys only while there is spare memory.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Standbys:
 
     @property
     def ready(self) -> int:
-        """So many could be taken now."""
+        """Number of standbys that could be taken now."""
         self._hear()
         return len(self._ready)
 
     def refill(self) -> None:
-        """Start what is missing."""
+        """Start missing standbys."""
         bury_orphans(children.ALIVE)
         self._hear()
         if not self._has_room():
             return
         if not self._told and os.path.exists(self._preload):
-            self._stop()  # it has only what the script's source says
+            self._stop()  # it has only the imports found in the script's source
             self._told, self._starts = True, 0
         if self._server is None and self._starts < _STARTS and (self._told or time.monotonic() > self._untold_until):
             self._start()
@@ -95,9 +95,9 @@ class Standbys:
         self, name: str, command: Sequence[str], env: Mapping[str, str], *, stdout: int = 1, stderr: int = 2,
         words: Sequence[int] = (),
     ) -> Child | None:  # fmt: skip
-        """A standby that now runs `[-m] script args`, the part of `command` behind its "--"; None if none is ready.
+        """A standby that now runs `[-m] script args`, the part of `command` after its "--"; None if none is ready.
 
-        `words`: the descriptor for its last words, if there is one.
+        `words`: the descriptor of its error pipe, if there is one.
         """
         self._hear()
         if self._untold_until == math.inf:
@@ -114,7 +114,7 @@ class Standbys:
                         socket.send_fds(line, [len(body).to_bytes(4, "big")], files)
                         line.sendall(body)
                     except OSError as error:
-                        log.warning("a standby could not take the seat of %s (%s)", name, error)
+                        log.warning("a standby could not take the rank of %s (%s)", name, error)
                         standby.end()
                         continue
                 standby.name, standby.started_at = name, time.monotonic()
@@ -122,7 +122,7 @@ class Standbys:
         return None
 
     def close(self) -> None:
-        """End the server and whoever is still waiting. Those that were taken run on."""
+        """End the server and the idle standbys. Those that were taken continue."""
         self._stop()
         self._count = 0
         bury_orphans(children.ALIVE)
@@ -158,7 +158,7 @@ class Standbys:
         self._coming, self._ready, self._server, self._line = [], [], None, None
 
     def _has_room(self) -> bool:
-        """False: memory is short, and the standbys are given up until it is not."""
+        """False while memory is short; the standbys are ended meanwhile."""
         if not self._spare or time.monotonic() < self._look_at:
             return self._room
         self._look_at, free = time.monotonic() + _AGAIN_S, memory_limit.free()
@@ -185,7 +185,7 @@ class Standbys:
         self._said_cost = True
 
     def _hear(self) -> None:
-        """Who has come, who is ready, who has died."""
+        """Process messages of the server and of new standbys, and reap dead ones."""
         self._hear_server()
         for line in list(self._coming):
             if (said := _said(line)) is None:
@@ -194,7 +194,7 @@ class Standbys:
             pid, pidfd = said
             if pidfd:
                 self._ready.append((Standby(int(pid), pidfd[0]), line))
-            else:  # it has ended, or this process may open no more files
+            else:  # it has ended, or this process has reached its limit of open files
                 line.close()
         for standby, line in list(self._ready):
             if standby.exit_code() is not None:
@@ -216,7 +216,7 @@ class Standbys:
                 else:
                     break
         if self._server is not None and (code := self._server.exit_code()) is not None:
-            if code == 0:  # there is nothing to import, or it must not fork
+            if code == 0:  # there is nothing to import, or forking is unsafe
                 self._starts = _STARTS
             else:
                 left = "restarting it" if self._starts < _STARTS else "no more standbys"
@@ -228,7 +228,7 @@ class Standbys:
 
 
 def _said(line: socket.socket) -> tuple[bytes, list[int]] | None:
-    """What a standby said, with its descriptor; None: nothing yet; nothing said: it is gone."""
+    """A standby's message, with its descriptor; None: nothing yet; an empty message: it is gone."""
     try:
         said, files, _, _ = socket.recv_fds(line, 32, 1, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -243,7 +243,7 @@ def _mib(nbytes: int) -> str:
 
 
 class Standby(Child):
-    """A child by adoption, which this process did not start itself. It may have ended before it is heard."""
+    """An adopted child, which this process did not start itself. It may have ended before its message is read."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.name, self.started_at, self.pid = "a standby", time.monotonic(), pid
@@ -253,21 +253,21 @@ class Standby(Child):
 
 
 class _Adopted:
-    """What `Child` wants of a `Popen`."""
+    """The part of `subprocess.Popen` that `Child` needs."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
         self._code: int | None = None
         try:
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # buried, before anybody knew it; the number may be another process's by now
+        except ChildProcessError:  # already reaped, before its message was read; the pid may be reused by now
             self._code = -signal.SIGKILL
 
     def poll(self) -> int | None:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # given up by `Child.reap`, and buried since
+            except ChildProcessError:  # given up by `Child.reap`, and reaped since
                 self._code = -signal.SIGKILL
             else:
                 self._code = os.waitstatus_to_exitcode(status) if pid else None

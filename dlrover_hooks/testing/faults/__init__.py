@@ -1,4 +1,4 @@
-"""Faults for real processes: a plan of them, the way they are done, and a worker's part in it.
+"""Faults for real processes: the plan, the actions, and their injection into a worker.
 
-The way in: `fault_plan` and `drill`.
+Entry points: `fault_plan` and `drill`.
 """

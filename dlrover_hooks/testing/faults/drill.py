@@ -1,14 +1,14 @@
-"""A worker's part in a drill: faults strike it, its steps are written down, and it ends where it was told to.
+"""Fault drills in a worker: injects faults, traces its steps, and ends it at a given step.
 
-The variables, read when a session begins its steps; none of them costs anything where it is not set:
+Configured by variables that are read when a session begins its steps. Unset variables cost nothing:
 
-- DLROVER_HOOKS_FAULTS: a file of faults, see `dlrover_hooks.testing.faults.fault_plan`. Each strikes once in a run;
-  those that have are written down beside it, in FILE.RUN.struck.
+- DLROVER_HOOKS_FAULTS: a file of faults, see `dlrover_hooks.testing.faults.fault_plan`. Each is injected once in a
+  run; injected ones are recorded beside it, in FILE.RUN.struck.
 - DLROVER_HOOKS_TRACE: a folder for what each step did, see `dlrover_hooks.testing.faults.step_trace`.
 - DLROVER_HOOKS_LAST_STEP: at the end of this step the worker leaves the job as done and `SystemExit(0)` is raised in
-  its loop; what the script does behind its loop is not done.
+  its loop; the script's code after the loop is not run.
 
-A session's own methods do not know of this: they are wrapped.
+The session's methods are wrapped; `Session` itself has no code for this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("dlrover_hooks.drill")
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """The variables of this module, by their names."""
+    """The variables of this module, by name."""
 
     faults: str = ""
     trace: str = ""
@@ -44,10 +44,10 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def arm(session: Session, variables: Mapping[str, str]) -> None:
-    """Put `session`, which is about to begin its steps, under the orders of `variables`. Training thread.
+    """Apply `variables` to `session`, which is about to begin its steps. Training thread.
 
     Raises:
-        UsageError: the faults cannot be read, or another variable not be understood.
+        UsageError: the faults cannot be read, or another variable is invalid.
     """
     try:
         orders = msgspec.convert(dict(variables), Orders, strict=False)
@@ -64,7 +64,7 @@ def arm(session: Session, variables: Mapping[str, str]) -> None:
 
 
 class Drill:
-    """One session's. Training thread only, but for what a fault does."""
+    """The drill of one session. Training thread only, except for the effects of faults."""
 
     def __init__(self, session: Session, begin: int, orders: Orders) -> None:
         self._session, self._orders, self._here = session, orders, ForkGuard()
@@ -74,10 +74,10 @@ class Drill:
         self._around = Surroundings(session.config.job, session.place.node, session.config.master or "")
         self._trace = Trace(orders.trace, self._head(begin)) if orders.trace else None
         self._quiet_at, self.now = -1, begin + 1
-        """`now`: the step under way."""
+        """`now`: the current step."""
         self._slow: list[float] = []
         self.hooked_at = -1
-        """The step whose backward will tell."""
+        """The step whose backward is hooked."""
         self._parameters: Callable[[], Iterable[Any]] = tuple
         self.losses: list[float] = []
         self._wrap()
@@ -96,7 +96,7 @@ class Drill:
         )
 
     def _wrap(self) -> None:
-        """The verbs that tell how far the loop is."""
+        """Wrap the session methods that show the loop's progress."""
         session = self._session
         stepped, requested, finish = session.stepped, session.batch_requested, session.finish
         among, leave = session.frozen_among, session.leave
@@ -126,7 +126,7 @@ class Drill:
         session.frozen_among, session.leave = on_parameters, on_leave
 
     def quiet(self, step: int) -> None:
-        """Step `step` is over. Only the first time it is said: an epoch's start, a window's micro-batches say it again.
+        """Step `step` is over. Only the first call per step counts: epoch starts and micro-batches repeat it.
 
         Raises:
             SystemExit: it was the last one.
@@ -145,11 +145,11 @@ class Drill:
         self.now = step + 1
 
     def expects(self, at: Moment) -> bool:
-        """Does a fault strike here, if this is moment `at`? It may have struck another life."""
+        """True if a fault is due here at moment `at`. It may have been injected into another session already."""
         return bool(self._here) and bool(faults.due(self._faults, self.now, self._rank, at, self._mine))
 
     def meet(self, at: Moment) -> None:
-        """Moment `at` of the step under way: let strike what is due."""
+        """Moment `at` of the current step: inject the faults that are due."""
         if not self._here:
             return
         for number in faults.due(self._faults, self.now, self._rank, at, self._mine):
@@ -160,7 +160,7 @@ class Drill:
 
     @property
     def _mine(self) -> set[int]:
-        """Faults that struck before, or here."""
+        """Indices of faults that were injected before, or that this process has tried to claim."""
         return _KNOWN.setdefault(self._struck.path, set())
 
     def _strike(self, fault: Fault) -> None:
@@ -181,19 +181,19 @@ class Drill:
 
 
 _KNOWN: dict[str, set[int]] = {}
-"""By the file of a run's struck faults: those this process has asked for, so that it need not ask again."""
+"""By the file of injected faults of a run: the faults that this process has tried to claim, to avoid a second try."""
 
 
 # ---- torch ----------------------------------------------------------------------------------------------------------
 
 
 _drill: Drill | None = None
-"""The one that the hooks below work for; they are made once and stay."""
+"""The drill that the hooks below report to. The hooks are installed once and stay."""
 _hooked = False
 
 
 def _overhear(drill: Drill | None) -> None:
-    """Have `drill` (None: nobody any more) hear of forwards, backwards and losses, where there is torch."""
+    """Report forwards, backwards and losses to `drill` (None: to none), if torch is loaded."""
     global _drill, _hooked
     _drill = drill
     if _hooked or (torch := sys.modules.get("torch")) is None:
@@ -221,7 +221,7 @@ def _before_forward(module: Any, args: Any) -> None:
 
 
 def _after_forward(module: Any, args: Any, output: Any) -> None:
-    """The first module that is through is reached last by the backward: gradients are being reduced by then."""
+    """Hook the output of the first module that completes: backward reaches it last, while gradients are reduced."""
     if _drill is None or not _trains(module) or not _drill.expects(Moment.BACKWARD):
         return
     drill = _drill

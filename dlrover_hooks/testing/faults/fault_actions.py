@@ -1,6 +1,6 @@
-"""Faults done to real processes: to this one, or from it to its master, its keeper and its launcher. Linux.
+"""Injects faults into this process, its master, its keeper or its launcher. Linux.
 
-Nothing here decides when: see `dlrover_hooks.testing.faults.fault_plan` and `drill`.
+When to inject them is decided elsewhere: see `dlrover_hooks.testing.faults.fault_plan` and `drill`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _CUT_AGAIN_S = 0.005
 
 
 class InjectedFault(RuntimeError):
-    """Raised on the training thread by an `exception` fault: it stands for an error in the user's code."""
+    """Raised on the training thread by an `exception` fault. Stands for an error in the user's code."""
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """Whose process this is. `master`: its URL; empty: none."""
+    """The job and node of this process. `master`: its URL; empty: none."""
 
     job: str
     node: str
@@ -42,10 +42,10 @@ class Surroundings(msgspec.Struct, frozen=True):
 
 
 def strike(fault: Fault, around: Surroundings) -> None:
-    """Let `fault` happen to this process, or to its master, keeper or launcher; SLOW is the caller's.
+    """Inject `fault` into this process, or into its master, keeper or launcher. The caller implements SLOW.
 
     Raises:
-        InjectedFault: that is the fault.
+        InjectedFault: for an exception fault.
         HooksError: the master, the keeper or the launcher was not found.
     """
     if fault.of is not Target.WORKER:
@@ -75,19 +75,19 @@ def kill(pid: int, _: float = 0.0) -> None:
 
 
 def stop(pid: int, seconds: float = 0.0) -> None:
-    """SIGSTOP, and SIGCONT after `seconds` (0: never) by a small process that ends with this one's session."""
+    """SIGSTOP, and SIGCONT after `seconds` (0: never), sent by a small process that ends with this session."""
     if seconds > 0:
         subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}"], stdin=subprocess.DEVNULL)
     os.kill(pid, signal.SIGSTOP)
 
 
 def hang(seconds: float = 0.0) -> None:
-    """Hold the interpreter's lock for `seconds` (0: for ever) in a C call. A signal ends it."""
+    """Hold the interpreter's lock for `seconds` (0: forever) in a C call. A signal ends it."""
     ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000) if seconds > 0 else -1)
 
 
 def segfault() -> None:
-    """SIGSEGV; no core is dumped."""
+    """SIGSEGV, without a core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     ctypes.string_at(0)
 
@@ -95,7 +95,7 @@ def segfault() -> None:
 def cut(master: str, seconds: float = 0.0, *, peers: bool = False) -> threading.Thread:
     """End this process's TCP connections to `master` (a URL), or all others (`peers`), and new ones for `seconds`.
 
-    Both ends see the end of the connection, as with a reset. Returns the thread that goes on with it.
+    Both sides see the end of the connection, as with a reset. Returns the thread that keeps cutting.
     """
     until = time.monotonic() + seconds
     hosts = _addresses(master)
@@ -120,7 +120,7 @@ def _shut_down(hosts: set[tuple[str, int]], peers: bool) -> None:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """This process's internet sockets, each as a second descriptor of the same one."""
+    """This process's internet sockets, each as a duplicate descriptor."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -173,16 +173,16 @@ def _after(words: list[str], flag: str) -> str | None:
 
 
 class Struck:
-    """Which faults of a schedule have struck already: lines of a file beside it, which all workers of a run share.
+    """The faults of a schedule that were injected already: lines of a file beside it, shared by all workers of a run.
 
-    A line is written before its fault strikes, so nothing that happens then, and no restart, lets it strike again.
+    A line is written before its fault is injected, so that no failure or restart injects it twice.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
 
     def claim(self, number: int, fault: Fault, **facts: object) -> bool:
-        """True for the first who asks for fault `number`."""
+        """True for the first caller that claims fault `number`."""
         with open(self.path, "a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -193,7 +193,7 @@ class Struck:
             return True
 
     def rows(self) -> list[dict[str, object]]:
-        """What has struck, in that order."""
+        """The injected faults, in order."""
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
             return [msgspec.json.decode(line) for line in file]
         return []

@@ -1,4 +1,4 @@
-"""Which fault strikes whom, and when: a plan that does nothing itself, and the file it is kept in.
+"""The fault plan: which fault hits which process, and when. Also its file format. Injects nothing itself.
 
     # one fault in a line: words and key=value; what follows # is a comment
     step=20 rank=1 kill
@@ -6,7 +6,7 @@
     step=40 kill of=master
 
 `at` is a moment of optimizer step `step`: `forward`, `backward` (mid-step, the default), `stepped` (the optimizer has
-stepped, the step is not over yet), `quiet` (the step is over and nothing of the next one has begun).
+stepped, the step is not over yet), `quiet` (the step boundary: the step is over, the next one has not begun).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from dlrover_hooks.errors import UsageError
 
 
 class Kind(str, Enum):
-    """What happens. `seconds` 0 means for ever for STOP and HANG, and at once for CUT and CUT_PEERS."""
+    """The kind of fault. `seconds` 0 means forever for STOP and HANG, and at once for CUT and CUT_PEERS."""
 
     KILL = "kill"
     """SIGKILL."""
     STOP = "stop"
-    """SIGSTOP, and SIGCONT after `seconds`: connections stay open, nobody answers."""
+    """SIGSTOP, and SIGCONT after `seconds`: connections stay open, but the process does not respond."""
     EXCEPTION = "exception"
     """`InjectedFault` is raised on the training thread."""
     SLOW = "slow"
-    """`seconds` are lost in each of `steps` steps."""
+    """Each of `steps` steps takes `seconds` longer."""
     HANG = "hang"
-    """A C call holds the interpreter's lock for `seconds`: no thread of the process runs, heartbeats neither."""
+    """A C call holds the interpreter's lock for `seconds`: no Python thread runs, and no heartbeats are sent."""
     SEGFAULT = "segfault"
     """SIGSEGV, by reading address 0."""
     CUT = "cut"
     """The connections to the master end, and new ones for `seconds`."""
     CUT_PEERS = "cut-peers"
-    """As CUT, for all other TCP connections of the process: the process group's."""
+    """As CUT, for all other TCP connections of the process, such as the process group's."""
 
 
 class Moment(str, Enum):
-    """Of an optimizer step, in their order."""
+    """Moments of an optimizer step, in order."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -52,13 +52,13 @@ class Moment(str, Enum):
 
 
 class Target(str, Enum):
-    """Which process. The worker named by `rank` shoots the others, on its own node."""
+    """The target process. The worker given by `rank` injects faults into the other targets, on its own node."""
 
     WORKER = "worker"
     MASTER = "master"
     KEEPER = "keeper"
     LAUNCHER = "launcher"
-    """Of its node: all that it started ends with it, and somebody has to start it again."""
+    """The launcher of that node. Everything it started ends with it, and it must be started again."""
 
 
 _ORDER = {moment: number for number, moment in enumerate(Moment)}
@@ -66,7 +66,7 @@ _FROM_OUTSIDE = (Kind.KILL, Kind.STOP)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One fault. It strikes once in a run, over restarts and rolled back steps too."""
+    """One fault. It is injected once in a run, across restarts and rolled back steps too."""
 
     step: int
     kind: Kind
@@ -77,7 +77,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     steps: int = 1
 
     def __str__(self) -> str:
-        """As a line of the file."""
+        """Formats the fault as a line of the file."""
         rest = {"at": self.at.value, "of": self.of.value, "seconds": f"{self.seconds:g}", "steps": str(self.steps)}
         usual = {"at": "backward", "of": "worker", "seconds": "0", "steps": "1"}
         more = [f"{name}={value}" for name, value in rest.items() if value != usual[name]]
@@ -85,11 +85,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def due(faults: Sequence[Fault], step: int, rank: int, at: Moment, struck: Collection[int]) -> list[int]:
-    """The numbers of those that strike `rank` now. A moment that did not come is made up for at the next one: a script
-    without a forward, a step that was not trained again after a restart.
+    """The indices of the faults to inject into `rank` now.
+
+    A missed moment is made up for at the next one: in a script without a forward, or if a step is not trained again
+    after a restart.
 
     Args:
-        struck: numbers of faults that have struck already.
+        struck: indices of faults that were injected already.
     """
     return [
         number
@@ -123,7 +125,7 @@ def _parsed(words: list[str], where: str) -> Fault:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Fault, ...]:
-    """The faults in a file. Raises UsageError: it cannot be read, or a line means nothing."""
+    """The faults in a file. Raises UsageError if it cannot be read, or a line is invalid."""
     try:
         with open(path, encoding="utf-8") as file:
             return parse(file.read(), os.fspath(path))
@@ -132,7 +134,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Fault, ...]:
 
 
 def written(faults: Iterable[Fault], comment: str = "") -> str:
-    """The text of a file."""
+    """The text of a file with `faults`."""
     return "".join([f"# {comment}\n"] * bool(comment) + [f"{fault}\n" for fault in faults])
 
 
@@ -141,21 +143,21 @@ MENU: tuple[tuple[Kind, Target], ...] = (
     (Kind.KILL, Target.MASTER),
     (Kind.KILL, Target.KEEPER),
 )
-"""What `random` chooses from."""
+"""The faults that `random` chooses from."""
 _SECONDS = {Kind.STOP: 1.5, Kind.HANG: 1.5, Kind.SLOW: 0.2, Kind.CUT: 1.0}
 
 
 def random(
     seed: int | str, *, steps: int, world: int, count: int = 0, menu: Sequence[tuple[Kind, Target]] = MENU
 ) -> tuple[Fault, ...]:
-    """Faults by chance: the same for the same arguments, in every process and version.
+    """Random faults: the same for the same arguments, in every process and version.
 
     Args:
-        steps: of the run; it is cut into as many spans as there are faults, and each strikes in its span's first half.
-        count: how many of `menu`, which is gone through in random order; 0: each once.
+        steps: length of the run. It is split into as many spans as there are faults; each is in its span's first half.
+        count: number of faults from `menu`, taken in random order; 0: each once.
 
     Raises:
-        UsageError: the run has too few steps for so many.
+        UsageError: the run has too few steps for so many faults.
     """
     chance = Random(f"faults {seed}")
     wanted = [*menu] * -(-(count or len(menu)) // len(menu))

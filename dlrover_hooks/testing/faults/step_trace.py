@@ -1,7 +1,8 @@
-"""What a run did, step by step, so that two runs can be compared: one file for each session, one line for each step.
+"""Traces a run step by step, so that two runs can be compared: one file per session, one line per step.
 
-A session writes where its data stood, a hash of each parameter and the losses, whenever a step is over. Read back, the
-lives of a run are put together to the *lineage*: of each step the life that survives, later ones undo earlier ones.
+When a step is over, a session writes its data positions, a hash of each parameter and the losses. When read back, the
+sessions of a run are merged into the *lineage*: for each step the rows that count in the end, because later attempts
+undo earlier ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import xxhash
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """First line: whose life this is, and the step that it began behind."""
+    """First line: identifies the session, and the step that it began after."""
 
     job: str
     run: str
@@ -31,7 +32,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Step `step` is over. `data`: where each dataset stands; `hashes`: of the parameters; `names`: theirs, once."""
+    """Step `step` is over. `data`: position in each dataset; `hashes`: of the parameters; `names`: theirs, once."""
 
     step: int
     at: float
@@ -43,7 +44,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace:
-    """Writes one life. Training thread only."""
+    """Writes the trace of one session. Training thread only."""
 
     def __init__(self, folder: str | os.PathLike[str], head: Head) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -54,7 +55,7 @@ class Trace:
     def step(
         self, step: int, parameters: Callable[[], Iterable[Any]], data: dict[str, Any], losses: Iterable[float]
     ) -> None:
-        """`step` is over. Takes as long as hashing all parameters does."""
+        """`step` is over. Hashes all parameters."""
         found = _named(parameters)
         row = Row(
             step=step,
@@ -74,7 +75,7 @@ class Trace:
 
 
 def _named(parameters: Callable[[], Iterable[Any]]) -> list[tuple[str, Any]]:
-    """By the names their module gives them, its buffers included; by number where it is not known."""
+    """The parameters and buffers by name, if the module is available; else the parameters by number."""
     module = getattr(parameters, "__self__", None)
     if hasattr(module, "named_parameters") and hasattr(module, "named_buffers"):
         return [*module.named_parameters(), *module.named_buffers()]  # pyright: ignore[reportOptionalMemberAccess]
@@ -102,19 +103,19 @@ class SessionTrace(msgspec.Struct):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters."""
+        """The names of the parameters."""
         return next((row.names for row in self.rows if row.names), ())
 
 
 class RunTrace:
-    """The lives found in a folder, in the order of their attempts. `read` may be called while they grow."""
+    """The sessions found in a folder, ordered by attempt. `read` may be called while they grow."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.lives: list[SessionTrace] = []
 
     def read(self) -> RunTrace:
-        """Read everything anew; a line that is being written is left out."""
+        """Read all files again; an incomplete last line is left out."""
         found = []
         for path in sorted(self.folder.glob("*.jsonl")):
             head, *rows = path.read_bytes().rpartition(b"\n")[0].split(b"\n")
@@ -126,15 +127,15 @@ class RunTrace:
 
     @property
     def step(self) -> int:
-        """The last step of the newest life."""
+        """The last step of the newest session."""
         return max((row.step for life in self.lives[-1:] for row in life.rows), default=0)
 
     def begins(self) -> dict[int, int]:
-        """Of each attempt the step it began behind."""
+        """For each attempt, the step that it began after."""
         return {life.head.attempt: life.head.begin for life in self.lives}
 
     def lineage(self) -> dict[int, dict[int, Row]]:
-        """By step and rank what survives."""
+        """The rows that count in the end, by step and rank."""
         steps: dict[int, dict[int, Row]] = {}
         for attempt, begin in sorted(self.begins().items()):
             for step in [step for step in steps if step >= begin]:
@@ -146,7 +147,7 @@ class RunTrace:
         return dict(sorted(steps.items()))
 
     def told(self, attempt: int, step: int, rank: int) -> Row | None:
-        """What `rank` wrote of `step` the last time before `attempt` (any rank, if that one did not)."""
+        """The last row of `rank` for `step` before `attempt` (of any rank, if that one has none)."""
         rows = [
             (life.head.attempt, life.head.rank == rank, row)
             for life in self.lives
@@ -162,5 +163,5 @@ class RunTrace:
         return min((row.at for life in mine for row in life.rows if row.at > at and row.step >= step), default=None)
 
     def names(self) -> tuple[str, ...]:
-        """Of the parameters."""
+        """The names of the parameters."""
         return next((life.names for life in self.lives if life.names), ())

@@ -1,4 +1,4 @@
-"""Generations as the master sees them: votes of the ranks, commits, and the choice of what is restored.
+"""Checkpoint generations in the master: votes of the ranks, commits, and the choice of the generation to restore.
 
-The way in: `votes` and `restore_choice`.
+Entry points: `votes` and `restore_choice`.
 """

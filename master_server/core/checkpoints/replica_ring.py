@@ -1,6 +1,6 @@
-"""Whose images a node's keeper also holds: the ring of nodes, and who has an image when it is wanted.
+"""Placement of replicas: which node keeps the images of which other node, and which nodes hold a requested image.
 
-Pure. Nothing here counts as a vote: a replica never makes a generation memory-complete.
+Pure. Replicas do not count as votes: a replica never makes a generation memory-complete.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dlrover_hooks.protocol import Generation, Located, Replication, Restore, So
 
 
 def ring(domains: dict[str, str]) -> dict[str, str]:
-    """By node, the other one that keeps its replicas: in another failure domain wherever there is one.
+    """By node, the other node that keeps its replicas: in another failure domain if there is one.
 
-    A node without a label is a domain of its own. Nodes lie in a circle, domain after domain, and each takes the one
-    as far on as the largest domain has nodes: that is in another domain, and nobody is taken twice. Only where one
-    domain has more than half of all nodes, its members share the others out evenly.
+    A node without a label is a domain of its own. Nodes form a ring, domain after domain. Each node replicates to the
+    node k places ahead; k is the size of the largest domain. That node is in another domain, and is the target of one
+    node only. If one domain has more than half of all nodes, its nodes are spread evenly over the other nodes instead.
     """
     label = {node: domain or f"\n{node}" for node, domain in domains.items()}
     order = sorted(domains, key=lambda node: (label[node], node))
@@ -37,7 +37,7 @@ def ring(domains: dict[str, str]) -> dict[str, str]:
 
 
 def holders(offers: Offers, chosen: Restore | None) -> tuple[tuple[str, ...], ...]:
-    """By saved rank, the nodes that hold its image of what is restored from memory, its own one first."""
+    """By saved rank, the nodes that hold its image of the generation restored from memory, its own node first."""
     if chosen is None or chosen.source is Source.STORAGE:
         return ()
     rows = [(bool(one.home), node, one) for node, held in offers.held.items() for one in held]
@@ -50,9 +50,10 @@ def holders(offers: Offers, chosen: Restore | None) -> tuple[tuple[str, ...], ..
 
 
 def answers(holders: tuple[tuple[str, ...], ...], members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
-    """By incarnation, the saved ranks it answers for: the lowest local rank for its node, each for other ranks.
+    """By incarnation, the saved ranks it answers for (see `Restore`): each rank is assigned to one node, and there to
+    the member with the lowest local rank.
 
-    Empty if that is what local rank 0 does unasked: it is there on each node, and no image is held twice.
+    Empty if the default gives the same: each image is on one node only, and each of these nodes has its local rank 0.
     """
     first: dict[str, Member] = {}
     for member in sorted(members, key=lambda one: one.local_rank):
@@ -66,7 +67,7 @@ def answers(holders: tuple[tuple[str, ...], ...], members: Iterable[Member]) -> 
 
 
 def restore_for(job: Job, member: Member) -> Restore | None:
-    """The choice, as `member` is told it."""
+    """The restore choice that is sent to `member`."""
     chosen, by_member = job.plan.restore, job.plan.answers
     if chosen is None or not by_member:
         return chosen
@@ -74,7 +75,7 @@ def restore_for(job: Job, member: Member) -> Restore | None:
 
 
 def located(job: Job, generation: Generation, rank: int) -> Located:
-    """Who holds that image, if it is of the generation that is being restored."""
+    """The keepers that hold that image, if it is of the generation that is being restored."""
     chosen, neighbours = job.plan.restore, job.offers.neighbours
     known = chosen is not None and chosen.generation == generation and 0 <= rank < len(job.plan.holders)
     names = job.plan.holders[rank] if known else ()
@@ -83,9 +84,9 @@ def located(job: Job, generation: Generation, rank: int) -> Located:
 
 
 def replication_of(job: Job, member: Member) -> Replication | None:
-    """What `member` tells its node's keeper; None where another member does, or nobody.
+    """What `member` sends to its node's keeper. None if that is the task of another member, or the node has no keeper.
 
-    That of local rank 0 may be gone: each that recovers tells it, if it has offered its keeper.
+    It is the task of local rank 0. That member may be gone after a recovery, so members that recover send it, too.
     """
     if (member.local_rank and not member.recovers) or member.node not in job.offers.neighbours:
         return None

@@ -1,4 +1,4 @@
-"""The restore choice: workers attach with what they hold, the newest whole generation is picked, all load it."""
+"""The restore choice: workers attach and list the images they hold; the newest complete generation is loaded by all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dlrover_hooks.master.core.rounds.rendezvous import Member, Round
 from dlrover_hooks.protocol import LARGEST_STEP, Attach, Attached, Done, Loaded, Phase, Restore, Source
 
 REFUSALS = 64
-"""So many given-up generations are remembered."""
+"""Most refused generations that are stored."""
 
 
 def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
-    """A worker is up: note what it holds; with the last one, pick what to load. Raises Stale, BadRequest.
+    """A worker is up: store what it offers; after the last one, choose what to load. Raises Stale, BadRequest.
 
-    Said again when all have attached, it can only say that the worker does not recover after all.
+    Sent again after all have attached, it can only withdraw `recovers`.
     """
     current, member = seat(job, event.incarnation)
     settings = Settings(
@@ -43,14 +43,14 @@ def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
             current.attached += 1
         if current.attached == current.world_size:
             _choose(job, current, now, effects)
-    elif member.recovers and not event.recovers:  # what it has in its loop now ends with the round
+    elif member.recovers and not event.recovers:  # the worker's training loop now ends with the round
         member.recovers = False
-        effects.append(Wake(topic=watch_topic(job.name)))  # its agent is the one to let newcomers in
+        effects.append(Wake(topic=watch_topic(job.name)))  # its agent now admits newcomers
     return Attached(run=job.run, round=current.number, rank=member.rank, world_size=current.world_size)
 
 
 def _check_attempts(job: Job, event: Attach) -> None:
-    """Raises BadRequest for an attempt that none could follow."""
+    """Raises BadRequest for an attempt so large that no attempt could follow it."""
     offered = (*(one.generation for one in event.held), *(one.generation for one in event.stored))
     newest = max((one.attempt for one in offered), default=0)
     if newest > LARGEST_STEP:
@@ -62,7 +62,7 @@ def _check_attempts(job: Job, event: Attach) -> None:
 
 
 def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first: bool) -> None:
-    """Rank 0 speaks for the settings and for storage; any local rank 0 for its node's memory."""
+    """Store the offer: settings and storage from rank 0, the node's memory from any local rank 0."""
     if first or member.rank == 0:
         job.settings = settings
     if event.held or member.local_rank == 0:
@@ -77,7 +77,7 @@ def _offer(job: Job, member: Member, event: Attach, settings: Settings, *, first
 
 
 def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
-    """All seats are taken: pick what to load, start the next attempt."""
+    """All members have attached: choose what to load and start the next attempt."""
     virgin = job.attempt == 0
     fresh = virgin and (job.fresh or job.settings.resume == "never")
     chosen = None if fresh else _candidate(job, current, virgin=virgin)
@@ -108,7 +108,7 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
 
 
 def _is_durable(job: Job, whole: Restore | None) -> bool:
-    """Is what the attempt begins with in storage? So is nothing at all."""
+    """True if the state that the attempt begins with is in storage, or if it begins without a checkpoint."""
     if whole is None or whole.source is Source.STORAGE:
         return True
     kept = (*job.offers.stored, *job.saves.committed)
@@ -120,13 +120,13 @@ def _heard(job: Job, *, fresh: bool) -> int:
 
 
 def _lost(job: Job) -> int:
-    """How many generations there are that cannot be loaded."""
+    """Number of generations that exist but cannot be loaded."""
     refused = (one.generation for one in job.refusals if one.generation.run == job.run)
     return len({(one.attempt, one.step) for one in refused} | set(job.offers.damaged))
 
 
 def _another_run(job: Job) -> str:
-    """Whoever starts anew because nothing could be loaded leaves the old run, and what retention would take of it."""
+    """The new run of a job whose checkpoints could not be loaded. Retention does not delete those of the old run."""
     return f"{job.proposed[:-4]}{job.attempt % (1 << 16):04x}"
 
 
@@ -145,7 +145,7 @@ def _candidate(job: Job, current: Round, *, virgin: bool) -> Restore | None:
 
 
 def _own(job: Job, ranks: dict[str, list[int]], *, virgin: bool) -> Restore | None:
-    """The newest generation of the run that began with weights alone; there is none in its first round."""
+    """The newest generation of the run itself, which began with weights alone; None in its first round."""
     if virgin:
         return None
     candidates = restore_sources.in_memory(job.offers, ranks) + restore_sources.in_storage(
@@ -155,7 +155,7 @@ def _own(job: Job, ranks: dict[str, list[int]], *, virgin: bool) -> Restore | No
 
 
 def _weights(job: Job, ranks: dict[str, list[int]]) -> Restore | None:
-    """What a new run takes its weights from: the newest generation of another run."""
+    """The newest generation of another run, from which a new run takes its weights."""
     memory = [] if restore_sources.is_url(job.settings.resume) else restore_sources.in_memory(job.offers, ranks)
     candidates = memory + restore_sources.in_storage(job.offers, (), only_offered=True)
     others = [found for found in candidates if found.generation.run != job.run]
@@ -174,7 +174,7 @@ def _refusal(job: Job) -> str:
 
 
 def loaded(job: Job, event: Loaded, now: float, effects: Effects) -> Done:
-    """A worker has loaded the choice, or cannot: then the next best is picked. Raises Stale, BadRequest."""
+    """A worker has loaded the choice, or cannot: then the next best one is chosen. Raises Stale, BadRequest."""
     current, member = seat(job, event.incarnation)
     if event.round != current.number or current.phase in (Phase.ATTACHING, Phase.BROKEN):
         raise Stale(

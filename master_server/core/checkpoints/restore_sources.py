@@ -1,9 +1,9 @@
-"""Which generation a round loads, and from where. Pure choice over what nodes hold and storage keeps.
+"""Which generation a round loads, and from where. A pure choice between the nodes' memory and storage.
 
-Memory counts only if it is whole: all ranks of the generation are held somewhere in the round. Every new rank must find
-its image on its own node (of a sharded state at another world size: all images; MEMORY), or all nodes must be able to
-fetch from each other (PEER). Newest wins; at equal age the node's own memory is nearer than another's, and that nearer
-than storage.
+A generation in memory is a candidate only if it is complete: the images of all its ranks are held in the round. Every
+new rank must find its image on its own node (of a sharded state at another world size: all images; MEMORY), or all
+nodes must be able to fetch from each other (PEER). The newest generation wins. At equal age a node's own memory is
+preferred to another node's, and that to storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Manifest, Re
 
 
 class LoadRefusal(msgspec.Struct, frozen=True):
-    """What a rank could not load."""
+    """A restore that a rank could not load."""
 
     generation: Generation
     source: Source
@@ -26,12 +26,12 @@ class LoadRefusal(msgspec.Struct, frozen=True):
 
 
 def refusal(bad: Restore) -> LoadRefusal:
-    """`bad` is not to be chosen again."""
+    """The refusal that keeps `bad` from being chosen again."""
     return LoadRefusal(generation=bad.generation, source=bad.source, world_size=bad.world_size)
 
 
 class Neighbour(msgspec.Struct, frozen=True):
-    """A node whose keeper takes part in replication, or (not `sends`) only has its images fetched."""
+    """A node whose keeper takes part in replication, or (not `sends`) only serves its images."""
 
     keeper: KeeperAddress
     domain: str = ""
@@ -39,7 +39,7 @@ class Neighbour(msgspec.Struct, frozen=True):
 
 
 class Offers(msgspec.Struct):
-    """What the members of a round brought: slots by node, whole generations from storage with the folder's URL."""
+    """What the members of a round offer: slots by node, complete generations in storage and the folder's URL."""
 
     held: dict[str, tuple[Held, ...]] = {}
     stored: tuple[Manifest, ...] = ()
@@ -52,7 +52,7 @@ class Offers(msgspec.Struct):
 
 
 def is_url(resume: str) -> bool:
-    """`resume` names a folder to start from, not one of the words."""
+    """True if `resume` names a folder to start from, not one of the keywords."""
     return "/" in resume or resume.startswith("weights:")
 
 
@@ -62,12 +62,12 @@ def folder(resume: str) -> str:
 
 
 def takes_weights(resume: str) -> bool:
-    """Does a run begin with weights alone?"""
+    """True if a run begins with weights alone."""
     return resume == "weights" or resume.startswith("weights:")
 
 
 def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Restore]:
-    """Generations that the round holds whole in memory. `ranks_by_node`: the new ranks."""
+    """Generations that are complete in the round's memory. `ranks_by_node`: the new ranks."""
     where: dict[tuple[Generation, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     all_of: set[tuple[Generation, int]] = set()
     world_size = sum(len(ranks) for ranks in ranks_by_node.values())
@@ -89,7 +89,7 @@ def in_memory(offers: Offers, ranks_by_node: dict[str, list[int]]) -> list[Resto
                 near = near and all(len(nodes[node]) == saved for node in ranks_by_node)
             twice = sum(map(len, nodes.values())) > saved
             found += [choice] * near
-            if linked and (twice or not near):  # though all are near, one may turn out to be damaged
+            if linked and (twice or not near):  # even if all are near, one may be damaged
                 found.append(msgspec.structs.replace(choice, source=Source.PEER))
     return found
 
@@ -99,7 +99,7 @@ def _served(images: set[int], ranks: list[int], same_world: bool) -> bool:
 
 
 def in_storage(offers: Offers, kept: Iterable[Kept], *, only_offered: bool) -> list[Restore]:
-    """Generations that are whole in storage: those a scan found, and unless `only_offered` those committed here."""
+    """Complete generations in storage: those found by a scan and, unless `only_offered`, those committed here."""
     found = [
         Restore(
             generation=manifest.generation,
@@ -118,7 +118,7 @@ def in_storage(offers: Offers, kept: Iterable[Kept], *, only_offered: bool) -> l
 
 
 def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str:
-    """The run that a job without a history goes on with: of memory, else of storage, else the proposed one."""
+    """The run that a job without a history continues: one from memory, else one from storage, else the proposed one."""
     memory = [found.generation.run for found in candidates if found.source is not Source.STORAGE]
     if memory:
         slots = Counter(slot.generation.run for held in offers.held.values() for slot in held)
@@ -131,7 +131,7 @@ def adopted_run(offers: Offers, candidates: list[Restore], proposed: str) -> str
 
 
 def newest(candidates: list[Restore], run: str, refused: list[LoadRefusal]) -> Restore | None:
-    """The newest candidate of `run` that nobody refused; the nearest source first, then the greater URL."""
+    """The newest candidate of `run` that was not refused; of equals the one with the nearest source, see `_age`."""
     able = [found for found in candidates if found.generation.run == run and refusal(found) not in refused]
     return max(able, key=_age, default=None)
 
@@ -140,13 +140,13 @@ _NEARNESS = {Source.MEMORY: 2, Source.PEER: 1, Source.STORAGE: 0}
 
 
 def _age(found: Restore) -> tuple[int, int, int, int, str]:
-    """Of two at one step the one of more ranks: each finds its own random state there, a lone image is one rank's."""
+    """The sort key. More saved ranks win: each rank finds its own random state; a single-rank image has only one."""
     generation = found.generation
     return generation.attempt, generation.step, _NEARNESS[found.source], found.world_size, found.url or ""
 
 
 def newest_attempt(offers: Offers, run: str) -> int:
-    """The greatest attempt anybody has heard of, whole or not."""
+    """The greatest attempt of any offered or stored generation, complete or not."""
     held = (slot.generation for slots in offers.held.values() for slot in slots)
     stored = (manifest.generation for manifest in offers.stored)
     known = (generation.attempt for source in (held, stored) for generation in source if generation.run == run)

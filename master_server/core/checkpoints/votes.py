@@ -1,7 +1,7 @@
-"""Votes on generations of one job: memory-complete, stored, committed; and the cadence of the next ones.
+"""Votes on generations of one job (memory-complete, stored, committed), and the schedule of the next saves.
 
-A generation is complete only when every rank of its world voted, and only for the attempt that runs now. A vote costs
-O(1); the manifest is built once, when the last rank has stored its file.
+A generation becomes complete only when every rank of its world has voted, and only in the current attempt. A vote costs
+O(1). The manifest is built once, when the last rank has stored its file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dlrover_hooks.protocol import (
 )
 
 OPEN = 8
-"""So many generations of one attempt may be voted on at once; the oldest gives way."""
+"""Most generations of one attempt that may be voted on at once; the oldest is dropped for another one."""
 STALL = 0.035
-"""CheckFreq's bound (FAST'21): saving may hold up training by 3.5 %."""
+"""CheckFreq's bound (FAST'21): saving may delay training by 3.5 %."""
 FINEST_S = 1e-9
-"""Shorter times are measured as this: a quotient stays finite."""
+"""Shorter times are raised to this, so that quotients stay finite."""
 OFTEN_S = 0.25
-"""Nor is it done more often under "auto": what a restart costs is a multiple of that, whatever else it repeats."""
+"""Shortest time between saves with "auto". A restart costs a multiple of it even if no step has to be repeated."""
 SAMPLES = 33
-"""Timings are the median of so many reports."""
+"""Timings are the median of at most so many reports."""
 MARGIN, MARGIN_S = 256, 2.0
-"""Ranks hear of `persist_from` late, so it may lie ahead of them: by so many steps at most, and by so many seconds."""
+"""Ranks receive `persist_from` with a delay, so it may be set ahead of them, by at most so many steps and seconds."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -52,24 +52,24 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class OpenVote(msgspec.Struct):
-    """A generation that is being voted on. `closed`: its files are committing, or it was given up."""
+    """A generation that is being voted on. `closed`: its commit has begun, and no more votes are counted."""
 
     generation: Generation
     world_size: int
     memory: list[bool] = []
-    """By rank: it holds its image; `in_memory` counts them."""
+    """By rank: it holds its image. `in_memory` counts these ranks."""
     stored: list[ShardFile | None] = []
-    """By rank; `in_storage` counts them. Empty again once closed."""
+    """By rank. `in_storage` counts the files. Emptied when closed."""
     in_memory: int = 0
     in_storage: int = 0
     complete: bool = False
     closed: bool = False
     hopeless: bool = False
-    """A rank has passed it by: it never gets complete, and those who have it were told so."""
+    """A rank has passed it without a vote: it can never become complete, and `may_complete` does not list it."""
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """A manifest that is on its way to storage; issued again by a new master life."""
+    """A manifest that is being written to storage; issued again after a restart of the master."""
 
     url: str
     options: dict[str, Any]
@@ -100,13 +100,13 @@ class CheckpointVotes(msgspec.Struct):
     passed: int = 0
     """The greatest `Vote.passed` of any rank."""
     answered: set[int] | None = None
-    """Ranks that have stored, or failed to store, a generation at or past `Cadence.persist_from`: they write no longer.
-    None: not counted yet, or in an older release's snapshot."""
+    """Ranks that have stored, or failed to store, a generation at or past `Cadence.persist_from`: their write is over.
+    None: not counted yet, or read from an older release's snapshot."""
     persisted_step: int = 0
     persisted_at: float = 0.0
     failures: int = 0
     margin: int = 1
-    """How many steps ahead the next persist is announced: twice as many after a failure, one less after a good one."""
+    """How many steps ahead the next persist is announced: doubled by a failure, reduced by one by a success."""
     votes: int = 0
     commits: int = 0
     step_times: list[float] = []
@@ -116,10 +116,11 @@ class CheckpointVotes(msgspec.Struct):
 def begin(
     saves: CheckpointVotes, settings: Settings, step: int, complete: Generation | None, now: float, *, durable: bool
 ) -> None:
-    """A new attempt starts after `step`; `complete` is what still lies whole in memory.
+    """A new attempt starts after `step`; `complete` is the generation that is still complete in memory.
 
-    `durable`: nothing of the steps so far is in memory alone. If some is, a persist is due when it was before; a master
-    that knows of none has it made at once. Times of an earlier attempt are forgotten: its world may have been another.
+    `durable`: no part of the training so far is in memory only. Otherwise the time of the next persist does not change;
+    a master that has counted no persist has one made at once. Timings of an earlier attempt are dropped: its world size
+    may have been different.
     """
     saves.open = []
     saves.answered = None
@@ -136,7 +137,7 @@ def begin(
 
 
 def vote(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now: float) -> Commit | None:
-    """Count one checked vote. Returns the commit that it completes. Raises BadRequest, changing nothing."""
+    """Count a checked vote. Returns the commit that it completes. If this raises BadRequest nothing was changed."""
     if event.kind is VoteKind.STORED and event.file is None:
         raise BadRequest(
             f"Job {job!r} rank {event.rank}: a STORED vote for {event.generation} names no file.",
@@ -157,7 +158,7 @@ def vote(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now:
 
 
 def voted(saves: CheckpointVotes) -> Voted:
-    """The answer to a vote."""
+    """The reply to a vote."""
     return Voted(
         newest_complete=saves.newest_complete,
         newest_committed=saves.newest_committed,
@@ -167,7 +168,7 @@ def voted(saves: CheckpointVotes) -> Voted:
 
 
 def may_complete(saves: CheckpointVotes) -> tuple[int, ...]:
-    """Steps of generations that a rank which holds them must keep: each may become the newest complete one."""
+    """Steps of generations that must be kept by the ranks that hold them: each may become the newest complete one."""
     newest = saves.newest_complete
     return tuple(
         entry.generation.step
@@ -177,14 +178,14 @@ def may_complete(saves: CheckpointVotes) -> tuple[int, ...]:
 
 
 def committed(saves: CheckpointVotes, settings: Settings, generation: Generation, now: float) -> bool:
-    """The manifest of `generation` is written. False if nobody asked for it."""
+    """The manifest of `generation` is written. Returns False if no commit of it is under way."""
     commit = _take(saves, generation)
     if commit is None:
         return False
     saves.commits += 1
     saves.committed.append(Kept(generation=generation, world_size=commit.manifest.world_size, url=commit.url))
     saves.committed.sort(key=lambda kept: kept.generation)
-    del saves.committed[: -max(_last(commit.keep), 1)]  # what is kept for longer is not restored unless asked for
+    del saves.committed[: -max(_last(commit.keep), 1)]  # older ones that `keep` retains are restored only on request
     saves.newest_committed = saves.committed[-1].generation
     if (start := saves.cadence.persist_from) is None or generation.step >= start:
         _persisted(saves, generation.step, now)
@@ -193,7 +194,7 @@ def committed(saves: CheckpointVotes, settings: Settings, generation: Generation
 
 
 def commit_failed(saves: CheckpointVotes, settings: Settings, generation: Generation, now: float) -> bool:
-    """Storage refused the manifest: the generation is given up. False if nobody asked for it."""
+    """Storage refused the manifest: give the generation up. Returns False if no commit of it is under way."""
     if _take(saves, generation) is None:
         return False
     _give_up(saves, settings)
@@ -201,7 +202,7 @@ def commit_failed(saves: CheckpointVotes, settings: Settings, generation: Genera
 
 
 def persist_due_at(saves: CheckpointVotes, settings: Settings) -> float:
-    """When `remind` is to be called; `inf`: a persist is under way, or steps decide."""
+    """When to call `remind`; `inf`: a persist is announced, or persists are scheduled by steps, or there is no URL."""
     every = settings.persist_every
     if settings.save_to is None or saves.cadence.persist_from is not None or isinstance(every, int):
         return math.inf
@@ -209,7 +210,7 @@ def persist_due_at(saves: CheckpointVotes, settings: Settings) -> float:
 
 
 def remind(saves: CheckpointVotes, settings: Settings, now: float) -> None:
-    """Time has passed: a persist may be due before the next vote, and the next save is to be the one."""
+    """Time has passed: if a persist is due, announce it now rather than at the next vote."""
     _schedule(saves, settings, now)
 
 
@@ -221,7 +222,7 @@ def _take(saves: CheckpointVotes, generation: Generation) -> Commit | None:
 
 
 def _entry(saves: CheckpointVotes, generation: Generation, world_size: int) -> OpenVote | None:
-    """The open generation of that step, None if it is older than all that may be open."""
+    """The open generation of that step, added if necessary; None if it is older than all that may be open."""
     step = generation.step
     for entry in saves.open:
         if entry.generation.step == step:
@@ -239,9 +240,9 @@ def _entry(saves: CheckpointVotes, generation: Generation, world_size: int) -> O
 
 
 def _least_needed(saves: CheckpointVotes) -> int:
-    """Index of the oldest hopeless one of no use to storage, or of the oldest that is not being made durable.
+    """Index of the oldest hopeless generation without stored files, else of the oldest that is not being made durable.
 
-    The newest stays: it may be the last one of the training, which some rank could only make at a second try.
+    The newest is not dropped even if hopeless: it may be the final save, which a rank could make only at a second try.
     """
     kept = _kept_for_storage(saves)
     hopeless = (
@@ -251,7 +252,7 @@ def _least_needed(saves: CheckpointVotes) -> int:
 
 
 def _kept_for_storage(saves: CheckpointVotes) -> int | None:
-    """Index of the generation that is being made durable: writing it may outlast any number of saves."""
+    """Index of the generation that is being made durable: its write may take longer than any number of saves."""
     start = saves.cadence.persist_from
     if start is None:
         return None
@@ -260,7 +261,7 @@ def _kept_for_storage(saves: CheckpointVotes) -> int | None:
 
 
 def _close(entry: OpenVote) -> None:
-    """No more files are counted, and those counted are forgotten."""
+    """Stop counting votes, and drop the counted files."""
     entry.closed, entry.stored, entry.in_storage = True, [], 0
 
 
@@ -297,7 +298,7 @@ def _count_stored(
 def _count_failed(
     saves: CheckpointVotes, settings: Settings, job: str, entry: OpenVote, event: Vote, now: float
 ) -> None:
-    """Files of other ranks still count: at the end of the training this rank tries again."""
+    """Remove this rank's file. Other ranks' files still count: at the end of the training this rank tries again."""
     del saves, settings, job, now
     entry.in_storage -= entry.stored[event.rank] is not None
     entry.stored[event.rank] = None
@@ -319,15 +320,16 @@ def _count(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, no
 
 
 def _answer(saves: CheckpointVotes, settings: Settings, event: Vote) -> None:
-    """Its rank is done with the persist that is due, well or not. Once all are, and it is not committed, it failed.
+    """Count the ranks whose part of the due persist succeeded or failed. After the last one, a persist without a commit
+    has failed.
 
-    Not sooner: a rank that still writes refuses the next one. Where persists are due more often than one takes, ranks
-    would refuse in turns, and nothing would get durable.
+    It is not failed earlier: a rank that is still writing refuses the next persist. If persists are due more often than
+    one takes, the ranks would refuse alternately, and no generation would become durable.
     """
     if event.kind in (VoteKind.MEMORY, VoteKind.SKIPPED):
         return
     start = saves.cadence.persist_from
-    if start is None:  # a last save, which is made whatever is due
+    if start is None:  # a final save, which does not depend on what is due
         if event.kind is not VoteKind.STORED:
             _give_up(saves, settings)
         return
@@ -348,7 +350,7 @@ def _stored_since(saves: CheckpointVotes, start: int) -> set[int]:
 
 
 def _pass_by(saves: CheckpointVotes, event: Vote) -> None:
-    """What this rank has left behind without a vote can never become complete: others need not keep it."""
+    """Mark generations that this rank has passed without a vote: they cannot become complete and need not be kept."""
     saves.passed = max(saves.passed, event.passed)
     for entry in saves.open:
         if entry.generation.step < event.passed and not (entry.complete or entry.memory[event.rank]):
@@ -356,7 +358,7 @@ def _pass_by(saves: CheckpointVotes, event: Vote) -> None:
 
 
 def _give_up(saves: CheckpointVotes, settings: Settings) -> None:
-    """A persist failed: count it; another one is due. If that fails, too, the next one is announced earlier."""
+    """A persist failed: count it and announce another one. Each failure makes later announcements earlier."""
     saves.failures += 1
     if settings.save_to is not None:
         _announce(saves, _ahead(saves))
@@ -364,13 +366,13 @@ def _give_up(saves: CheckpointVotes, settings: Settings) -> None:
 
 
 def _announce(saves: CheckpointVotes, start: int | None) -> None:
-    """The next persist is that of the first generation saved at or past `start`; None: none is due."""
+    """Announce that the first generation saved at or past `start` is to be persisted; None: no persist is due."""
     saves.answered = set()
     saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=start)
 
 
 def _ahead(saves: CheckpointVotes) -> int:
-    """A step that no rank has come to, as far as is known, and that all may hear of in time."""
+    """A step that no rank is known to have reached, far enough ahead for all ranks to receive it in time."""
     most = math.ceil(MARGIN_S / statistics.median(saves.step_times)) if saves.step_times else MARGIN
     return saves.newest_step + max(1, min(saves.margin, most))
 
@@ -382,7 +384,7 @@ def _persisted(saves: CheckpointVotes, step: int, now: float) -> None:
 
 
 def _schedule(saves: CheckpointVotes, settings: Settings, now: float) -> None:
-    """Set `persist_from` when a persist is due. It then stays until a generation past it is committed or given up."""
+    """Set `persist_from` when a persist is due. It stays until a generation at or past it is committed or given up."""
     if settings.save_to is None or saves.cadence.persist_from is not None:
         return
     every = settings.persist_every
@@ -404,7 +406,7 @@ def _measure(saves: CheckpointVotes, event: Vote) -> None:
 
 
 def _every(saves: CheckpointVotes, settings: Settings) -> int:
-    """Steps between saves; changed only when it is off by more than a factor of two."""
+    """Steps between saves; changed only if it is off by more than a factor of two."""
     if isinstance(settings.save_every, int):
         return settings.save_every
     if not saves.step_times or (settings.save_every == "auto" and not saves.copy_times):
@@ -434,7 +436,7 @@ def seconds(text: str) -> float:
 
 
 def check(settings: Settings) -> None:
-    """Raises BadRequest for a cadence that means nothing."""
+    """Raises BadRequest for invalid intervals or an invalid retention."""
     for name, value in (("save_every", settings.save_every), ("persist_every", settings.persist_every)):
         if isinstance(value, int):
             if value < 1:

@@ -1,4 +1,4 @@
-"""Datasets that the master lends in shards: what is to do, lent and done.
+"""Datasets that the master leases to workers in shards: which positions are to do, leased and done.
 
-The way in: `job_ledgers`.
+Entry point: `job_ledgers`.
 """

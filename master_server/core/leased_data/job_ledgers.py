@@ -1,7 +1,7 @@
-"""The ledgers of one job: who may open them, take of them and wait for them, and how they follow the job's attempts.
+"""The ledgers of one job: checks for opening, taking and waiting, and rollback with the job's attempts.
 
-A *seated* holder is a member of the round; its ledgers' fence is the attempt, and every attempt starts from what the
-restored checkpoint holds. A *free* holder is in no round and is never rolled back with one.
+A holder with a rank is a member of the round; the fence of its ledgers is the attempt, and every attempt starts from
+the data state in the restored checkpoint. A *free* holder is in no round and is not rolled back with one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_PARTITIONS = 10_000
 
 
 def open_ledger(job: Job, event: OpenLedger, now: float, effects: Effects) -> Opened:
-    """A holder comes, and with the first one the ledger. Raises Stale, BadRequest."""
+    """Add a holder; the first one creates the ledger. Raises Stale, BadRequest."""
     _check(job, event)
     rank = None if event.free else _settled_rank(job, event)
     found = job.ledgers.named.get(event.name)
@@ -52,7 +52,10 @@ def take(job: Job, event: TakeLeases, now: float, effects: Effects) -> Leases:
 
 
 def state(job: Job, request: AwaitShards) -> Leases | None:
-    """What `AwaitShards` answers; None while others hold all that is left. Raises UnknownDataset, Stale, BadRequest."""
+    """The answer to `AwaitShards`; None while other holders have all that is left.
+
+    Raises UnknownDataset, Stale, BadRequest.
+    """
     ledger = _ledger_of(job, request)
     span = one.span_of(ledger, job.name, request.epoch)
     one.holder_named(ledger, job.name, request.incarnation)
@@ -61,7 +64,7 @@ def state(job: Job, request: AwaitShards) -> Leases | None:
 
 
 def view(job: Job, name: str) -> LedgerView:
-    """Positions by state. Raises UnknownDataset."""
+    """The number of positions in each state. Raises UnknownDataset."""
     ledger = _named(job, name)
     doing: dict[str, int] = {}
     for lent in ledger.leases.values():
@@ -85,7 +88,7 @@ def view(job: Job, name: str) -> LedgerView:
 
 
 def part(job: Job, incarnation: str, effects: Effects, *, lost: bool) -> None:
-    """It is gone, and with an agent its members that are: what they held comes back."""
+    """`incarnation` is gone, and of an agent the members that ended with it: take their leases back."""
     job.ledgers.free.discard(incarnation)
     current = job.rounds.round
     members = current.members if current else {}
@@ -98,7 +101,7 @@ def part(job: Job, incarnation: str, effects: Effects, *, lost: bool) -> None:
 
 
 def expire(job: Job, now: float, effects: Effects) -> None:
-    """Leases that ran out come back."""
+    """Take expired leases back."""
     job.ledgers.expired_at = now
     for ledger in job.ledgers.named.values():
         if one.expire(ledger, now):
@@ -106,7 +109,7 @@ def expire(job: Job, now: float, effects: Effects) -> None:
 
 
 def begin(job: Job, effects: Effects) -> None:
-    """An attempt begins: nothing is lent to members of the round until what was restored is known."""
+    """An attempt begins: members of the round get no leases until the restored cut is complete."""
     job.ledgers.settled, job.ledgers.parts, job.ledgers.restored = 0, {}, {}
     effects += [_wake(job, ledger) for ledger in job.ledgers.named.values() if not ledger.free]
 
@@ -115,10 +118,11 @@ TWICE = "another rank's image holds the same samples, so the model has seen them
 
 
 def hear(job: Job, event: Loaded) -> bool:
-    """What the images that one rank loaded say is in the model. Raises BadRequest for what is no encoding of ranges.
+    """Add the ranges that are in the model according to one rank's images. Raises BadRequest if they are not decodable.
 
-    False if another rank said the same of some position: then a lease ran out under a worker that had trained on it
-    and not said so, another trained on it again, and the checkpoint came before either knew.
+    Returns False if another rank has reported one of the positions. In that case a lease expired before its worker,
+    which had trained on it, acknowledged it. Another worker trained on it again, and the checkpoint was taken before
+    either worker was notified.
     """
     try:
         parts = [(name, key, Ranges.decode(text)) for name, cut in event.cuts.items() for key, text in cut.items()]
@@ -137,9 +141,9 @@ def _meets(some: Ranges | None, more: Ranges) -> bool:
 
 
 def settle(job: Job, effects: Effects) -> None:
-    """All have loaded: every ledger starts from the union of the cuts, empty if there is none of it.
+    """All members have loaded: every ledger starts from the union of their cuts, which may be empty.
 
-    A free ledger is left as it is unless the checkpoint holds it.
+    A free ledger is left unchanged unless the checkpoint contains it.
     """
     ledgers = job.ledgers
     cuts, ledgers.parts = ledgers.parts, {}
@@ -198,7 +202,7 @@ def _check_epochs(where: str, event: OpenLedger) -> None:
 
 
 def _settled_rank(job: Job, event: OpenLedger) -> int:
-    """The rank of a member that trains. Raises Stale for anyone else."""
+    """The rank of a member that trains. Raises Stale for any other sender."""
     current, member = seat(job, event.incarnation)
     if not current.attempt or job.ledgers.settled != current.attempt:
         raise Stale(
@@ -210,7 +214,7 @@ def _settled_rank(job: Job, event: OpenLedger) -> int:
 
 
 def _agreed(job: Job, event: OpenLedger, found: DatasetLedger | None) -> DatasetLedger:
-    """The ledger that this holder means, made anew if nothing of the old one is in use. Raises BadRequest."""
+    """The ledger that fits the request; a different one is replaced if it is not in use. Raises BadRequest."""
     if found is None:
         return _made(job, event, found)
     same = found.fingerprint == event.fingerprint
@@ -233,7 +237,7 @@ def _agreed(job: Job, event: OpenLedger, found: DatasetLedger | None) -> Dataset
 
 
 def _alike(found: DatasetLedger, event: OpenLedger, spans: dict[str, tuple[int, int | None]]) -> bool:
-    """The same partitions. A stream's end may be told later; anybody's end may move while nobody holds the ledger."""
+    """True for the same partitions. A stream's end may be set later; any end may change while there is no holder."""
     if found.books.keys() != spans.keys() or found.free != event.free or found.epoch_length != event.epoch_length:
         return False
     return all(
@@ -244,7 +248,7 @@ def _alike(found: DatasetLedger, event: OpenLedger, spans: dict[str, tuple[int, 
 
 
 def _spans(ledger: DatasetLedger) -> dict[str, tuple[int, int | None]]:
-    """Begin and end by partition."""
+    """Begin and end of each partition, by its name."""
     return {name: (part.begin, part.end) for name, part in ledger.books.items()}
 
 
@@ -254,7 +258,7 @@ def _shape(spans: dict[str, tuple[int, int | None]], of: DatasetLedger | OpenLed
 
 
 def _made(job: Job, event: OpenLedger, found: DatasetLedger | None) -> DatasetLedger:
-    """A ledger that starts from the restored cut. Raises BadRequest if that is of another dataset."""
+    """A ledger that starts from the restored cut. Raises BadRequest if the cut belongs to another dataset."""
     fence = job.attempt if not event.free else found.fence if found else 1
     made = one.made(event, fence)
     made.issued = found.issued if found else 0
@@ -268,7 +272,7 @@ def _made(job: Job, event: OpenLedger, found: DatasetLedger | None) -> DatasetLe
             raise BadRequest(
                 f"Dataset {event.name!r} of job {job.name!r}: the restored checkpoint holds positions of partition "
                 f"{key!r} up to {ranges.highs[-1:]}, {event.incarnation!r} opens it as {_shape(_spans(made), event)}.",
-                hint="This is another dataset, or fewer epochs of it: start anew with --fresh.",
+                hint="This is another dataset, or fewer epochs of it: start over with --fresh.",
             )
     one.roll_back(made, cut, fence if not event.free else max(fence, job.attempt + 1))
     return made
@@ -281,7 +285,7 @@ def _end(end: int | None) -> int:
 def _named(job: Job, name: str) -> DatasetLedger:
     if name not in job.ledgers.named:
         raise UnknownDataset(
-            f"Job {job.name!r} has no dataset {name!r}: nobody has opened it here.",
+            f"Job {job.name!r} has no dataset {name!r}: it was not opened here.",
             hint="Open the ledger first. This does not mean that it is finished.",
         )
     return job.ledgers.named[name]

@@ -1,7 +1,7 @@
-"""Taking leases of a ledger and acknowledging them. Pure; all is checked before anything is changed.
+"""Taking leases from a ledger and acknowledging them. Pure; a request is checked completely before the first change.
 
-A lease ends when it is acknowledged to its end, or when its holder gives the rest back or reports a position it cannot
-read. Acknowledgements are partial and say how far: the same one again, or an older one, changes nothing.
+A lease ends when it is acknowledged to its end, or when its holder returns the rest or reports a position that it
+cannot read. Acknowledgements are partial and name a position: a repeated or older one changes nothing.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from dlrover_hooks.master.core.leased_data.partitions import Books, ReturnedRang
 from dlrover_hooks.protocol import Ack, Lease, Leases, TakeLeases
 
 FIRST_S = 600.0
-"""A lease is lent for so long while nothing is known of its holder's speed."""
+"""Duration of a lease while its holder's speed is unknown."""
 SHORTEST_S = 60.0
 LONGEST_S = 7 * 86_400.0
 PATIENCE = 8.0
-"""A lease is lent for so many times what its holder needs to come to its end."""
+"""Duration of a lease, as a multiple of the time that its holder is expected to need for it."""
 WORK_S = 5.0
-"""A lease of measured size is work for so long."""
+"""Work in a lease whose size is derived from the holder's speed."""
 FIRST_BATCHES = 64
 MOST_LEASES = 64
-"""In one reply; and so many acknowledgements in one request."""
+"""Most leases in one reply, and most acknowledgements in one request."""
 MOST_HELD = 256
-"""Whoever holds so many leases gets no more."""
+"""Most leases of one holder."""
 NEWEST = 0.3
-"""Weight of the newest speed."""
+"""Weight of the newest speed in the moving average."""
 
 
 def take(ledger: DatasetLedger, job: str, event: TakeLeases, now: float) -> tuple[Leases, bool]:
-    """Acknowledge, then lend. True with it if whoever waits should look again. Raises Stale, BadRequest: no change."""
+    """Acknowledge, then grant leases. Returns the reply, and whether waiting requests are to be evaluated again.
+
+    Raises Stale, BadRequest; then nothing was changed.
+    """
     span = books_of.span_of(ledger, job, event.epoch)
     holder = _holder(ledger, job, event)
     acks = [(str(ack.lease), ack) for ack in event.acks]
@@ -55,7 +58,7 @@ def take(ledger: DatasetLedger, job: str, event: TakeLeases, now: float) -> tupl
 
 
 def _holder(ledger: DatasetLedger, job: str, event: TakeLeases) -> Holder:
-    """The sender. Raises Stale if it did not open the ledger, BadRequest if it asks for too much."""
+    """The sender as a holder. Raises Stale if it did not open the ledger, BadRequest for an invalid request."""
     if not 0 <= event.count <= MOST_LEASES or len(event.acks) > MOST_LEASES:
         raise BadRequest(
             f"Dataset {ledger.name!r} of job {job!r}: expected 0 to {MOST_LEASES} leases and at most {MOST_LEASES} "
@@ -73,7 +76,7 @@ def _holder(ledger: DatasetLedger, job: str, event: TakeLeases) -> Holder:
 
 
 def _check(ledger: DatasetLedger, job: str, incarnation: str, number: str, ack: Ack) -> None:
-    """Raises Stale if the sender does not hold this lease, BadRequest if the positions are not its own."""
+    """Raises Stale if the sender does not hold this lease, BadRequest if the positions are not in the lease."""
     lent = ledger.leases.get(number)
     if lent is None or lent.holder != incarnation:
         why = f"is held by {lent.holder!r}" if lent else "is over, or was never lent"
@@ -98,7 +101,9 @@ def _failed_upto(ack: Ack) -> int:
 
 
 def _acknowledge(ledger: DatasetLedger, holder: Holder, acks: list[tuple[str, Ack]]) -> tuple[int, list[str], bool]:
-    """Positions newly done; leases that are over; True if something came back or an epoch has no lease left."""
+    """Returns the number of positions newly done, the leases that ended, and True if positions were returned or an
+    epoch has no lease left.
+    """
     count, over, news = 0, [], False
     for number, ack in acks:
         lent = ledger.leases[number]
@@ -118,7 +123,7 @@ def _acknowledge(ledger: DatasetLedger, holder: Holder, acks: list[tuple[str, Ac
 
 
 def _sort_rest(ledger: DatasetLedger, lent: Lent, ack: Ack) -> None:
-    """What failed is counted, the rest only goes back."""
+    """Return the rest of an ended lease, and count a failure of the positions that could not be read."""
     rest = books_of.rest_of(lent)
     if ack.failed:
         failed = rest.part(lent.at, _failed_upto(ack))
@@ -129,7 +134,7 @@ def _sort_rest(ledger: DatasetLedger, lent: Lent, ack: Ack) -> None:
 
 
 def _measure(holder: Holder, count: int, rate: float, now: float) -> None:
-    """What the holder says of itself counts, else the time between its acknowledgements."""
+    """Update the holder's speed with the rate that it reported, else from the time between its acknowledgements."""
     seen = rate
     if count:
         passed_s, holder.heard_at = now - holder.heard_at, now
@@ -148,7 +153,7 @@ def _held(ledger: DatasetLedger, holder: Holder) -> int:
 
 
 def _renew(ledger: DatasetLedger, incarnation: str, holder: Holder, now: float) -> int:
-    """It makes headway: each lease it holds is lent anew, for the time to come to its end. Returns the positions."""
+    """Extend all leases of a holder that makes progress, by their expected time. Returns its unfinished positions."""
     backlog = 0
     for number in holder.leases:
         lent = ledger.leases[number]
@@ -184,7 +189,7 @@ def _lend(
 
 
 def _size(ledger: DatasetLedger, holder: Holder, books: Books, span: Span) -> int:
-    """Positions of the next lease: whole batches; a slow holder gets few, and near the end everybody does."""
+    """Number of positions of the next lease, in full batches: few for a slow holder, and for all near the end."""
     batch = ledger.batch
     if ledger.shard:
         return max(batch, ledger.shard // batch * batch)

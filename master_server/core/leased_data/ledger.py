@@ -1,7 +1,8 @@
-"""One ledger: TODO / DOING / done of a dataset, and who holds what of it. Pure, and journaled with its job.
+"""The ledger of one dataset: which positions are TODO, DOING and done, and the holders of the leases. Pure; journaled
+with its job.
 
-TODO is never listed (see `partitions`), DOING is the leases, done is ranges. Taking and acknowledging is in `leases`.
-Each event costs O(log k) with k leases and holes.
+TODO is not stored as a list (see `partitions`), DOING is the leases, done is ranges. `leases` implements taking and
+acknowledging. Each event costs O(log k) with k leases and holes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dlrover_hooks.protocol import Lease, Leases, LedgerState, OpenLedger, Quara
 from dlrover_hooks.protocol.ranges import Ranges
 
 MOST_TOLD = 256
-"""Quarantined ranges in one reply; what is more is told as one."""
+"""Most quarantined ranges in one reply; further ones are merged into the last."""
 
 
 class Lent(msgspec.Struct, gc=False):
-    """One lease. Positions [lo, at) are acknowledged, [at, hi) are doing. The rest is the history of its range."""
+    """One lease: positions [lo, at) are acknowledged, [at, hi) are DOING. The last fields are its range's history."""
 
     holder: str
     partition: str
@@ -38,18 +39,18 @@ class Lent(msgspec.Struct, gc=False):
 
 
 class Holder(msgspec.Struct):
-    """Who may take leases. `rate`: positions per second, 0 while unknown. `queued`: its entry in the heap."""
+    """An incarnation that may take leases. `rate`: positions per second, 0 while unknown. `queued`: its heap entry."""
 
     rate: float = 0.0
     heard_at: float = 0.0
     leases: list[str] = []
     over: list[str] = []
-    """Leases that ended in its last acknowledgements: said again, they change nothing."""
+    """Leases that ended with its last acknowledgements: repeated ones change nothing."""
     queued: float = math.inf
 
 
 class DatasetLedger(msgspec.Struct):
-    """A dataset's state. `fence` outdates every older lease; lease numbers only count up."""
+    """A dataset's state. Leases with an older `fence` are void; lease numbers only increase."""
 
     name: str
     fingerprint: str
@@ -60,28 +61,28 @@ class DatasetLedger(msgspec.Struct):
     fence: int
     books: dict[str, Books]
     open: list[str]
-    """Partitions that may have something to hand out, served in turn."""
+    """Partitions that may have positions to hand out, served in turn."""
     turn: int = 0
     issued: int = 0
     leases: dict[str, Lent] = {}
-    """By their number, as text: what is journaled has such keys only."""
+    """By their number as text: journaled mappings have text keys only."""
     holders: dict[str, Holder] = {}
     doing: dict[str, int] = {}
-    """Leases by epoch."""
+    """Number of leases by epoch."""
     heap: list[tuple[float, str]] = []
-    """When to look at a holder's leases next: one entry for each holder, renewed when it comes up."""
+    """When to check a holder's leases next: one entry for each holder, renewed when it is popped."""
 
 
 class Ledgers(msgspec.Struct):
-    """All ledgers of a job. Those whose holders sit in rounds go back to the checkpoint's cut with every attempt."""
+    """All ledgers of a job. Those that are not free are rolled back to the checkpoint's cut with every attempt."""
 
     named: dict[str, DatasetLedger] = {}
     free: set[str] = set()
-    """Incarnations that hold leases without a seat."""
+    """Incarnations that may hold leases without a rank."""
     settled: int = 0
-    """The attempt whose cut is known; 0 from its beginning until all have loaded."""
+    """The attempt whose cut is complete; 0 from an attempt's beginning until all members have loaded."""
     parts: dict[str, dict[str, Ranges]] = {}
-    """The cut as far as it was heard, by ledger and partition."""
+    """The part of the cut that was reported so far, by ledger and partition."""
     restored: dict[str, dict[str, str]] = {}
     """The cut of attempt `settled`, encoded once."""
     expired_at: float = 0.0
@@ -107,16 +108,16 @@ def made(event: OpenLedger, fence: int) -> DatasetLedger:
 
 
 def admit(ledger: DatasetLedger, incarnation: str, now: float) -> bool:
-    """A holder comes, or comes again: then it holds nothing any more. Returns True if something came back."""
+    """Add a holder. One that opens the ledger again loses its leases. Returns True if positions were returned."""
     came_back = dismiss(ledger, incarnation, lost=False)
     ledger.holders[incarnation] = Holder(heard_at=now)
     return came_back
 
 
 def dismiss(ledger: DatasetLedger, incarnation: str, *, lost: bool) -> bool:
-    """A holder goes: what it has not acknowledged comes back to the front of TODO. Returns True if anything did.
+    """Remove a holder; its unacknowledged positions go to the front of TODO. Returns True if there were any.
 
-    `lost`: it may have died of what it held, so that is counted.
+    `lost`: its positions may have caused its death, so a loss of them is counted.
     """
     holder = ledger.holders.pop(incarnation, None)
     if holder is None or not holder.leases:
@@ -127,7 +128,7 @@ def dismiss(ledger: DatasetLedger, incarnation: str, *, lost: bool) -> bool:
 
 
 def expire(ledger: DatasetLedger, now: float) -> bool:
-    """Leases whose time is over are lost like their holder's. Returns True if anything came back."""
+    """Take expired leases back, like those of a lost holder. Returns True if there were any."""
     came_back = False
     while ledger.heap and ledger.heap[0][0] <= now:
         at, incarnation = heapq.heappop(ledger.heap)
@@ -145,19 +146,19 @@ def expire(ledger: DatasetLedger, now: float) -> bool:
 
 
 def due(ledger: DatasetLedger) -> float:
-    """When to call `expire` next; infinity if nothing is lent."""
+    """When to call `expire` next; infinity if there are no leases."""
     return ledger.heap[0][0] if ledger.heap else math.inf
 
 
 def queue(ledger: DatasetLedger, incarnation: str, holder: Holder, at: float) -> None:
-    """A lease of `holder` ends at `at`. An entry that comes up too early is renewed then."""
+    """Queue the expiry of a lease of `holder` at `at`. An entry that is too early is renewed when it is popped."""
     if at < holder.queued:
         holder.queued = at
         heapq.heappush(ledger.heap, (at, incarnation))
 
 
 def end_lease(ledger: DatasetLedger, number: str) -> Lent:
-    """The lease is over. Taking it off its holder's list is the caller's."""
+    """Remove a lease. The caller removes it from its holder's list."""
     lent = ledger.leases.pop(number)
     ledger.doing[lent.epoch] -= 1
     if not ledger.doing[lent.epoch]:
@@ -166,7 +167,7 @@ def end_lease(ledger: DatasetLedger, number: str) -> Lent:
 
 
 def _give_back(ledger: DatasetLedger, lent: Lent, *, losses: int = 0, reason: str = "") -> None:
-    """The rest of an ended lease goes to the front of TODO."""
+    """Put the rest of an ended lease to the front of TODO."""
     piece = rest_of(lent)
     if losses:
         piece.losses, piece.reason = piece.losses + losses, reason
@@ -174,23 +175,23 @@ def _give_back(ledger: DatasetLedger, lent: Lent, *, losses: int = 0, reason: st
 
 
 def rest_of(lent: Lent) -> ReturnedRange:
-    """What of the lease is doing."""
+    """The part of the lease that is DOING."""
     return ReturnedRange(lo=lent.at, hi=lent.hi, losses=lent.losses, failures=lent.failures, reason=lent.reason)
 
 
 def put_back(ledger: DatasetLedger, partition: str, piece: ReturnedRange) -> None:
-    """To the front of TODO, or given up."""
+    """Put a range to the front of TODO, or quarantine it if it failed too often."""
     if piece.lo < piece.hi:
         partitions.put_back(ledger.books[partition], piece)
         if partition not in ledger.open:
             ledger.open.append(partition)
 
 
-# ---- how it stands ---------------------------------------------------------------------------------------------------
+# ---- state -----------------------------------------------------------------------------------------------------------
 
 
 def status(ledger: DatasetLedger, epoch: int, span: Span, leases: tuple[Lease, ...] = ()) -> Leases:
-    """What is left of the epoch, beside `leases`; with the end of it, what was given up."""
+    """The state of the epoch, with the new `leases`; if it is finished, with its quarantined ranges."""
     for name in ledger.open:
         books = ledger.books[name]
         if partitions.has_todo(books, part_of(books, span)):
@@ -201,7 +202,7 @@ def status(ledger: DatasetLedger, epoch: int, span: Span, leases: tuple[Lease, .
 
 
 def quarantined(ledger: DatasetLedger, span: Span) -> tuple[Quarantined, ...]:
-    """Ranges that were given up, neighbours with one reason as one; of very many the last are told as one."""
+    """Ranges that were given up. Adjacent ones with the same reason are merged, and so are those past `MOST_TOLD`."""
     told: list[Quarantined] = []
     for name in sorted(ledger.books):
         books = ledger.books[name]
@@ -220,7 +221,7 @@ def quarantined(ledger: DatasetLedger, span: Span) -> tuple[Quarantined, ...]:
 
 
 def roll_back(ledger: DatasetLedger, cut: dict[str, Ranges], fence: int) -> None:
-    """`cut` is done and nothing else, every lease is void. Whoever goes on must open the ledger again."""
+    """Only `cut` is done, and every lease is void. Holders must open the ledger again."""
     lent: dict[str, list[ReturnedRange]] = {}
     for one in ledger.leases.values():
         lent.setdefault(one.partition, []).append(rest_of(one))
@@ -232,7 +233,7 @@ def roll_back(ledger: DatasetLedger, cut: dict[str, Ranges], fence: int) -> None
 
 
 def span_of(ledger: DatasetLedger, job: str, epoch: int) -> Span:
-    """Positions of `epoch`. Raises BadRequest for one that is not there."""
+    """Positions of `epoch`. Raises BadRequest if there is no such epoch."""
     length = ledger.epoch_length
     if not length:
         if epoch:
@@ -250,7 +251,7 @@ def span_of(ledger: DatasetLedger, job: str, epoch: int) -> Span:
 
 
 def holder_named(ledger: DatasetLedger, job: str, incarnation: str) -> Holder:
-    """Raises Stale for whoever has not opened the ledger behind this fence."""
+    """The holder `incarnation`. Raises Stale if it has not opened the ledger since the last change of the fence."""
     holder = ledger.holders.get(incarnation)
     if holder is None:
         raise Stale(
@@ -261,7 +262,7 @@ def holder_named(ledger: DatasetLedger, job: str, incarnation: str) -> Holder:
 
 
 def part_of(books: Books, span: Span) -> Span:
-    """The part of `span` that the partition has."""
+    """The part of `span` that belongs to the partition."""
     return partitions.span_of(books) if span[1] is None else span
 
 
@@ -273,12 +274,12 @@ def check_end(ledger: DatasetLedger, job: str, partition: str, end: int) -> None
         raise BadRequest(
             f"Partition {partition!r} of dataset {ledger.name!r}, job {job!r}: received end {end}, but positions up to "
             f"{last} are done.",
-            hint="This is another dataset, or fewer epochs of it: give it another name, or start anew with --fresh.",
+            hint="This is another dataset, or fewer epochs of it: give it another name, or start over with --fresh.",
         )
 
 
 def end_at(ledger: DatasetLedger, partition: str, end: int) -> None:
-    """The partition ends there, whatever was said before. Leases lose what is behind."""
+    """Set the end of the partition, which replaces an earlier one. Leases lose the positions after it."""
     partitions.end_at(ledger.books[partition], end)
     for lent in ledger.leases.values():
         if lent.partition == partition:

@@ -1,7 +1,7 @@
-"""The books of one partition: what was never handed out, what came back, what is done, what is given up. Pure.
+"""The state of one partition: which positions were never handed out, were returned, are done, or are given up. Pure.
 
-Every position below `next` is done, doing (in a lease, which the ledger keeps), returned or bad; from `next` on nothing
-was ever handed out. Nothing is listed ahead of time: memory is O(leases + holes), whatever the length.
+Every position below `next` is done, doing (in a lease, which the ledger keeps), returned or bad; positions from `next`
+on were never handed out. No list is made in advance: memory is O(leases + holes), independent of the length.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from dlrover_hooks.protocol.ranges import END, Ranges
 
 MOST_LOSSES = 8
-"""So often a range may be lost with its holder before it is given up."""
+"""A range that was lost with its holder so often is given up."""
 MOST_FAILURES = 3
-"""So often its holders may report that they cannot read it."""
+"""A range that its holders could not read so often is given up."""
 
 
 class ReturnedRange(msgspec.Struct, gc=False):
-    """Positions [lo, hi) to hand out again, and what happened to them so far."""
+    """Positions [lo, hi) to hand out again, and their losses and failures so far."""
 
     lo: int
     hi: int
@@ -30,12 +30,12 @@ class ReturnedRange(msgspec.Struct, gc=False):
 
     @property
     def hopeless(self) -> bool:
-        """It failed too often to be tried again."""
+        """It was lost or failed too often to be tried again."""
         return self.losses >= MOST_LOSSES or self.failures >= MOST_FAILURES
 
     @property
     def scarred(self) -> bool:
-        """Something happened to it."""
+        """It was lost or failed at least once."""
         return self.losses > 0 or self.failures > 0
 
     def part(self, lo: int, hi: int) -> ReturnedRange:
@@ -44,7 +44,7 @@ class ReturnedRange(msgspec.Struct, gc=False):
 
 
 class Books(msgspec.Struct):
-    """One partition. `end` None: a stream whose end nobody knows yet."""
+    """One partition. `end` None: a stream whose end is not known yet."""
 
     begin: int
     end: int | None
@@ -69,12 +69,12 @@ def span_of(books: Books) -> Span:
 
 
 def has_todo(books: Books, span: Span) -> bool:
-    """Is there anything of `span` to hand out? O(log k)."""
+    """True if positions of `span` can be handed out. O(log k)."""
     return books.next < (END if span[1] is None else span[1]) or _first_returned(books, span) is not None
 
 
 def _first_returned(books: Books, span: Span) -> int | None:
-    """Index of the first piece that came back and has positions of `span`."""
+    """Index of the first returned range that has positions of `span`."""
     if not books.returned:
         return None
     lo, hi = span
@@ -83,15 +83,15 @@ def _first_returned(books: Books, span: Span) -> int | None:
 
 
 def todo(books: Books, span: Span) -> int:
-    """About how many positions are to be handed out: an upper bound for a span with an end. O(1)."""
+    """Estimated number of positions to hand out: an upper bound for a span with an end. O(1)."""
     lo, hi = span
     return books.returned_size + (0 if hi is None else max(0, hi - max(lo, books.next)))
 
 
 def take(books: Books, span: Span, size: int, batch: int) -> ReturnedRange | None:
-    """At most `size` positions of `span`, those that came back first. What was lost before comes in smaller parts.
+    """Take at most `size` positions of `span`, returned ones first. Ranges lost repeatedly are taken in halves.
 
-    Halving finds the position that kills its holders, so that little is given up with it.
+    Halving isolates the position that crashes its holders, so that few others are given up with it.
     """
     lo, hi = span
     at = _first_returned(books, span)
@@ -104,7 +104,7 @@ def take(books: Books, span: Span, size: int, batch: int) -> ReturnedRange | Non
     stop = END if hi is None else hi
     if books.next >= stop:
         return None
-    if books.next < lo:  # an epoch was left before it ended: what is left of it can still be asked for
+    if books.next < lo:  # an epoch was left before its end: its remaining positions can still be requested
         put_back(books, ReturnedRange(lo=books.next, hi=lo))
         books.next = lo
     start = books.next
@@ -125,7 +125,7 @@ def _cut_out(books: Books, at: int, lo: int, hi: int) -> ReturnedRange:
 
 
 def put_back(books: Books, piece: ReturnedRange) -> None:
-    """These positions are to be handed out again, before anything new; or never, if they are hopeless."""
+    """Hand these positions out again before new ones, or never if they are hopeless."""
     hi = piece.hi if books.end is None else min(piece.hi, books.end)
     if piece.lo >= hi:
         return
@@ -137,7 +137,7 @@ def put_back(books: Books, piece: ReturnedRange) -> None:
 
 
 def end_at(books: Books, end: int) -> None:
-    """The source says where it ends; nothing that is done or bad lies behind."""
+    """Set the end of the partition. No position after it is done or bad."""
     books.end = end
     books.next = min(books.next, end)
     pieces, books.returned, books.returned_size = books.returned, [], 0
@@ -146,17 +146,17 @@ def end_at(books: Books, end: int) -> None:
 
 
 def left(books: Books) -> int | None:
-    """How many positions are to be handed out; None if nobody knows."""
+    """Number of positions to hand out; None if the end is not known."""
     return None if books.end is None else books.returned_size + books.end - books.next
 
 
 def last_used(books: Books) -> int:
-    """No position from here on is done or bad."""
+    """The end of the last range that is done or bad."""
     return max(books.done.highs[-1:] + [piece.hi for piece in books.bad[-1:]], default=books.begin)
 
 
 def bad_within(books: Books, span: Span) -> list[ReturnedRange]:
-    """What of `span` was given up, in order."""
+    """The parts of `span` that were given up, in order."""
     lo, hi = span
     first = bisect_right(books.bad, lo, key=_HI)
     last = len(books.bad) if hi is None else bisect_left(books.bad, hi, key=_LO)
@@ -166,7 +166,7 @@ def bad_within(books: Books, span: Span) -> list[ReturnedRange]:
 
 
 def roll_back(books: Books, cut: Ranges, lent: list[ReturnedRange]) -> None:
-    """`cut` is done and nothing else; `lent`, the leases, are void. What was given up, or lost before, stays known."""
+    """Only `cut` is done; the leases `lent` are void. Positions given up stay so; losses and failures still count."""
     books.done = Ranges.of(cut.within(books.begin, END if books.end is None else books.end))
     bad = [part for piece in books.bad for part in _missing(books.done, piece)]
     scars = [part for piece in (*books.returned, *lent) if piece.scarred for part in _missing(books.done, piece)]

@@ -1,4 +1,4 @@
-"""Membership of one job: who joins and leaves, when a round forms, which rank each member gets.
+"""Membership of one job: joins and departures, the forming of rounds, and the assignment of ranks.
 
-The way in: `rendezvous` and `member_changes`.
+Entry points: `rendezvous` and `member_changes`.
 """

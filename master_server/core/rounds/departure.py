@@ -1,9 +1,9 @@
-"""Where a round parts: members leave at one step, though each hears at another moment that somebody is preempted.
+"""Agreement on the step at which all members leave after a preemption, whose notice reaches them at different times.
 
-Each member promises, in its background thread, to pass no further quiet point, and says which one it passed last.
-When all have, the step behind the greatest of these is where all leave: nobody has passed it, nobody can pass it
-unasked, and whoever is behind it trains on until there. A promise waits for nobody's collective, so nothing can wait in
-a circle.
+Each member promises, in its background thread, to pass no further step boundary, and reports the last one it passed.
+When all have promised, all leave at the step after the greatest reported one. No member has passed that step or can
+pass it without the master's approval; members behind it train until they reach it. A promise does not wait for any
+collective operation, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlrover_hooks.protocol import AwaitParting, Hold, Parting, Phase, Preempt
 
 
 def preempt(job: Job, event: Preempt, now: float, effects: Effects) -> Parting:
-    """A member or an agent of the round is to go; members hear of it with their next heartbeat. Raises Stale."""
+    """A node of the round is preempted. Members are notified in the reply to their next heartbeat. Raises Stale."""
     del effects
     if not knows(job, event.incarnation):
         raise Stale(f"Incarnation {event.incarnation!r} is in no round of job {job.name!r}.", hint=REJOIN)
@@ -33,7 +33,7 @@ def preempt(job: Job, event: Preempt, now: float, effects: Effects) -> Parting:
 
 
 def hold(job: Job, event: Hold, now: float, effects: Effects) -> Parting:
-    """A member promises to wait. Raises Stale for anyone else."""
+    """A member promises to wait. Raises Stale if the sender is no live member."""
     _, member = seat(job, event.incarnation)
     leaving = job.leaving
     if not leaving.nodes or (leaving.step is None and not _stands(job)):
@@ -46,7 +46,7 @@ def hold(job: Job, event: Hold, now: float, effects: Effects) -> Parting:
 
 
 def part(job: Job, incarnation: str, effects: Effects) -> None:
-    """A member is gone: the others need not wait for it, or will not agree any more."""
+    """A member is gone. If the round still stands its promise is no longer needed, else no step can be agreed."""
     if job.leaving.nodes and job.leaving.step is None:
         job.leaving.promised.pop(incarnation, None)
         if _stands(job):
@@ -56,7 +56,7 @@ def part(job: Job, incarnation: str, effects: Effects) -> None:
 
 
 def awaited(job: Job, request: AwaitParting) -> Parting | None:
-    """What `AwaitParting` answers; None: wait. Raises Stale for who is no live member."""
+    """The answer to `AwaitParting`; None: wait. Raises Stale if the sender is no live member."""
     seat(job, request.incarnation)
     if job.leaving.step is not None:
         return told(job)
@@ -64,7 +64,7 @@ def awaited(job: Job, request: AwaitParting) -> Parting | None:
 
 
 def told(job: Job) -> Parting:
-    """The parting as it stands, without the time that is left."""
+    """The current state of the agreement, without the remaining time."""
     leaving, current = job.leaving, job.rounds.round
     if not leaving.nodes or current is None:
         return Parting()
@@ -72,7 +72,7 @@ def told(job: Job) -> Parting:
 
 
 def summons(job: Job) -> bool:
-    """Do members have to promise?"""
+    """True if members are requested to promise."""
     return bool(job.leaving.nodes) and job.leaving.step is None and _stands(job)
 
 
@@ -85,7 +85,7 @@ def _decide(job: Job, effects: Effects) -> None:
     current, leaving = job.rounds.round, job.leaving
     assert current is not None
     if leaving.step is not None or not leaving.promised or len(leaving.promised) < current.missing:
-        return  # in a round that stands nobody has joined again: `missing` are all who live
+        return  # no member of an unbroken round has joined again: `missing` counts all live members
     leaving.step = leaving.passed + 1
     effects.append(Wake(topic=parting_topic(job.name)))
 

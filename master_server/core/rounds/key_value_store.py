@@ -1,7 +1,7 @@
-"""The key-value store of one round, as torch's rendezvous wants it: small, and gone with the round.
+"""The key-value store of one round for torch's rendezvous (torch's `Store`): small, and deleted with the round.
 
-A round's agents agree through it on ranks and on the end (torch's `Store`). Journaled, so a restart of the master is
-not seen; bounded, so that no job can fill the master's memory.
+The agents of a round use it to agree on ranks and on the end. It is journaled, so a restart of the master loses
+nothing, and bounded, so that no job can fill the master's memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dlrover_hooks.protocol import Change, KeyChange
 
 MOST_KEYS = 100_000
 MOST_BYTES = 64 * 2**20
-"""Of all keys and values of a round. An agent's own are a few hundred bytes."""
+"""Of all keys and values of a round. Those of one agent take a few hundred bytes."""
 LONGEST_KEY = 1024
 LARGEST_VALUE = 2**20
 
 
 class Keys(msgspec.Struct):
-    """What is set. `nbytes`: of all keys and values."""
+    """The keys that are set. `nbytes`: size of all keys and values."""
 
     values: dict[str, bytes] = {}
     nbytes: int = 0
@@ -31,8 +31,8 @@ def change(keys: Keys, changes: Iterable[KeyChange]) -> tuple[bytes, ...]:
     """Apply all of `changes`, in order. Returns the reply to each.
 
     Raises:
-        BadRequest: a number is added to what is none.
-        TooLarge: a key, a value or the whole is. In both cases nothing was changed.
+        BadRequest: a number is added to a value that is not a number.
+        TooLarge: a key, a value or the store would be too large. In both cases nothing was changed.
     """
     draft: dict[str, bytes | None] = {}
     replies = tuple([_draft(keys, draft, one) for one in changes])
@@ -41,7 +41,7 @@ def change(keys: Keys, changes: Iterable[KeyChange]) -> tuple[bytes, ...]:
     if (grown > 0 and keys.nbytes + grown > MOST_BYTES) or count > max(MOST_KEYS, len(keys.values)):
         raise TooLarge(
             f"The store would hold {count} keys and {keys.nbytes + grown} bytes.",
-            hint=f"It is for what agents tell each other: at most {MOST_KEYS} keys and {MOST_BYTES} bytes a round.",
+            hint=f"It is for messages between agents: at most {MOST_KEYS} keys and {MOST_BYTES} bytes a round.",
         )
     for name, value in draft.items():
         if value is None:
@@ -53,7 +53,7 @@ def change(keys: Keys, changes: Iterable[KeyChange]) -> tuple[bytes, ...]:
 
 
 def _draft(keys: Keys, draft: dict[str, bytes | None], one: KeyChange) -> bytes:
-    """Note in `draft` what `one` makes of its key (None: it is deleted). Returns the reply."""
+    """Put the new value of the key of `one` into `draft` (None: it is deleted). Returns the reply."""
     now = draft[one.key] if one.key in draft else keys.values.get(one.key)
     if one.how is Change.DELETE:
         draft[one.key] = None

@@ -1,4 +1,4 @@
-"""Who comes and goes: what a job does with a join, a leave, a loss, and the time."""
+"""Changes of a job's membership: joins, departures, losses, and deadlines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joine
 
 
 def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
-    """An agent asks for seats, or for its old ones anew. A finished job only says so, unless it is to go on.
+    """An agent requests ranks, or its old ones again. A finished job only replies that it is, unless it is to continue.
 
     Raises Stale, BadRequest.
     """
     if event.agents and event.max_workers == 0:
         if job.rounds.number == 0:
-            raise Stale(f"Job {job.name!r} has had no round: nobody has said how many it wants.", hint="Join anew.")
+            raise Stale(
+                f"Job {job.name!r} has had no round: no request has named its number of workers.", hint="Join again."
+            )
         low, high = job.rounds.min_workers, job.rounds.max_workers
         event = msgspec.structs.replace(event, min_workers=low, max_workers=high)
     if _starts_anew(job, event):
@@ -49,10 +51,10 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
         raise _no_growth(job, event)
     rendezvous.check(job.rounds, event)
     predecessors = rendezvous.predecessors(job.rounds, event)
-    launched = newcomer and not event.launcher  # by somebody, again
+    launched = newcomer and not event.launcher  # the job is launched again
     anew = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
     job.proposed = event.proposed_run
-    if not job.run:  # holders without a seat came first
+    if not job.run:  # lease holders without a rank came first
         job.run, job.fresh = event.proposed_run, event.fresh
     broken = any([rendezvous.part(job.rounds, name, rendezvous.LOST) for name in predecessors])
     job.failures = 0 if anew else job.failures + broken
@@ -60,14 +62,14 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
         job.ending = None
     exited = job.rounds.round is not None and job.rounds.round.exited > 0
     if rendezvous.add(job.rounds, event, now):
-        job.failures += exited and not launched and not broken  # whoever joins cannot go on without it
+        job.failures += exited and not launched and not broken  # the others cannot continue without the exited one
         broken = True
     _after_membership(job, now, effects, broken=broken)
     return Joined(job=job.name, run=job.run)
 
 
 def _is_newcomer(job: Job, event: Join) -> bool:
-    """A round has formed, and it had no part in the last one."""
+    """True if a round has formed and the sender had no part in the last one."""
     current = job.rounds.round
     return current is not None and event.incarnation not in current.agents and event.incarnation not in current.members
 
@@ -80,9 +82,10 @@ def _no_growth(job: Job, event: Join) -> BadRequest:
 
 
 def _starts_anew(job: Job, event: Join) -> bool:
-    """The books of a finished job begin anew for whoever goes on with what storage has of it.
+    """True if the job's state is to be reset: a finished job is launched again and has a `save_to`, or `fresh` is set.
 
-    `fresh` counts once per launch: there, or on a job that only dead strangers have worked on.
+    `fresh` is applied once per launch: to a finished job, or to one in which only processes remain that this agent
+    replaces.
     """
     if job.finished:
         return event.fresh or (event.again and job.settings.save_to is not None)
@@ -94,7 +97,7 @@ def _starts_anew(job: Job, event: Join) -> bool:
 
 
 def _reset(job: Job, event: Join) -> None:
-    """The old name, and a new run unless storage has one. Round, plan and place counters go on: they only count up."""
+    """Reset all but the name. The run is new unless storage has one. Round, plan and place counters only increase."""
     number, places, seen = job.rounds.number, job.rounds.places, job.rounds.places_seen
     new = Job(
         name=job.name,
@@ -108,13 +111,13 @@ def _reset(job: Job, event: Join) -> None:
 
 
 def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
-    """An agent or a worker was silent for too long."""
+    """An agent or a worker was declared dead."""
     return _part(job, event.incarnation, rendezvous.LOST, now, effects)
 
 
 def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
-    """A launcher saw its worker end. Raises Stale, BadRequest."""
-    if event.worker in job.ledgers.free:  # its launcher has no seats either, so nobody knows it here
+    """A launcher reports the exit of its worker. Raises Stale, BadRequest."""
+    if event.worker in job.ledgers.free:  # its launcher holds no ranks either, so it is unknown here
         return _part(job, event.worker, rendezvous.LOST, now, effects)
     reapers = rendezvous.reapers(job.rounds, event.worker)
     member = job.rounds.round.members.get(event.worker) if job.rounds.round else None
@@ -123,7 +126,7 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
         raise Stale(f"Agent {event.incarnation!r} is no part of job {job.name!r}.", hint="Join again.")
     if reapers and event.incarnation not in reapers:
         raise BadRequest(f"Worker {event.worker!r} of job {job.name!r} belongs to another agent.")
-    if unseated:  # a join of its own may still be on its way
+    if unseated:  # the worker's own join may still arrive
         job.failures += event.exit_code not in _POLITE
         rendezvous.remember(job.rounds, event.worker)
     if member is not None:
@@ -135,7 +138,7 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
 
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
-    """A worker or an agent goes on purpose: done, or not. Raises Stale."""
+    """A worker or an agent leaves on purpose, done or not. Raises Stale."""
     if not knows(job, event.incarnation):
         rendezvous.member_of(job.rounds, job.name, event.incarnation)
     if event.reason is Departure.DONE and rendezvous.knows(job.rounds, event.incarnation):
@@ -147,9 +150,9 @@ def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
 
 
 _POLITE = {0: rendezvous.DONE, REQUEUE: Departure.PREEMPTED.value}
-"""Exit codes that are no failure."""
+"""Exit codes that do not count as failures."""
 _DEATHS = (rendezvous.LOST, Departure.FAILED.value)
-"""It may have died of what it held. Of a round's members only the first: the others die of the break."""
+"""Departures whose cause may be a held lease. Of a round's members only the first counts: the break ends the others."""
 
 
 def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
@@ -158,7 +161,7 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
     current = job.rounds.round
     was_broken = current is not None and current.phase is Phase.BROKEN
     broken = rendezvous.part(job.rounds, incarnation, how)
-    job.failures += broken and how in _DEATHS  # the others die of the break, so it counts once
+    job.failures += broken and how in _DEATHS  # counted once per round: the break ends the other members
     counts = how in _DEATHS and not (was_broken and incarnation not in job.ledgers.free)
     job_ledgers.part(job, incarnation, effects, lost=counts)
     departure.part(job, incarnation, effects)
@@ -176,7 +179,7 @@ def _finish(job: Job, effects: Effects) -> None:
 
 
 def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
-    """Time has passed: the last call may be over, and leases; a persist may be due."""
+    """A deadline is reached: the last call may be over, leases may have expired, a persist may be due."""
     del event
     job.alarm = math.inf
     job_ledgers.expire(job, now, effects)
@@ -187,12 +190,12 @@ def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
 
 
 def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -> None:
-    """Tell of a break; form the next round if it is time, else say when it will be."""
+    """Wake waiting requests after a break; form the next round if it is due, else set the deadline for it."""
     if broken:
         job.plan.number += 1
         effects += [Wake(topic=watch_topic(job.name)), Wake(topic=plan_topic(job.name))]
     if not job.finished and job.ending is None and rank_assignment.form(job.rounds, f"{job.name}/{job.run}", now):
-        job.finished_step = None  # whoever was done before has to do it again
+        job.finished_step = None  # members that were done before must finish again
         job.offers, job.keys, job.leaving = Offers(), Keys(), Leaving()
         job.plan = Choice(number=job.plan.number)
         _forget_replies(job)
@@ -206,12 +209,12 @@ def _after_membership(job: Job, now: float, effects: Effects, *, broken: bool) -
 
 
 def _forget_replies(job: Job) -> None:
-    """Idempotency memory is O(workers): whoever is no part of the job any more is forgotten."""
+    """Drop the stored replies of incarnations that left the job, so that their memory is O(workers)."""
     job.replies = {who: last for who, last in job.replies.items() if knows(job, who)}
 
 
 def _bound_replies(job: Job) -> None:
-    """Holders without a seat come and go, and no round forms: forget those that left as soon as they are many."""
+    """Limit the stored replies if lease holders without a rank come and leave while no round forms."""
     here = len(job.ledgers.free) + len(job.rounds.seats) + (len(job.rounds.round.members) if job.rounds.round else 0)
     if len(job.replies) > 4 * here + 64:
         _forget_replies(job)

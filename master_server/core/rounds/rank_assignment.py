@@ -1,8 +1,9 @@
-"""When a round forms and who sits where: whole joins, members of the round before first, then the age of the places.
+"""When a round forms and which ranks its members get.
 
-The oldest survivor of the round before gets rank 0 (DL-84), the others keep their ranks where the world size allows it.
-A newcomer takes the rank of the place (node, local rank) that it comes to, if that is free, so that a replaced worker
-finds its image.
+Joins are taken as a whole: first those with members of the round before, then by the age of their places. A place is a
+(node, local rank). The surviving member with the lowest rank gets rank 0; the others keep their ranks where the world
+size allows it. A newcomer takes the rank that its place had in the round before, if it is free, so that a replaced
+worker finds its image.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dlrover_hooks.protocol import Join, Phase, Seat
 
 
 def due(rounds: Rounds) -> float | None:
-    """When the last call ends, if that is all a new round waits for."""
+    """When the last call ends, if a new round waits for nothing else."""
     return _last_call(rounds) if _enough(rounds) else None
 
 
@@ -21,7 +22,7 @@ def _last_call(rounds: Rounds) -> float:
 
 
 def _survived(rounds: Rounds) -> bool:
-    """Members of the round before live on, and (see `_enough`) all of them are back: they do not wait for others."""
+    """True if members of the round before live. All have joined again (see `_enough`), so there is no last call."""
     return rounds.round is not None and rounds.round.live > 0
 
 
@@ -31,7 +32,7 @@ def _enough(rounds: Rounds) -> bool:
 
 
 def form(rounds: Rounds, prefix: str, now: float) -> bool:
-    """Seat a new round if it is time. Returns True if one was formed."""
+    """Form a new round if it is due. Returns True if one was formed."""
     if not _enough(rounds):
         return False
     if len(rounds.seats) < rounds.max_workers and not _survived(rounds) and now < _last_call(rounds):
@@ -57,13 +58,13 @@ def _old_rank(rounds: Rounds, seat: Seat) -> int | None:
 
 
 def _standing(rounds: Rounds, node: str, seat: Seat) -> tuple[int, int]:
-    """Sorts members of the round before by their rank, then newcomers by the age of their place."""
+    """Sort key: members of the round before by their rank, then newcomers by the age of their place."""
     old = _old_rank(rounds, seat)
     return (1, rounds.places[place_name(node, seat)]) if old is None else (0, old)
 
 
 def _choose(rounds: Rounds) -> list[Join]:
-    """Whole joins, best standing first, as many as fit into max_workers."""
+    """The joins of the new round, complete ones only: in the order of `_standing`, as many as fit into max_workers."""
     joins = [waiting.join for waiting in rounds.waiting.values()]
     joins.sort(key=lambda join: (min(_standing(rounds, join.node, seat) for seat in join.seats), join.incarnation))
     chosen: list[Join] = []
@@ -76,7 +77,7 @@ def _choose(rounds: Rounds) -> list[Join]:
 
 
 def _order(rounds: Rounds, joins: list[Join]) -> list[tuple[Join, Seat]]:
-    """Seats in the order of their ranks; empty if fixed ranks have a hole."""
+    """The joins' seats in the order of their new ranks; empty if fixed ranks have a hole."""
     pairs = [(join, seat) for join in joins for seat in join.seats]
     if all(seat.rank is not None for _, seat in pairs):
         pairs.sort(key=lambda pair: pair[1].rank or 0)
@@ -98,7 +99,7 @@ def _order(rounds: Rounds, joins: list[Join]) -> list[tuple[Join, Seat]]:
 
 
 def _heirs(rounds: Rounds) -> dict[str, int]:
-    """By place, the rank of the round before."""
+    """By place, its rank in the round before."""
     members = rounds.round.members.values() if rounds.round else ()
     return {f"{member.node}/{member.local_rank}": member.rank for member in members}
 
@@ -141,7 +142,7 @@ def _agents(joins: dict[str, Join]) -> dict[str, tuple[str, ...]]:
 
 
 def _forget_places(rounds: Rounds) -> None:
-    """Keep memory O(workers): of places that are not in use only the youngest stay."""
+    """Keep memory O(workers): drop the older half of the unused places when there are too many."""
     assert rounds.round is not None
     bound = 4 * (len(rounds.round.members) + len(rounds.seats)) + 64
     if len(rounds.places) <= bound:

@@ -1,8 +1,8 @@
-"""Membership of one job: who waits for a seat, who holds one, and when a round forms.
+"""Membership of one job: the waiting agents, the members of the current round, and the changes of both.
 
-A round forms when nobody live of the round before is still missing, enough seats wait, and either the job is full or
-nobody came for `last_call_s`. Until then everybody waits. All work is O(1) per event but the forming itself; of a node
-it is O(its workers). What is counted and listed for that is derived from the rest whenever a snapshot is read.
+A round forms when all live members of the round before have joined again, enough seats (requested ranks) wait, and the
+job is full or no join arrived for `last_call_s`. Until then all joins wait. Each event costs O(1), one for a whole node
+O(its workers); only the forming costs more. The counters and lists for this are recomputed when a snapshot is read.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dlrover_hooks.protocol import Departure, Join, Phase, Seat, Seated
 
 LOST = "lost"
 REPLACED = "replaced"
-"""Its agent has asked for its seat anew."""
+"""Its agent has joined again without this member."""
 DONE = Departure.DONE.value
 EXITED = "exited"
-"""Its process ended with 0, and it had not said that it leaves: the others may wait for it in a collective."""
+"""Its process exited with 0 without a `Leave`: the other members may wait for it in a collective operation."""
 
 
 class Waiting(msgspec.Struct):
-    """One join that is not seated yet. `at`: when it came."""
+    """A join that has no ranks yet. `at`: when it arrived."""
 
     join: Join
     at: float
 
 
 class Member(msgspec.Struct):
-    """One seat of the round. `gone`: how it left, None while it lives. `rejoined`: it waits for the next round.
+    """A member of the round. `gone`: how it left, None while it lives. `rejoined`: it waits for the next round.
 
     `launcher` reaps its process. `recovers`: see `Attach`.
     """
@@ -64,7 +64,7 @@ class Round(msgspec.Struct):
     phase: Phase
     members: dict[str, Member]
     agents: dict[str, tuple[str, ...]]
-    """Incarnations in the order of the joined seats, by agent; and by launcher, those that joined for themselves."""
+    """Incarnations in the order of the joined seats, by agent; by launcher, the members that joined for themselves."""
     nodes: dict[str, int]
     """Node rank by node name."""
     master_addr: str
@@ -73,13 +73,13 @@ class Round(msgspec.Struct):
     missing: int
     """Live members that have not joined again."""
     attempt: int = 0
-    """What its members work on; 0 until all have attached."""
+    """The attempt that its members work on; 0 until all have attached."""
     attached: int = 0
     loaded: int = 0
     done: int = 0
     live: int = 0
     exited: int = 0
-    """Members that live, and that are gone as EXITED."""
+    """Number of members that left as EXITED. `live`: number of live members."""
     at: dict[str, list[str]] = {}
     """Incarnations of all members, by node."""
 
@@ -92,11 +92,11 @@ class Round(msgspec.Struct):
 
     @property
     def world_size(self) -> int:
-        """Number of seats."""
+        """Number of members."""
         return len(self.members)
 
     def renumber(self, number: int, store_prefix: str) -> None:
-        """The same members under a new number: what they loaded is forgotten."""
+        """Give the round a new number with the same members, none of which has loaded a checkpoint in it."""
         self.number, self.store_prefix, self.loaded = number, store_prefix, 0
         for member in self.members.values():
             member.loaded = False
@@ -117,18 +117,18 @@ class Rounds(msgspec.Struct):
     last_call_s: float = 0.0
     last_join_at: float = 0.0
     places: dict[str, int] = {}
-    """Age of a place: the order in which (node, local rank) was first seen."""
+    """Age of a place: the order in which (node, local rank) first joined."""
     places_seen: int = 0
     parted: dict[str, int] = {}
-    """Members that rounds before the current one have lost, and newcomers that ended without a seat, by their
-    order: their launchers' word may come late, or their own. O(workers): of the oldest nobody speaks any more."""
+    """Members that earlier rounds have lost, and newcomers that ended without a rank, with their order: messages of
+    theirs or of their launchers may still arrive. O(workers): for the oldest no message is expected any more."""
     parted_seen: int = 0
     newcomers: int = 0
-    """See `count_newcomers`: counted when the membership changes, not when somebody asks."""
+    """See `count_newcomers`: computed when the membership changes, not for each request."""
     waiting_at: dict[str, set[str]] = {}
     """Waiting agents, by node."""
     sizes: dict[str, int] = {}
-    """How many of the waiting joins have so many seats."""
+    """By number of seats, how many of the waiting joins have it."""
 
     def __post_init__(self) -> None:
         self.waiting_at, self.sizes = {}, {}
@@ -137,13 +137,13 @@ class Rounds(msgspec.Struct):
 
 
 def member_of(rounds: Rounds, job: str, incarnation: str) -> Member:
-    """The live member called so. Raises Stale for anyone else."""
+    """The live member `incarnation`. Raises Stale if there is no such member."""
     current = rounds.round
     member = current.members.get(incarnation) if current else None
     if member is not None and member.live:
         return member
     where = f"round {current.number}" if current else "any round"
-    why = f"it left ({member.gone})" if member is not None else "it holds no seat"
+    why = f"it left ({member.gone})" if member is not None else "it has no rank"
     raise Stale(f"Incarnation {incarnation!r} is not in {where} of job {job!r}: {why}.", hint=REJOIN)
 
 
@@ -161,7 +161,7 @@ def check(rounds: Rounds, join: Join) -> None:
         )
     if not 1 <= count <= join.max_workers:
         raise BadRequest(
-            f"Job {join.job!r}: expected 1 to {join.max_workers} seats in one join, received {count}.",
+            f"Job {join.job!r}: expected 1 to {join.max_workers} workers in one join, received {count}.",
             hint="Raise max_workers or start fewer workers on this node.",
         )
     if not join.incarnation or not 0 <= join.port < 65536 or not join.last_call_s >= 0:
@@ -177,7 +177,7 @@ def _check_incarnations(rounds: Rounds, join: Join) -> None:
     names = {seat.incarnation for seat in join.seats}
     if len(names) != len(join.seats) or "" in names:
         raise BadRequest(
-            f"Job {join.job!r}: two seats of node {join.node!r} carry one incarnation, or an empty one.",
+            f"Job {join.job!r}: two workers of node {join.node!r} carry one incarnation, or an empty one.",
             hint="Make a new uuid for each worker process.",
         )
     members = rounds.round.members if rounds.round else {}
@@ -201,7 +201,7 @@ def _check_fixed_ranks(rounds: Rounds, join: Join) -> None:
     fixed_elsewhere = len(rounds.fixed) > (sum(seat.rank is not None for seat in own.join.seats) if own else 0)
     if 0 < len(ranks) < len(join.seats) or (others and fixed_elsewhere != bool(ranks)):
         raise BadRequest(
-            f"Job {join.job!r}: some seats fix their rank and some do not.",
+            f"Job {join.job!r}: some workers fix their rank and some do not.",
             hint="Start all workers with torchrun, or all with `dlrover-hooks run`, not both.",
         )
     if ranks and (len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= join.max_workers):
@@ -213,7 +213,7 @@ def _check_fixed_ranks(rounds: Rounds, join: Join) -> None:
 
 
 def predecessors(rounds: Rounds, join: Join) -> list[str]:
-    """Waiting agents and live members of its node that a sole agent has outlived."""
+    """Waiting agents and live members that `join` replaces, because its agent is the only live one of its node."""
     if not join.sole:
         return []
     mine, node = join.incarnation, join.node
@@ -225,7 +225,7 @@ def predecessors(rounds: Rounds, join: Join) -> list[str]:
 
 
 def add(rounds: Rounds, join: Join, now: float) -> bool:
-    """Put the checked join into waiting. Returns True if this broke the current round."""
+    """Add the checked join to `waiting`. Returns True if this broke the current round."""
     for agent in (join.incarnation, *_displaced(rounds, join)):
         drop(rounds, agent)
     rounds.waiting[join.incarnation] = Waiting(join=join, at=now)
@@ -243,12 +243,12 @@ def add(rounds: Rounds, join: Join, now: float) -> bool:
 
 
 def place_name(node: str, seat: Seat) -> str:
-    """What stays the same when a worker is started anew: its node and its local rank."""
+    """The place of a worker, which stays the same over restarts: its node and its local rank."""
     return f"{node}/{seat.local_rank}"
 
 
 def drop(rounds: Rounds, agent: str) -> bool:
-    """Forget what `agent` waits for. Its members that had joined again are missing again."""
+    """Remove the waiting join of `agent`. Its members that had joined again are missing again."""
     waiting = rounds.waiting.pop(agent, None)
     if waiting is None:
         return False
@@ -268,7 +268,7 @@ def _list(rounds: Rounds, join: Join) -> None:
 
 
 def unlist(rounds: Rounds, join: Join) -> None:
-    """Its seats wait no longer."""
+    """Remove the seats of a join that no longer waits."""
     size, here = str(len(join.seats)), rounds.waiting_at[join.node]
     here.discard(join.incarnation)
     if not here:
@@ -283,7 +283,7 @@ def unlist(rounds: Rounds, join: Join) -> None:
 
 
 def _displaced(rounds: Rounds, join: Join) -> list[str]:
-    """Agents that wait for the same fixed ranks on the same node: torchrun started those workers anew, they are dead.
+    """Agents that wait for the same fixed ranks on the same node: dead, since torchrun has restarted their workers.
 
     Raises BadRequest if another node claims one of the ranks.
     """
@@ -299,7 +299,10 @@ def _displaced(rounds: Rounds, join: Join) -> list[str]:
 
 
 def _leave_for(rounds: Rounds, join: Join) -> bool:
-    """Who spoke for a seat either joins again for it, or it is over. A member may speak for itself from now on."""
+    """Mark the sender's members as rejoined if `join` has them, else end them. Returns True if the round broke.
+
+    The sender is an agent or a member that joins for itself from now on.
+    """
     current = rounds.round
     mine = _spoken_for(current, join.incarnation) if current else ()
     again = {seat.incarnation for seat in join.seats}
@@ -334,8 +337,8 @@ def _end(current: Round, member: Member, how: str) -> None:
 def part(rounds: Rounds, incarnation: str, how: str) -> bool:
     """`incarnation`, an agent or a worker, is gone. Returns True if this broke the current round.
 
-    A worker that left DONE, or EXITED, breaks nothing. An agent takes along what it waits for and its members that
-    never attached.
+    A worker that left DONE or EXITED does not break it. With an agent end its waiting join and its members, if it was
+    lost only those that never attached.
     """
     drop(rounds, rounds.seats.get(incarnation, incarnation))
     current = rounds.round
@@ -355,7 +358,7 @@ def part(rounds: Rounds, incarnation: str, how: str) -> bool:
 
 
 def reapers(rounds: Rounds, worker: str) -> set[str]:
-    """Who may say that `worker` ended: who joined for it, and who started it. Empty: nobody has heard of it."""
+    """The incarnations that may report the end of `worker`: the one that joined for it and its launcher; or none."""
     member = rounds.round.members.get(worker) if rounds.round else None
     found = {member.agent, member.launcher} if member is not None else set[str]()
     waiting = rounds.waiting.get(rounds.seats.get(worker, ""))
@@ -363,13 +366,13 @@ def reapers(rounds: Rounds, worker: str) -> set[str]:
 
 
 def is_over(rounds: Rounds, worker: str) -> bool:
-    """It was a member, or a newcomer, and has ended: in the current round, or not long ago."""
+    """True if `worker` was a member or a newcomer and has ended, in the current round or not long before."""
     member = rounds.round.members.get(worker) if rounds.round else None
     return worker in rounds.parted or (member is not None and not member.live)
 
 
 def remember(rounds: Rounds, *parted: str) -> None:
-    """These are over, and in no round that could tell."""
+    """Record that these incarnations have ended, because no current round shows it."""
     for name in parted:
         rounds.parted[name] = rounds.parted_seen
         rounds.parted_seen += 1
@@ -380,7 +383,7 @@ def remember(rounds: Rounds, *parted: str) -> None:
 
 
 def knows(rounds: Rounds, incarnation: str) -> bool:
-    """Is this a waiting agent or seat, or an agent or live member of the current round?"""
+    """True for a waiting agent or seat, and for an agent or live member of the current round."""
     if incarnation in rounds.waiting or incarnation in rounds.seats:
         return True
     current = rounds.round
@@ -391,7 +394,7 @@ def knows(rounds: Rounds, incarnation: str) -> bool:
 
 
 def count_newcomers(rounds: Rounds) -> int:
-    """Seats that could be added to the round that trains now: whole joins, as many as there is room for."""
+    """Number of seats that could be added to the training round: those of complete joins, up to max_workers."""
     current = rounds.round
     if not rounds.waiting or current is None or current.phase is not Phase.TRAINING:
         return 0
@@ -404,7 +407,7 @@ def count_newcomers(rounds: Rounds) -> int:
 
 
 def regroups(current: Round, incarnation: str) -> bool:
-    """It is the one to make room for newcomers: a member that recovers, or the agent of members that do not."""
+    """True if `incarnation` admits newcomers: a member that recovers, or an agent none of whose members recovers."""
     member = current.members.get(incarnation)
     if member is not None:
         return member.recovers
@@ -412,7 +415,7 @@ def regroups(current: Round, incarnation: str) -> bool:
 
 
 def seated(rounds: Rounds, job: str, agent: str, after: int) -> Seated | None:
-    """What `AwaitRound` answers: None while there is nothing newer than `after`. Raises Stale for a stranger."""
+    """The answer to `AwaitRound`: None while no round is newer than `after`. Raises Stale if `agent` is unknown."""
     if agent in rounds.waiting:
         return None
     current = rounds.round

@@ -71,7 +71,7 @@ def test_a_good_script_keeps_all() -> None:
     texts = {verdict.promise: verdict.found for verdict in found}
     assert texts[DATA] == "20 steps to the script's end, the same positions in each"
     assert texts[SAVED] == "restored 1 times, bit-equal; at most 1 steps were trained again"
-    assert texts[RECOVERED] == "1 faults, at most 100.5 s to the next step; all processes were started anew"
+    assert texts[RECOVERED] == "1 faults, at most 100.5 s to the next step; all processes were restarted"
     assert texts[SAME] == "parameters bit-equal after each of 20 steps, on every rank"
 
 
