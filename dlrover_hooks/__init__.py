@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover_hooks.data.indices import ElasticIndices as ElasticIndices
-    from dlrover_hooks.data.leased.dataset import ShardDataset as ShardDataset
+    from dlrover_hooks.data.leased.shard_dataset import ShardDataset as ShardDataset
     from dlrover_hooks.data.loader import elastic_loader as elastic_loader
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
     from dlrover_hooks.elastic.in_process_recovery import elastic_run as elastic_run
@@ -23,7 +23,7 @@ _PUBLIC = {
     "ElasticSampler": "dlrover_hooks.data.sampler",
     "Retention": "dlrover_hooks.protocol",
     "Session": "dlrover_hooks.session",
-    "ShardDataset": "dlrover_hooks.data.leased.dataset",
+    "ShardDataset": "dlrover_hooks.data.leased.shard_dataset",
     "elastic_loader": "dlrover_hooks.data.loader",
     "elastic_run": "dlrover_hooks.elastic.in_process_recovery",
 }

@@ -22,7 +22,7 @@ from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
 from dlrover_hooks.checkpoint.restore.generation_loader import Fitting
 from dlrover_hooks.checkpoint.save.schedule import StepPace, save_due
 from dlrover_hooks.config import Config, Place, drill, use_seat
-from dlrover_hooks.data.data_state import Cut, DatasetPosition, Leased, united
+from dlrover_hooks.data.session_datasets import Cut, DatasetPosition, Leased, united
 from dlrover_hooks.errors import (
     CheckpointError,
     HooksError,
@@ -35,7 +35,7 @@ from dlrover_hooks.errors import (
     UsageError,
 )
 from dlrover_hooks.host.fork_guard import ForkGuard
-from dlrover_hooks.worker import membership, session_parts, startup
+from dlrover_hooks.worker import session_parts, startup, surviving_process
 from dlrover_hooks.worker.deferred_errors import Surface
 from dlrover_hooks.worker.emergency_save import EmergencySave
 from dlrover_hooks.worker.final_save import FinalSaveOutcome, LastSave, say_farewell
@@ -76,7 +76,7 @@ class Session:
                 "or run `python -m dlrover_hooks.master` and set DLROVER_HOOKS_MASTER=http://HOST:PORT",
             )
         self.config, self.place = config, place
-        self.membership = membership.entered(self, config)
+        self.membership = surviving_process.entered(self, config)
         self.run, self.attempt = "", 0
         self._incarnation = place.incarnation or uuid.uuid4().hex
         self._data = Cut()

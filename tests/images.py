@@ -7,8 +7,8 @@ from typing import Any
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.state.safetensors_layout import Layout, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
-from dlrover_hooks.checkpoint.state.safetensors_writer import Layout, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.protocol import Generation, Manifest

@@ -30,9 +30,9 @@ from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
 from dlrover_hooks.checkpoint.save.segment_client import Room
 from dlrover_hooks.checkpoint.save.single_rank_image import WHOSE, Lone
 from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, SlotTarget, Writer
-from dlrover_hooks.checkpoint.save.worker_notes import Notes
+from dlrover_hooks.checkpoint.save.successor_notes import Notes
 from dlrover_hooks.checkpoint.state.pytree import Memo, OnUnsupported, flatten
-from dlrover_hooks.checkpoint.state.safetensors_writer import PARTS, Inside
+from dlrover_hooks.checkpoint.state.safetensors_layout import PARTS, Inside
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
 from dlrover_hooks.errors import HooksError, KeeperAway, Stale, UsageError

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks import config
 from dlrover_hooks.data.loader import ElasticLoader, with_sampler
+from dlrover_hooks.data.optimizer_step_hook import mark_on_step
 from dlrover_hooks.data.order import Kind
 from dlrover_hooks.data.sampler import ElasticSampler
-from dlrover_hooks.data.step_marks import mark_on_step
 from dlrover_hooks.errors import UsageError
 
 log = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from dlrover_hooks.data.accumulation import Accumulation, accumulation_of
 from dlrover_hooks.data.batch_plan import Tail
 from dlrover_hooks.data.batch_sampler import END, Batches
 from dlrover_hooks.data.leased.leased_loader import is_leased, leased_loader
+from dlrover_hooks.data.optimizer_step_hook import mark_on_step
 from dlrover_hooks.data.order import Kind
 from dlrover_hooks.data.sampler import ElasticSampler
-from dlrover_hooks.data.step_marks import mark_on_step
 from dlrover_hooks.data.unsupported_loaders import refusal
 from dlrover_hooks.errors import UsageError
 

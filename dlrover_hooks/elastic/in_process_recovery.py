@@ -33,8 +33,8 @@ from dlrover_hooks import rng
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.elastic.process_groups import Groups
 from dlrover_hooks.errors import HooksError, JobFinished, RoundEnded, UsageError
-from dlrover_hooks.worker import membership as regroup
-from dlrover_hooks.worker.membership import Membership
+from dlrover_hooks.worker import surviving_process as regroup
+from dlrover_hooks.worker.surviving_process import Membership
 
 log = logging.getLogger("dlrover_hooks")
 

@@ -18,8 +18,8 @@ from dlrover_hooks.rng.rank_journal import Statistics
 from dlrover_hooks.worker.session_parts import Noted
 
 LOST = (
-    "rank %d: its random state was lost with its node, so it is seeded again: a model that draws will not end as in the "
-    "undisturbed run"
+    "rank %d: its random state was lost with its node, so it is seeded again: a model that draws will not end as in "
+    "the undisturbed run"
 )
 
 log = logging.getLogger("dlrover_hooks")

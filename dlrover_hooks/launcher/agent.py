@@ -18,17 +18,6 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import GivenUp, HooksError, MasterAway, Stale
 from dlrover_hooks.host.child_process import Child
-from dlrover_hooks.launcher.broken_rounds import (
-    all_ended,
-    elsewhere,
-    ended_early,
-    is_restart,
-    left_only,
-    live_on,
-    missing,
-    needed_again,
-    silent,
-)
 from dlrover_hooks.launcher.failures import (
     DONE,
     GAVE_UP,
@@ -48,6 +37,17 @@ from dlrover_hooks.launcher.master_requests import FORM_S, Speaker, Station
 from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.launcher.processes.workers import Workers
 from dlrover_hooks.launcher.restart_budget import Budget, Over, say_echoes
+from dlrover_hooks.launcher.round_diagnosis import (
+    all_ended,
+    elsewhere,
+    ended_early,
+    is_restart,
+    left_only,
+    live_on,
+    missing,
+    needed_again,
+    silent,
+)
 
 log = logging.getLogger("dlrover_hooks.run")
 

@@ -24,10 +24,10 @@ from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.launcher import requeue
 from dlrover_hooks.launcher.agent import Agent
-from dlrover_hooks.launcher.endpoints import Endpoint, endpoint, own_host, serve, url_of
 from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, Story, again, screen
 from dlrover_hooks.launcher.failures import counted, farewell
 from dlrover_hooks.launcher.interruption import Eviction, after, last_code
+from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
 from dlrover_hooks.launcher.master_requests import Station
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.launcher.processes.log_files import Logs

@@ -26,7 +26,7 @@ from dlrover_hooks.errors import (
 from dlrover_hooks.host.ports import held_port
 from dlrover_hooks.launcher.failures import WorkerExit
 from dlrover_hooks.launcher.options import LaunchOptions, Level
-from dlrover_hooks.worker.join import deserted
+from dlrover_hooks.worker.acquire_rank import deserted
 
 log = logging.getLogger("dlrover_hooks.run")
 

@@ -27,7 +27,7 @@ from dlrover_hooks.checkpoint.state.pytree import flatten
 from dlrover_hooks.data.accumulation import Accumulation
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
-from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.shapes import require
 from dlrover_hooks.pytorch.ddp import BucketOrder, SyncAtEnds, weigh_gradients

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-import dlrover_hooks.elastic.gloo_shutdown  # noqa: F401  # a script's last save may be its end
+import dlrover_hooks.elastic.gloo_exit_wait  # noqa: F401  # a script's last save may be its end
 from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint.save.staging import Copies
 from dlrover_hooks.checkpoint.state.pytree import flatten
+from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, WholeTensor
-from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.errors import UnsupportedState, UsageError

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-import dlrover_hooks.elastic.gloo_shutdown  # noqa: F401  # the hook's callbacks are freed before the process ends
+import dlrover_hooks.elastic.gloo_exit_wait  # noqa: F401  # the hook's callbacks are freed before the process ends
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.worker import membership
+from dlrover_hooks.worker import surviving_process
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def weigh_gradients(ddp: DistributedDataParallel, weight: Callable[[], float]) -
         return DdpOutcome(False, f"DDP already has the communication hook {_hook_names(ddp)}; it takes one only")
     _WEIGHED.add(ddp)
     world = dist.get_world_size(ddp.process_group)
-    told = membership.current() is None or _tell_ahead(ddp, world)
+    told = surviving_process.current() is None or _tell_ahead(ddp, world)
     if not told or ddp.gradient_as_bucket_view:  # DDP divides a view afterwards, which rounds differently
         ddp.register_comm_hook(None, _weighted_sum(ddp.process_group, weight, told=told))
         return DdpOutcome(True)
@@ -92,7 +92,7 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
     def ahead(_: Any) -> None:
         found = held()
         if found is not None and found.require_forward_param_sync:  # not within `no_sync`
-            membership.binds(world)
+            surviving_process.binds(world)
 
     node.register_prehook(ahead)
     return True
@@ -107,7 +107,7 @@ def _weighted_sum(group: Any, weight: Callable[[], float], *, told: bool = True)
         buffer, w = bucket.buffer(), weight()
         buffer.mul_(w) if w else buffer.zero_()
         if not told and bucket.is_last():  # after this bucket the other ranks can complete the step without this one
-            membership.binds(world)
+            surviving_process.binds(world)
         return group.allreduce([buffer], options).get_future().then(_first)
 
     # DDP compares annotations with classes, but postponed evaluation has made them strings

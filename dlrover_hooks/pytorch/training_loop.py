@@ -23,7 +23,7 @@ from dlrover_hooks.config import Config, Place
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.leased.leased_loader import is_leased as is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
-from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.shapes import require
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets

@@ -34,7 +34,7 @@ class Taken(NamedTuple):
 
 
 def take() -> Taken:
-    """The current state. `rng.step_states` is faster."""
+    """The current state. `rng.fast_capture` is faster."""
     state = capture()
     numpy = state.get("numpy")
     return Taken(pack(state), None if isinstance(numpy, tuple) else numpy)

@@ -22,8 +22,8 @@ from dlrover_hooks.checkpoint.save.schedule import Durable, Passing
 from dlrover_hooks.config import step_for_last_words
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.worker import imported_modules
-from dlrover_hooks.worker.metrics import Sampler
 from dlrover_hooks.worker.preemption import Preemption
+from dlrover_hooks.worker.resource_usage import Sampler
 
 if TYPE_CHECKING:
     from dlrover_hooks.client import Caller

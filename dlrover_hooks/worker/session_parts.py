@@ -20,7 +20,7 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.rng import rank_journal
 from dlrover_hooks.worker import startup
-from dlrover_hooks.worker.membership import Membership
+from dlrover_hooks.worker.surviving_process import Membership
 
 if TYPE_CHECKING:
     from dlrover_hooks.client.in_process_master import Alone

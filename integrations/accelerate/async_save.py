@@ -21,9 +21,9 @@ from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils import broadcast_object_list
 
+from dlrover_hooks.checkpoint.save.background_saves import Behind
 from dlrover_hooks.checkpoint.save.staging import Copies
 from dlrover_hooks.checkpoint.storage.atomic_files import SUFFIX, blame, put_back, sync_all, whole_folder
-from dlrover_hooks.checkpoint.storage.write_queue import Behind
 from dlrover_hooks.errors import StorageFailed, UnsupportedState
 
 log = logging.getLogger("dlrover_hooks")

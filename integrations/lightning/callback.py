@@ -26,7 +26,7 @@ from dlrover_hooks.config import Duration
 from dlrover_hooks.data.leased.leased_loader import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
 from dlrover_hooks.elastic.in_process_recovery import Recovery
-from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import RoundEnded, UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
 from dlrover_hooks.integrations.lightning import output_names as names

@@ -19,9 +19,9 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 
+from dlrover_hooks.checkpoint.save.background_saves import Behind
 from dlrover_hooks.checkpoint.save.staging import Copies
 from dlrover_hooks.checkpoint.storage.atomic_files import whole_file, whole_link
-from dlrover_hooks.checkpoint.storage.write_queue import Behind
 from dlrover_hooks.errors import HooksError, UnsupportedState, UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.utilities import rank_zero_info
 
 from dlrover_hooks.data.batch_plan import BatchPlan
-from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
 from dlrover_hooks.integrations.lightning.combined_loader import Loaders, closing

@@ -16,14 +16,14 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from dlrover_hooks.config import Config
 from dlrover_hooks.elastic.in_process_recovery import Recovery, elastic_run
-from dlrover_hooks.elastic.step_recovery import Survivor
+from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import RoundEnded, UsageError
 from dlrover_hooks.integrations.lightning import _compat as private
 from dlrover_hooks.integrations.lightning import output_names as names
 from dlrover_hooks.integrations.lightning.fresh_attributes import FreshAttributes
 from dlrover_hooks.integrations.lightning.step_state import Beside
 from dlrover_hooks.session import Restored, Session
-from dlrover_hooks.worker import membership
+from dlrover_hooks.worker import surviving_process
 
 Told = Callable[[Recovery], object]
 RECOVER = ("process", "restart")
@@ -80,7 +80,7 @@ class Fits:
             elastic_run(live, on_recover=self._on_recover, on_resize=self._on_resize)()
         finally:
             if (
-                membership.current() is None
+                surviving_process.current() is None
             ):  # otherwise the next round of an enclosing `elastic_run` may use the same Trainer
                 self._life, self._fresh, self._survivor, self._stepped = 0, None, None, False
 

@@ -17,7 +17,7 @@ from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
 from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
 from dlrover_hooks.master.core.leased_data import job_ledgers
-from dlrover_hooks.master.core.rounds import departure, key_value_store, member_changes
+from dlrover_hooks.master.core.rounds import key_value_store, member_changes, preemption_agreement
 from dlrover_hooks.protocol import (
     ROUTES,
     Attach,
@@ -134,8 +134,8 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Loaded: restore_choice.loaded,
     Exited: member_changes.exited,
     Leave: member_changes.leave,
-    Preempt: departure.preempt,
-    Hold: departure.hold,
+    Preempt: preemption_agreement.preempt,
+    Hold: preemption_agreement.hold,
     Vote: _vote,
     ChangeKeys: _change_keys,
     OpenLedger: job_ledgers.open_ledger,

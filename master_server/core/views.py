@@ -19,7 +19,7 @@ from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job, in_round, knows
 from dlrover_hooks.master.core.job_registry import Master, job_named
 from dlrover_hooks.master.core.leased_data import job_ledgers
-from dlrover_hooks.master.core.rounds import departure, key_value_store, rendezvous
+from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
 from dlrover_hooks.protocol import (
     AwaitKeys,
     AwaitParting,
@@ -100,7 +100,7 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         finished_step=job.finished_step if job.finished else None,
         begun_step=_begun_step(job, current),
         save_to=job.settings.save_to,
-        parting=departure.told(job),
+        parting=preemption_agreement.told(job),
         ending=job.ending,
         failures=job.failures,
     )
@@ -180,7 +180,7 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         newest_complete=job.saves.newest_complete,
         cadence=job.saves.cadence,
         may_complete=votes.may_complete(job.saves),
-        parting=departure.summons(job),
+        parting=preemption_agreement.summons(job),
         waiting=job.rounds.newcomers,
     )
 
@@ -208,7 +208,7 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
 
 def _parting(state: Master, nodes: Nodes, request: AwaitParting) -> Parting | None:
     del nodes
-    return departure.awaited(job_named(state, request.job), request)
+    return preemption_agreement.awaited(job_named(state, request.job), request)
 
 
 def _shards(state: Master, nodes: Nodes, request: AwaitShards) -> Leases | None:

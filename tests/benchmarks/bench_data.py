@@ -26,8 +26,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client.in_process_master import Alone
-from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.data.sampler import ElasticSampler
 from tests.benchmarks import ledger_load

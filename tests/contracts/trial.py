@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 
 EVALUATED = 9
 OWN_LENGTH = 40

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
+from dlrover_hooks.checkpoint.save.background_saves import Behind
 from dlrover_hooks.checkpoint.save.copy_thread import Aside
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.write_queue import Behind
-from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.errors import UsageError
 from tests.e2e.launched import Launched
 from tests.e2e.master_process import LiveMaster

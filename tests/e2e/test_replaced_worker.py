@@ -19,7 +19,7 @@ Node = Callable[..., Launched]
 
 SURVIVOR = textwrap.dedent("""
     import queue
-    from dlrover_hooks.worker.join import join_request, take_seat
+    from dlrover_hooks.worker.acquire_rank import join_request, take_seat
     heard = queue.Queue()
 
     def say(seated, **more):

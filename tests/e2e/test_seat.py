@@ -9,7 +9,7 @@ import pytest
 from dlrover_hooks import config
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import JobFinished, MasterAway
-from dlrover_hooks.worker.join import join_request, seat_environment, take_seat
+from dlrover_hooks.worker.acquire_rank import join_request, seat_environment, take_seat
 from tests.e2e.master_process import LiveMaster
 
 CONFIG = config.Config(job="job", master="http://127.0.0.1:1")

@@ -32,7 +32,7 @@ from dlrover_hooks.elastic.in_process_recovery import Recovery
 from dlrover_hooks.launcher.warm import bootstrap
 from dlrover_hooks.protocol import Generation
 from dlrover_hooks.session import Preempted
-from dlrover_hooks.worker import membership as regroup
+from dlrover_hooks.worker import surviving_process as regroup
 
 SAMPLES = 48
 

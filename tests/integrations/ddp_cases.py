@@ -26,7 +26,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.pytorch import ddp as ddp_module
 from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, TokenMean
-from dlrover_hooks.worker import membership as regroup
+from dlrover_hooks.worker import surviving_process as regroup
 
 Tensors = list[torch.Tensor]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator

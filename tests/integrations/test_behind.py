@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from dlrover_hooks.checkpoint.save.background_saves import Behind
 from dlrover_hooks.checkpoint.save.staging import Copies
 from dlrover_hooks.checkpoint.storage import atomic_files
 from dlrover_hooks.checkpoint.storage.atomic_files import SUFFIX, put_back, whole_file, whole_folder
-from dlrover_hooks.checkpoint.storage.write_queue import Behind
 from dlrover_hooks.errors import CheckpointError, StorageFailed, UnsupportedState
 from tests.ranks import ROOT
 
@@ -210,7 +210,7 @@ def test_a_folder_whose_replacement_was_killed_halfway_is_put_back(
 SCRIPT = """
     import signal, sys, threading
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may have it ignored
-    from dlrover_hooks.checkpoint.storage.write_queue import Behind
+    from dlrover_hooks.checkpoint.save.background_saves import Behind
     from dlrover_hooks.checkpoint.storage.atomic_files import whole_file
 
     def write():

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.errors import DataMismatch, NoCheckpoint, SaveToBusy, UnsupportedState, UsageError
 from dlrover_hooks.integrations.lightning import ElasticCallback
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.data.leased.dataset import ShardDataset
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.torch import AsyncCheckpointer

@@ -16,7 +16,7 @@ from dlrover_hooks.master.core import dispatch, heartbeats
 from dlrover_hooks.master.core.checkpoints import restore_sources, votes
 from dlrover_hooks.master.core.effects import Wake, parting_topic
 from dlrover_hooks.master.core.leased_data import ledger, partitions
-from dlrover_hooks.master.core.rounds import departure, member_changes, rank_assignment, rendezvous
+from dlrover_hooks.master.core.rounds import member_changes, preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.worker.preemption import DepartureGate
 
@@ -233,7 +233,7 @@ def make_do_with_less(patch: Patch) -> None:
 
 def part_too_early(patch: Patch) -> None:
     """All are to leave at a step that some have passed."""
-    real = departure._decide
+    real = preemption_agreement._decide
 
     def decide(job: Any, effects: Any) -> None:
         before = job.leaving.step
@@ -241,7 +241,7 @@ def part_too_early(patch: Patch) -> None:
         if before is None and job.leaving.step is not None:
             job.leaving.step = max(0, job.leaving.step - 1)
 
-    patch.setattr(departure, "_decide", decide)
+    patch.setattr(preemption_agreement, "_decide", decide)
 
 
 def ask_one_for_all(patch: Patch) -> None:
@@ -252,7 +252,7 @@ def ask_one_for_all(patch: Patch) -> None:
             job.leaving.step = job.leaving.passed + 1
             effects.append(Wake(topic=parting_topic(job.name)))
 
-    patch.setattr(departure, "_decide", decide)
+    patch.setattr(preemption_agreement, "_decide", decide)
 
 
 def promise_in_vain(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.launcher.broken_rounds import live_on, silent
+from dlrover_hooks.launcher.round_diagnosis import live_on, silent
 from tests.simulation.agent import Agent
 from tests.simulation.survivor import Chair
 from tests.simulation.swarm import Level

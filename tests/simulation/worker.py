@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.save.schedule import save_due
-from dlrover_hooks.data.data_state import united
+from dlrover_hooks.data.session_datasets import united
 from dlrover_hooks.errors import CheckpointError, HooksError, MasterAway, Stale
 from tests.simulation.client import Client
 from tests.simulation.fit import Fit, Sampled

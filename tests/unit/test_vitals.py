@@ -5,11 +5,11 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from dlrover_hooks.worker import metrics
+from dlrover_hooks.worker import resource_usage
 
 
 def test_this_process() -> None:
-    sampler = metrics.Sampler()
+    sampler = resource_usage.Sampler()
     sum(range(200_000))
     found = sampler.sample()
     assert found.cpu_percent >= 0
@@ -21,7 +21,7 @@ def test_without_a_driver_there_are_no_gpu_facts(monkeypatch: pytest.MonkeyPatch
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
-    found = metrics.Sampler().sample()
+    found = resource_usage.Sampler().sample()
     assert (found.gpu_percent, found.gpu_memory_bytes) == (None, None)
 
 
@@ -32,7 +32,7 @@ def test_a_gpu_that_falls_off_the_bus_ends_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: object())
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lost)
-    found = metrics.Sampler().sample()
+    found = resource_usage.Sampler().sample()
     assert (found.gpu_percent, found.gpu_memory_bytes) == (None, None)
 
 
@@ -52,5 +52,5 @@ def test_the_gpu_is_this_workers(
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID"):
         monkeypatch.setattr(pynvml, name, asked.append)
-    metrics.Sampler()
+    resource_usage.Sampler()
     assert asked == [own]

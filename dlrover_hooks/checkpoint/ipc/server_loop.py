@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages, unix_socket
-from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
+from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.errors import KeeperAway
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
+from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 
 _HINT = "end that process first, or give this run another job name (--job, DLROVER_HOOKS_JOB)"
 

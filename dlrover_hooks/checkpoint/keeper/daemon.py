@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages, unix_socket
+from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
-from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
 from dlrover_hooks.checkpoint.keeper.hasher import Hashes
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
-from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.keeper import admission
 from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
 from dlrover_hooks.checkpoint.keeper.hasher import Hashes

@@ -9,8 +9,8 @@ import logging
 from typing import Any
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
-from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
 from dlrover_hooks.checkpoint.memory.inventory import Holdings, Segment

@@ -6,7 +6,7 @@ cannot be sealed, but like a memfd it disappears with its last user, however tha
     page 0    64 B: magic, slots, slot_bytes, number, note_bytes     then one line of 64 B per slot:
               seq u64 | attempt u64 | step u64 | image_len u64 | rank u32, world u32 | run 16 bytes | 8 spare
     notes     note_bytes each: seq u64 | length u64 | the trainer's data for its successor (`rng.rank_journal`)
-    slot k    a safetensors image (`safetensors_writer`)
+    slot k    a safetensors image (`safetensors_layout`)
 
 `seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. The trainer writes. The
 keeper owns the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket
@@ -24,7 +24,7 @@ import os
 import uuid
 from array import array
 
-from dlrover_hooks.checkpoint.state.safetensors_writer import PAGE
+from dlrover_hooks.checkpoint.state.safetensors_layout import PAGE
 from dlrover_hooks.config import runtime_dir
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Message

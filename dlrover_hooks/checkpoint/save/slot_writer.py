@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
 from dlrover_hooks.checkpoint.save.frozen_parameters import Range
-from dlrover_hooks.checkpoint.state.safetensors_writer import Outgrown
+from dlrover_hooks.checkpoint.state.safetensors_layout import Outgrown
 from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe, Sources
 from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation

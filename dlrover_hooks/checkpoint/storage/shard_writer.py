@@ -16,8 +16,8 @@ from typing import Any
 
 from dlrover_hooks.checkpoint.memory.checksums import damaged
 from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot
+from dlrover_hooks.checkpoint.state.safetensors_layout import subset
 from dlrover_hooks.checkpoint.state.safetensors_reader import Header, parse
-from dlrover_hooks.checkpoint.state.safetensors_writer import subset
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
 from dlrover_hooks.checkpoint.storage.url_claim import KEEPER, UrlClaim

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from dlrover_hooks.checkpoint.memory.memcpy import Pieces
-from dlrover_hooks.checkpoint.state.safetensors_writer import RESERVE, Inside, Layout, Outgrown, header_parts, plan
+from dlrover_hooks.checkpoint.state.safetensors_layout import RESERVE, Inside, Layout, Outgrown, header_parts, plan
 from dlrover_hooks.checkpoint.tensors.numpy_backend import Glance, library
 from dlrover_hooks.errors import UnsupportedState
 

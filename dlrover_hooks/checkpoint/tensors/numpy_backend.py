@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Move, place_of
-from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec
+from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec
 from dlrover_hooks.checkpoint.tensors.shard_index import Stored, need_all
 from dlrover_hooks.errors import UnsupportedState
 

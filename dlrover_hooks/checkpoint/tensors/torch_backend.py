@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Move, place_of
+from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec
 from dlrover_hooks.checkpoint.state.safetensors_reader import WholeTensor
-from dlrover_hooks.checkpoint.state.safetensors_writer import TensorSpec
 from dlrover_hooks.checkpoint.tensors import numpy_backend
 from dlrover_hooks.checkpoint.tensors.numpy_backend import Glance
 from dlrover_hooks.checkpoint.tensors.shard_index import COMPLEX, Stored, TensorPart, deliver, need_all

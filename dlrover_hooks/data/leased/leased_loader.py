@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from dlrover_hooks import config as settings
 from dlrover_hooks.data.leased import step_agreement
 from dlrover_hooks.data.leased.applied_ranges import Tally
-from dlrover_hooks.data.leased.dataset import Read, ShardDataset, checked, stand_ins
 from dlrover_hooks.data.leased.lease_client import Borrower, LeaseCaller
 from dlrover_hooks.data.leased.ledger_client import LedgerClient, LedgerConnection, hold, let_go, own_line
 from dlrover_hooks.data.leased.pipeline import Delivery, Feed, FeedSampler, shut_down, with_picks
+from dlrover_hooks.data.leased.shard_dataset import Read, ShardDataset, checked, stand_ins
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.data.leased.step_agreement import Agreement
-from dlrover_hooks.data.step_marks import mark_on_step
+from dlrover_hooks.data.optimizer_step_hook import mark_on_step
 from dlrover_hooks.errors import DataMismatch, HooksError, ShardsFailed, UsageError
 
 log = logging.getLogger(__name__)

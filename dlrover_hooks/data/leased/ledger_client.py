@@ -11,8 +11,8 @@ from dlrover_hooks import config as settings
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.data.leased import step_agreement
-from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.leased.lease_client import Borrower, LeaseCaller, LeaseRequester
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import MasterAway, MasterError, UsageError
 from dlrover_hooks.host.fork_guard import ForkGuard

@@ -19,8 +19,8 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.leased.applied_ranges import LeasePart
-from dlrover_hooks.data.leased.dataset import Collated, Pick, Read, Reading, ShardDataset
 from dlrover_hooks.data.leased.lease_client import Borrower, HeldLease
+from dlrover_hooks.data.leased.shard_dataset import Collated, Pick, Read, Reading, ShardDataset
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.errors import ShardsFailed
 from dlrover_hooks.protocol import LedgerState

@@ -21,7 +21,7 @@ from dlrover_hooks.launcher.processes.log_files import Logs
 from dlrover_hooks.launcher.processes.worker_errors import LastWords
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
 from dlrover_hooks.protocol import JobView, Seat, Seated
-from dlrover_hooks.worker.join import seat_environment
+from dlrover_hooks.worker.acquire_rank import seat_environment
 
 
 class Workers:

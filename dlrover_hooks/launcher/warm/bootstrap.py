@@ -26,7 +26,7 @@ from dlrover_hooks import config as settings
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import JobFinished, UsageError
 from dlrover_hooks.worker import imported_modules
-from dlrover_hooks.worker.join import join_request, seat_environment, take_seat
+from dlrover_hooks.worker.acquire_rank import join_request, seat_environment, take_seat
 
 log = logging.getLogger("dlrover_hooks")
 

@@ -23,7 +23,7 @@ from dlrover_hooks.master.core.job import (
     tell_of_newcomers,
 )
 from dlrover_hooks.master.core.leased_data import job_ledgers
-from dlrover_hooks.master.core.rounds import departure, rank_assignment, rendezvous
+from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
 from dlrover_hooks.master.core.rounds.rendezvous import Rounds
 from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase
@@ -164,7 +164,7 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
     job.failures += broken and how in _DEATHS  # counted once per round: the break ends the other members
     counts = how in _DEATHS and not (was_broken and incarnation not in job.ledgers.free)
     job_ledgers.part(job, incarnation, effects, lost=counts)
-    departure.part(job, incarnation, effects)
+    preemption_agreement.part(job, incarnation, effects)
     if current is not None and not job.finished and current.done == current.world_size:
         _finish(job, effects)
     _after_membership(job, now, effects, broken=broken)

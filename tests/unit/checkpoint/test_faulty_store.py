@@ -12,7 +12,7 @@ import pytest
 
 from dlrover_hooks.checkpoint.memory.inventory import Found, Segment, prove
 from dlrover_hooks.checkpoint.memory.segment import Arena
-from dlrover_hooks.checkpoint.state.safetensors_writer import Inside, TensorSpec, header_bytes, plan
+from dlrover_hooks.checkpoint.state.safetensors_layout import Inside, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage import generations, shard_writer
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.checkpoint.storage.stall_guard import STUCK, Attempt, AttemptAbandoned, Patience

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
-from dlrover_hooks.checkpoint.state import safetensors_writer
+from dlrover_hooks.checkpoint.state import safetensors_layout
 from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
 from dlrover_hooks.checkpoint.state.safetensors_reader import HEADER_LIMIT, Header, Inside, header_end, parse
 from dlrover_hooks.checkpoint.storage import generations
@@ -306,6 +306,6 @@ def test_no_memory_is_taken_for_claims(tmp_path: Path) -> None:
 
 def test_header_and_image_agree() -> None:
     """The names that others import from `image` are those of `header`."""
-    assert safetensors_writer.parse is parse
+    assert safetensors_layout.parse is parse
     assert isinstance(parse(VALID), Header)
     assert read(VALID)["state"]["kind"][0] is torch.float32

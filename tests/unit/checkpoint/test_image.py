@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dlrover_hooks.checkpoint.state import safetensors_writer
-from dlrover_hooks.checkpoint.state.safetensors_writer import ITEM_BYTES, PAGE, Inside, Outgrown, TensorSpec
+from dlrover_hooks.checkpoint.state import safetensors_layout
+from dlrover_hooks.checkpoint.state.safetensors_layout import ITEM_BYTES, PAGE, Inside, Outgrown, TensorSpec
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
@@ -58,7 +58,7 @@ def test_layout_is_aligned_and_dense(rows: list[tuple[str, str, list[int]]]) -> 
         for length in shape:
             size *= length
         specs.append(TensorSpec(f"s.{name}", dtype, tuple(shape), size))
-    layout = safetensors_writer.plan(specs)
+    layout = safetensors_layout.plan(specs)
     assert layout.header_bytes % PAGE == 0
     at = layout.header_bytes
     for spec, start in zip(layout.specs, layout.starts, strict=True):
@@ -66,8 +66,8 @@ def test_layout_is_aligned_and_dense(rows: list[tuple[str, str, list[int]]]) -> 
         assert start % ITEM_BYTES[spec.dtype] == 0
         at += spec.nbytes
     assert at == layout.total_bytes
-    header = safetensors_writer.header_bytes(layout, Inside(GENERATION, 1, 2, {}))
-    parsed = safetensors_writer.parse(header + bytes(layout.total_bytes - len(header)))
+    header = safetensors_layout.header_bytes(layout, Inside(GENERATION, 1, 2, {}))
+    parsed = safetensors_layout.parse(header + bytes(layout.total_bytes - len(header)))
     assert set(parsed.tensors) == {spec.name for spec in specs}
     assert parsed.inside() == Inside(GENERATION, 1, 2, {})
 
@@ -77,13 +77,13 @@ def grown(size: int) -> Inside:
 
 
 def test_header_takes_changing_metadata_until_outgrown() -> None:
-    layout = safetensors_writer.plan(torch_backend.specs(some()), 1000)
+    layout = safetensors_layout.plan(torch_backend.specs(some()), 1000)
     for size in (0, 500):
-        assert len(safetensors_writer.header_bytes(layout, grown(size))) == layout.header_bytes
+        assert len(safetensors_layout.header_bytes(layout, grown(size))) == layout.header_bytes
     with pytest.raises(Outgrown) as caught:
-        safetensors_writer.header_bytes(layout, grown(9000))
-    again = safetensors_writer.plan(torch_backend.specs(some()), layout.header_bytes + caught.value.needed)
-    safetensors_writer.header_bytes(again, grown(9000))
+        safetensors_layout.header_bytes(layout, grown(9000))
+    again = safetensors_layout.plan(torch_backend.specs(some()), layout.header_bytes + caught.value.needed)
+    safetensors_layout.header_bytes(again, grown(9000))
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_header_takes_changing_metadata_until_outgrown() -> None:
 )
 def test_garbage_is_corrupt(data: bytes) -> None:
     with pytest.raises(Corrupt):
-        safetensors_writer.parse(data)
+        safetensors_layout.parse(data)
 
 
 def test_truncated_image_is_corrupt() -> None:
     data = build(some())
     with pytest.raises(Corrupt, match="fit"):
-        safetensors_writer.parse(data[:-1])
+        safetensors_layout.parse(data[:-1])
 
 
 def write(folder: Path, rank: int) -> Path:
@@ -107,7 +107,7 @@ def write(folder: Path, rank: int) -> Path:
     if rank == 0:
         path.write_bytes(data)
     else:
-        part = safetensors_writer.subset(safetensors_writer.parse(data), lambda name: name.startswith("rank."))
+        part = safetensors_layout.subset(safetensors_layout.parse(data), lambda name: name.startswith("rank."))
         path.write_bytes(part.header + b"".join(data[a:b] for a, b in part.pieces))
         assert path.stat().st_size == part.nbytes
     return path
@@ -121,10 +121,10 @@ def test_stock_safetensors_reads_whole_and_subset(tmp_path: Path) -> None:
 
 
 def test_subset_without_tensors_is_a_file_too(tmp_path: Path) -> None:
-    part = safetensors_writer.subset(safetensors_writer.parse(bytes(build(some()))), lambda _: False)
+    part = safetensors_layout.subset(safetensors_layout.parse(bytes(build(some()))), lambda _: False)
     (tmp_path / "none.safetensors").write_bytes(part.header)
     assert load_file(tmp_path / "none.safetensors") == {}
-    assert safetensors_writer.parse(part.header).inside().generation == GENERATION
+    assert safetensors_layout.parse(part.header).inside().generation == GENERATION
 
 
 def test_stock_dcp_reads_all_ranks_files(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_stock_dcp_reads_all_ranks_files(tmp_path: Path) -> None:
         dcp.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     info = json.loads(
-        safetensors_writer.parse((tmp_path / "shard-00002-model-00001-of-00001.safetensors").read_bytes()).metadata[
+        safetensors_layout.parse((tmp_path / "shard-00002-model-00001-of-00001.safetensors").read_bytes()).metadata[
             "DCP_SHARDING_INFO"
         ]
     )

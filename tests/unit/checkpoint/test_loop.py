@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
-from dlrover_hooks.checkpoint.ipc.trainer_connection import Peer
 from dlrover_hooks.checkpoint.ipc.unix_socket import dial, listen
 from tests.descriptors import no_descriptor_left
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dlrover_hooks.checkpoint.state import safetensors_writer
+from dlrover_hooks.checkpoint.state import safetensors_layout
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, holds_shards, parse
 from dlrover_hooks.checkpoint.storage.shard_writer import _own
 from dlrover_hooks.checkpoint.tensors import torch_backend
@@ -34,7 +34,7 @@ def mesh(rank: int, *shape: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def saved(tensor: Any, **others: torch.Tensor) -> tuple[safetensors_writer.TensorSpec, bytes]:
+def saved(tensor: Any, **others: torch.Tensor) -> tuple[safetensors_layout.TensorSpec, bytes]:
     tensors = {"state.w": tensor, **others}
     recipe = Recipe(tensors)
     header = b"".join(recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {})))

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
-from dlrover_hooks.checkpoint.state import safetensors_writer
+from dlrover_hooks.checkpoint.state import safetensors_layout
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
@@ -35,7 +35,7 @@ class Memory:
     """An image in plain memory."""
 
     def __init__(self, data: bytearray) -> None:
-        self.view, self.header = memoryview(data), safetensors_writer.parse(data)
+        self.view, self.header = memoryview(data), safetensors_layout.parse(data)
 
     def need(self, spans: Any) -> None:
         pass

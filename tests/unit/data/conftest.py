@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from tests.unit.data.lent import JOB, Master
 
 

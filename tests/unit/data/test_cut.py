@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.data.data_state import Cut, united
+from dlrover_hooks.data.session_datasets import Cut, united
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol.ranges import Ranges
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from dlrover_hooks.data.optimizer_step_hook import mark_on_step
 from dlrover_hooks.data.sampler import ElasticSampler
-from dlrover_hooks.data.step_marks import mark_on_step
 from dlrover_hooks.errors import DataMismatch, UsageError
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from dlrover_hooks.data.leased import leased_loader as leased_module
 from dlrover_hooks.data.leased import pipeline
-from dlrover_hooks.data.leased.dataset import ShardDataset
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.leased.sources import Stream, Table
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.errors import (

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import pipeline
 from dlrover_hooks.data.leased.applied_ranges import LeasePart
-from dlrover_hooks.data.leased.dataset import Read, ShardDataset
 from dlrover_hooks.data.leased.lease_client import HeldLease
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
+from dlrover_hooks.data.leased.shard_dataset import Read, ShardDataset
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import (
     HooksError,

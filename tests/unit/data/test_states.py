@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dlrover_hooks import rng
-from dlrover_hooks.rng import step_states
-from dlrover_hooks.rng.step_states import States
+from dlrover_hooks.rng import fast_capture
+from dlrover_hooks.rng.fast_capture import States
 
 _numpy: Any = np.random
 
@@ -83,5 +83,5 @@ def test_another_generator_of_numpys_comes_back() -> None:
 
 
 def test_where_the_memory_is_another_the_public_calls_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_states, "_left_over", lambda _: None)
+    monkeypatch.setattr(fast_capture, "_left_over", lambda _: None)
     assert States().take() == rng.take()

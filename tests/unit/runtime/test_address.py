@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.launcher.endpoints import Endpoint, endpoint, own_host, serve, url_of
+from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
 
 
 @pytest.mark.parametrize(

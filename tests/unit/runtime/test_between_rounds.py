@@ -7,8 +7,8 @@ import signal
 from types import SimpleNamespace
 
 from dlrover_hooks import config
-from dlrover_hooks.worker.membership import Membership
 from dlrover_hooks.worker.preemption import Signals
+from dlrover_hooks.worker.surviving_process import Membership
 
 
 def test_a_signal_between_two_rounds_is_heard_whatever_a_framework_has_put_back() -> None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dlrover_hooks.launcher.broken_rounds import all_ended, elsewhere, left_only, live_on, missing, needed_again, silent
 from dlrover_hooks.launcher.failures import USAGE, Blame, FailureVerdict, WorkerExit, culprit
 from dlrover_hooks.launcher.failures import judge as judged
+from dlrover_hooks.launcher.round_diagnosis import (
+    all_ended,
+    elsewhere,
+    left_only,
+    live_on,
+    missing,
+    needed_again,
+    silent,
+)
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView, MemberView, Parting, Phase
 
 

@@ -15,9 +15,9 @@ from dlrover_hooks.launcher import master_requests
 from dlrover_hooks.launcher.failures import farewell
 from dlrover_hooks.launcher.master_requests import Speaker, Station
 from dlrover_hooks.launcher.options import LaunchOptions
-from dlrover_hooks.worker import join as seat
-from dlrover_hooks.worker import membership
-from dlrover_hooks.worker.membership import Membership
+from dlrover_hooks.worker import acquire_rank as seat
+from dlrover_hooks.worker import surviving_process
+from dlrover_hooks.worker.surviving_process import Membership
 
 VIEW = p.JobView(job="job", run="run", attempt=1, round=1, phase=p.Phase.TRAINING, step=7, members=())
 
@@ -29,7 +29,7 @@ class Stopped:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, back_at: float, answer: Any = VIEW) -> None:
         self.now, self._back_at, self._answer = 100.0, 100.0 + back_at, answer
-        for module in (membership, seat, master_requests):
+        for module in (surviving_process, seat, master_requests):
             monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
     def call(self, request: p.Message, *, timeout_s: float, **_: Any) -> Any:
@@ -80,7 +80,7 @@ def member(client: Any) -> Membership:
 
 def test_a_survivor_waits_for_the_word_of_a_master_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its five seconds are for a master that is there."""
-    monkeypatch.setattr(membership, "_LOOK_S", 0.0)
+    monkeypatch.setattr(surviving_process, "_LOOK_S", 0.0)
     broken = [p.Notice(1, broken=True)]
 
     def heard() -> p.JobView:
@@ -95,7 +95,7 @@ def test_a_survivor_waits_for_the_word_of_a_master_that_is_away(monkeypatch: pyt
 
 
 def test_a_survivor_of_no_break_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_LOOK_S", 0.0)
+    monkeypatch.setattr(surviving_process, "_LOOK_S", 0.0)
     client = Stopped(monkeypatch, back_at=0.0)
     assert not member(client).hears_break(5.0)
     assert client.now < 106.0

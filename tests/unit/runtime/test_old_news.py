@@ -19,7 +19,7 @@ from dlrover_hooks.launcher.master_requests import Station
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.protocol import Generation, JobView, Notice, Phase
 from dlrover_hooks.session import Session
-from dlrover_hooks.worker.membership import Membership
+from dlrover_hooks.worker.surviving_process import Membership
 
 NOWHERE = "http://127.0.0.1:9"
 

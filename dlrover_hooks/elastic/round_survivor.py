@@ -18,7 +18,7 @@ from dlrover_hooks.elastic.batch_statistics import BatchStatistics
 from dlrover_hooks.elastic.rng_redistribution import gathered
 from dlrover_hooks.elastic.rng_replication import told
 from dlrover_hooks.elastic.step_snapshot import SmallSet
-from dlrover_hooks.rng.step_states import States
+from dlrover_hooks.rng.fast_capture import States
 from dlrover_hooks.session import Session
 
 log = logging.getLogger("dlrover_hooks")

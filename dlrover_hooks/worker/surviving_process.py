@@ -21,7 +21,7 @@ from dlrover_hooks.config import Config, Place, change_environment
 from dlrover_hooks.errors import HooksError, JobFinished, MasterAway, MasterError, RoundEnded, Stale, UsageError
 from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.rng.rank_journal import Draws, Statistics
-from dlrover_hooks.worker.join import POLL_S, join_request, seat_environment, take_seat
+from dlrover_hooks.worker.acquire_rank import POLL_S, join_request, seat_environment, take_seat
 
 log = logging.getLogger("dlrover_hooks")
 _WORD_S = 5.0
