@@ -14,10 +14,11 @@ SEEDS ?= 1:2000
 ROUNDS ?= 4
 
 PYTEST := $(BIN)/python -m pytest --durations=15
+PROOFS := build/requirements-tests.json
 IN_PROCESS := tests/unit tests/property tests/simulation
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulate chaos check structure format docs clean
+.PHONY: help setup demo test requirements simulate chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -37,6 +38,11 @@ ifeq ($(TEST_ARGS),)
 else
 	$(PYTEST) $(TEST_ARGS)
 endif
+
+requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
+	@rm -f $(PROOFS)
+	@status=0; $(MAKE) test PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
+		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
 
 simulate: $(READY)  ## the master and whole jobs in virtual time, with faults (SEEDS=FIRST:LAST)
 	$(BIN)/python -m tests.simulation $(SEEDS)

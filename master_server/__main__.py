@@ -82,7 +82,10 @@ def _lease(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 
 def _forget_after(ctx: click.Context, param: click.Parameter, text: str) -> float:
-    return math.inf if text == "never" else _seconds(ctx, param, text)
+    found = math.inf if text == "never" else _seconds(ctx, param, text)
+    if not found:
+        raise click.BadParameter("0 would delete a job at its end; give a duration such as 12h, or never")
+    return found
 
 
 class Command(click.Command):

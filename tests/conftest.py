@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests import keepers, warm
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import named_job
+from tests.requirements import Recorder
 
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     chaos.addoption("--chaos-real-rounds", type=int, default=10, metavar="N", help="with real ones (10)")
     chaos.addoption("--chaos-run-rounds", type=int, default=1, metavar="N", help="each kind of fault so often (1)")
     chaos.addoption("--chaos-seed", type=int, metavar="S", help="of the first batch; the seed is printed")
+    parser.addoption("--requirements", type=Path, metavar="FILE", help="add to FILE how tests with requirements ended")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,7 +86,9 @@ def live_master(tmp_path: Path) -> Iterator[LiveMaster]:
     master.close()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Who runs the tests in the background may have Ctrl-C ignored, and what they start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (file := config.getoption("--requirements")) is not None:
+        config.pluginmanager.register(Recorder(config.rootpath / file))

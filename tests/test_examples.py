@@ -1,4 +1,4 @@
-"""Examples are short, and what the README shows of them is what they are (issue 2 item 9)."""
+"""Examples are short, and what the README shows of them is what they are."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_diff_shown_is_the_real_one(page: str, framework: str) -> None:
 
 @pytest.mark.slow
 def test_the_accelerate_example_learns_and_resumes(tmp_path: Path) -> None:
-    """Two epochs, then the same command with a third one: it goes on where it was (DL-57)."""
+    """Two epochs, then the same command with a third one: it goes on where it was."""
     losses: list[list[float]] = []
     for epochs in ("2", "3"):
         env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
@@ -85,7 +85,7 @@ def test_the_accelerate_example_learns_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_leased_shards_survive_the_death_of_a_worker() -> None:
-    """DL-69, DL-73, EZ-13: examples/shards kills a worker; the other one reads the rest, and the books are complete."""
+    """`examples/shards` kills a worker; the other one reads the rest, and the books are complete."""
     script = ROOT / "examples/shards/train.py"
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
     env |= {"PYTHONPATH": str(ROOT)}
@@ -102,7 +102,7 @@ def test_leased_shards_survive_the_death_of_a_worker() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("framework", ["ddp", "lightning", "accelerate"])
 def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framework: str) -> None:
-    """Under the real launcher: the survivors' processes go on (DL-77)."""
+    """Under the real launcher: the survivors' processes go on."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
     options = ["--nproc-per-node", "1:3", "--fault-level", "shrink", "--job", tmp_path.name]

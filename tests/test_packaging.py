@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold exactly the package, from any kind of checkout (issue 2 item 1)."""
+"""The wheel and the sdist hold exactly the package, from any kind of checkout."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_wheel_imports_by_itself(built: tuple[set[str], set[str], Path], tmp_pat
 def test_torch_finds_the_rendezvous_in_an_installed_wheel(
     built: tuple[set[str], set[str], Path], tmp_path: Path
 ) -> None:
-    """`torchrun --rdzv-backend=dlrover` with nothing but the package (ED-41). To be asked for it loads no torch."""
+    """`torchrun --rdzv-backend=dlrover` with nothing but the package. To be asked for it loads no torch."""
     with zipfile.ZipFile(built[2]) as archive:
         archive.extractall(tmp_path / "site")
     code = (

@@ -57,7 +57,7 @@ class Choice(msgspec.Struct):
 
 
 class Leaving(msgspec.Struct):
-    """The preempted nodes of the current round (empty: none) and the step at which members leave: see `preemption_agreement`."""
+    """The preempted nodes of the current round (empty: none) and the step to leave at, see `preemption_agreement`."""
 
     nodes: tuple[str, ...] = ()
     reason: str = ""

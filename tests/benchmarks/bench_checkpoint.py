@@ -1,4 +1,4 @@
-"""What a checkpoint costs beside memcpy and beside other savers, in one run: `make bench-checkpoint` (DL-90, DL-91).
+"""What a checkpoint costs beside memcpy and beside other savers, in one run: `make bench-checkpoint`.
 
 Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike; `eager_*`, `first_save_*`,
 `vs_*` and `lazy_exposed_ms` are or compare minima. Each group of figures has a process to itself, as a training run

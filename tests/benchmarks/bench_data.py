@@ -1,4 +1,4 @@
-"""What exact data costs beside the samplers and loaders people use: `make bench-data` (DL-63, DL-64, DL-88).
+"""What exact data costs beside the samplers and loaders people use: `make bench-data`.
 
 Every ratio is the median of interleaved pairs, so that a busy machine hurts both alike. Peers run in the same process
 in the same minute: torch's DistributedSampler and torchdata's StatefulDataLoader. Writes build/bench/data.json.

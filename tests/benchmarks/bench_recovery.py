@@ -1,4 +1,4 @@
-"""What a loss costs, beside stock torchrun: `make bench-recovery` (DL-77..86, DL-90, DL-92, ED-6, ED-22).
+"""What a loss costs, beside stock torchrun: `make bench-recovery`.
 
 Real processes, killed mid-step. Each group of figures is a module of its own: `GROUPS` names the function that
 measures it, given the number of rounds. Writes build/bench/recovery.json. BENCH_ARGS: `--rounds N` (10), `--only GROUP`

@@ -1,4 +1,4 @@
-"""What a worker's start costs, cold, booted and from a warm standby: `make bench-standby` (DL-85).
+"""What a worker's start costs, cold, booted and from a warm standby: `make bench-standby`.
 
 Seconds from the order to the script's first statement and to the end of its first AdamW step, the median of interleaved
 rounds; and the memory of an idle standby. A booted worker imports ahead of its script (and of its join), so its first

@@ -1,4 +1,4 @@
-"""DL-90, DL-91: bits flipped in slots, files and MANIFESTs at random places: all is found, named, passed over."""
+"""Bits flipped in slots, files and MANIFESTs at random places: all is found, named, passed over."""
 
 from __future__ import annotations
 

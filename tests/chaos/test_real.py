@@ -1,4 +1,4 @@
-"""DL-90, DL-91: real trainers (DDP over gloo, AdamW, dropout, a schedule) of which workers, keepers and the master are
+"""Real trainers (DDP over gloo, AdamW, dropout, a schedule) of which workers, keepers and the master are
 killed at random moments, end with the weights, moments and random state of a run that nobody touched.
 """
 

@@ -1,4 +1,4 @@
-"""DL-90, DL-91: torch-free trainers, keepers and the master killed at random in every phase; whatever is restored is
+"""Torch-free trainers, keepers and the master killed at random in every phase; whatever is restored is
 bit-exact with one step that was whole on all ranks, and not older than one interval.
 """
 
@@ -161,7 +161,7 @@ def test_killed_in_a_save_that_knows_nothing_of_others(chaos_seed: int, tmp_path
 @pytest.mark.chaos
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_file_that_is_still_being_written_at_the_end(tmp_path: Path, runtime: Path, world: int) -> None:
-    """DL-91: the last generation is committed before an older one is written; of that one nothing is left."""
+    """The last generation is committed before an older one is written; of that one nothing is left."""
     cluster = Cluster(tmp_path, runtime, world=world, nodes=1, nbytes=9 << 20, save_to=str(tmp_path / "ck"),
                       save_every=1, persist_every=3)  # fmt: skip
     with cluster, left_nothing(cluster):

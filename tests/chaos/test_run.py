@@ -100,8 +100,8 @@ def _pythons(path: Path) -> bool:
 def test_a_run_with_every_kind_of_fault_ends_as_if_there_had_been_none(
     pytestconfig: pytest.Config, chaos_seed: int, runtime: Path, tmp_path: Path
 ) -> None:
-    """DL-77, DL-81..84, DL-90..92, ED-25, ED-27: every sample visited once an epoch, counted in the weights; the same
-    number of steps, each bit-equal; every fault struck; no process, segment, socket or temporary file is left.
+    """Every sample visited once an epoch, counted in the weights; the same number of steps, each bit-equal; every
+    fault struck; no process, segment, socket or temporary file is left.
     """
     rounds: int = pytestconfig.getoption("chaos_run_rounds")  # pyright: ignore[reportAssignmentType]
     epochs = EPOCHS * rounds

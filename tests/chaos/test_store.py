@@ -1,4 +1,4 @@
-"""DL-90, DL-91: storage that fails, is full, hangs or is slower than the saves; and ranks that die a step apart."""
+"""Storage that fails, is full, hangs or is slower than the saves; and ranks that die a step apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises of data and checkpoint, the same for every adapter (DL-57, DL-81, DL-87, DL-88, DL-90, ED-25, ED-35).
+"""The promises of data and checkpoint, the same for every adapter.
 
 The trials run in as few processes as can be: one alone, then two, three and one again for the job that is resized.
 What they did is judged here. A new framework: its `<framework>_trial.py`, and its name in `FRAMEWORKS`.
@@ -100,7 +100,7 @@ def test_no_sample_is_lost_or_trained_twice(framework: str, alone: Lives) -> Non
 
 @pytest.mark.parametrize("framework", LENDING)
 def test_leased_samples_are_trained_once_whatever_the_breaks(framework: str, alone: Lives) -> None:
-    """DL-64, DL-69: broken off in every step; what was trained since the cut is lent out again, nothing else."""
+    """Broken off in every step; what was trained since the cut is lent out again, nothing else."""
     lives = alone(framework, "leased")
     assert [life["restored"] for life in lives] == [None, *range(1, len(lives))]
     assert len(lives) > 23
@@ -110,7 +110,7 @@ def test_leased_samples_are_trained_once_whatever_the_breaks(framework: str, alo
 
 @pytest.mark.parametrize("framework", LENDING)
 def test_leased_samples_are_trained_once_by_two_three_and_one(framework: str, resized: Lives) -> None:
-    """DL-64, DL-67: in step under DDP; a rank without data repeats a batch with weight 0."""
+    """In step under DDP; a rank without data repeats a batch with weight 0."""
     lives = resized(framework, "leased on")
     assert {(life["world"], life["restored"]) for life in lives} == {(2, None), (3, 2), (1, 5)}
     visits = Counter((epoch, one) for epoch, _, _, one in survived(lives))

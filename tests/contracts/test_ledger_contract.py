@@ -1,4 +1,4 @@
-"""The ledgers (DL-63 to DL-69), one suite for every master: see `test_master_contract`."""
+"""The ledgers, one suite for every master: see `test_master_contract`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def taking(job: str, worker: str, *acks: p.Ack, fence: int = 1, count: int = 1, 
     return p.TakeLeases(job, worker, "train/a", fence, count, acks=acks, **more)
 
 
+@pytest.mark.requirement("DL-65", "DL-67", "DL-69")
 def test_a_dataset_is_lent_out_and_ends(caller_of: CallerOf, job: str) -> None:
-    """DL-65, DL-66, DL-67: TODO, DOING, done; partial acknowledgements, said again too; the end is told at once."""
+    """TODO, DOING, done; partial acknowledgements, said again too; the end is told at once."""
     started(caller_of, job)
     for worker in ("w0", "w1"):
         assert caller_of(worker).call(opening(job, worker)) == p.Ledger(fence=1)
@@ -58,8 +59,9 @@ def test_a_dataset_is_lent_out_and_ends(caller_of: CallerOf, job: str) -> None:
     assert caller_of("w1").call(p.AwaitShards(job, "w1", "train/a", 1)).state is p.LedgerState.FINISHED
 
 
+@pytest.mark.requirement("DL-73")
 def test_what_a_dead_worker_held_comes_back_first(caller_of: CallerOf, job: str) -> None:
-    """DL-68, DL-69: the rest of its leases goes to the front of TODO, and whoever waits for it hears of it."""
+    """The rest of its leases goes to the front of TODO, and whoever waits for it hears of it."""
     for worker in ("w0", "w1"):
         caller_of(worker).call(opening(job, worker, free=True))
     held = caller_of("w0").call(taking(job, "w0", count=2)).leases
@@ -84,8 +86,9 @@ def test_what_a_dead_worker_held_comes_back_first(caller_of: CallerOf, job: str)
         caller_of("w0").call(taking(job, "w0", p.Ack(held[1].id, 20)))
 
 
+@pytest.mark.requirement("DL-65", "DL-73")
 def test_nothing_to_take_yet(caller_of: CallerOf, job: str) -> None:
-    """A long-poll whose time passes says so; a graceful leave gives back at once (DL-69)."""
+    """A long-poll whose time passes says so; a graceful leave gives back at once."""
     for worker in ("w0", "w1"):
         caller_of(worker).call(opening(job, worker, free=True))
     caller_of("w0").call(taking(job, "w0", count=4))
@@ -110,7 +113,7 @@ def test_a_holder_without_a_seat_is_a_part_of_the_job(caller_of: CallerOf, job: 
 
 
 def test_every_attempt_starts_from_the_cut(caller_of: CallerOf, job: str) -> None:
-    """DL-87: what the loaded images hold is done, nothing else; the fence is the attempt; rank 0 hears the cut."""
+    """What the loaded images hold is done, nothing else; the fence is the attempt; rank 0 hears the cut."""
     caller_of("agent").call(join(job=job))
     caller_of("w1").call(attach("w1", job=job, save_to=f"memory://{job}"))
     caller_of("w0").call(attach("w0", job=job, save_to=f"memory://{job}", stored=(stored(4),)))
@@ -214,7 +217,7 @@ def test_what_cannot_be_read_is_left_out_loudly(caller_of: CallerOf, job: str) -
 
 
 def test_a_stream_has_no_end_until_its_source_says_so(caller_of: CallerOf, job: str) -> None:
-    """Named partitions in turn, positions are offsets; told the end, the ledger finishes (DL-64)."""
+    """Named partitions in turn, positions are offsets; told the end, the ledger finishes."""
     parts = (p.Partition("p0", begin=100), p.Partition("p1"))
     ends = (p.Partition("p0", begin=100, end=112), p.Partition("p1", end=10))
     caller_of("w0").call(opening(job, "w0", partitions=parts, epoch_length=0, free=True))

@@ -19,16 +19,18 @@ def job(request: pytest.FixtureRequest) -> str:
     return f"job/{request.node.name}"
 
 
+@pytest.mark.requirement("DL-79")
 def test_ranks_world_and_place_of_rank_zero(caller_of: CallerOf, job: str) -> None:
-    """DL-78, DL-79, DL-80: the master gives ranks, and what is needed to build the world."""
+    """The master gives ranks, and what is needed to build the world."""
     joined = caller_of("agent").call(join(job=job))
     seated = caller_of("agent").call(p.AwaitRound(job=job, incarnation="agent"))
     assert (joined.run, seated.ranks, seated.world_size, seated.node_count) == ("run0", (0, 1), 2, 1)
     assert (seated.master_addr, seated.master_port, seated.store_prefix) == ("127.0.0.1", 29500, f"{job}/run0/1")
 
 
+@pytest.mark.requirement("DL-81")
 def test_members_change_ranks_again(caller_of: CallerOf, job: str) -> None:
-    """DL-81, DL-84, DL-85: a lost member breaks the round; the survivor is rank 0 of the next."""
+    """A lost member breaks the round; the survivor is rank 0 of the next."""
     for agent, life in (("a", "x"), ("b", "y")):
         caller_of(agent).call(join(agent, 1, lives=life, job=job))
     assert caller_of("b").call(p.AwaitRound(job=job, incarnation="b")).ranks == (1,)
@@ -41,7 +43,7 @@ def test_members_change_ranks_again(caller_of: CallerOf, job: str) -> None:
 
 
 def test_waiting_ends_with_the_round(caller_of: CallerOf, job: str) -> None:
-    """DL-78: a long-poll of a waiting agent is answered when the last seat is taken."""
+    """A long-poll of a waiting agent is answered when the last seat is taken."""
     caller_of("a").call(join("a", 1, lives="x", job=job))
     found: list[p.Seated] = []
     ask = p.AwaitRound(job=job, incarnation="a", timeout_s=60.0)
@@ -143,7 +145,7 @@ def test_done_is_remembered(caller_of: CallerOf, job: str) -> None:
 
 
 def test_a_finished_job_goes_on_for_longer(caller_of: CallerOf, job: str) -> None:
-    """DL-57: started again, it restores the last step from storage, in the run that it was, in a later attempt."""
+    """Started again, it restores the last step from storage, in the run that it was, in a later attempt."""
     started(caller_of, job, save_to=f"memory://{job}/tree")
     run = caller_of("w0").call(p.ShowJob(job)).run
     for worker in ("w0", "w1"):
@@ -166,8 +168,9 @@ def test_two_live_jobs_on_one_url(caller_of: CallerOf, job: str) -> None:
         caller_of("w0").call(attach("w0", job=job + "2", save_to=f"memory://{job}/tree/"))
 
 
+@pytest.mark.requirement("DL-79")
 def test_one_job_as_it_stands(caller_of: CallerOf, job: str) -> None:
-    """DL-79: all workers can be seen."""
+    """All workers can be seen."""
     started(caller_of, job)
     caller_of("w1").call(p.Heartbeat(job=job, incarnation="w1", step=3, vitals=p.Vitals(cpu_percent=50.0)))
     view = caller_of("any").call(p.ShowJob(job=job))
@@ -180,7 +183,7 @@ def test_one_job_as_it_stands(caller_of: CallerOf, job: str) -> None:
 
 
 def test_a_watch_tells_of_a_break_once(caller_of: CallerOf, job: str) -> None:
-    """DL-77: survivors learn of a death without polling."""
+    """Survivors learn of a death without polling."""
     started(caller_of, job)
     told, heard = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""torch's contract of a rendezvous, with a real master (DL-77..80, ED-41, ED-42, ED-77)."""
+"""torch's contract of a rendezvous, with a real master."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def ranks_of(info: RendezvousInfo, workers: int) -> list[int]:
     return [worker.global_rank for worker in found]
 
 
+@pytest.mark.requirement("DL-78", "ED-77")
 def test_agents_meet_and_their_workers_find_the_master(agents: Agents) -> None:
     """Node ranks, a world, workers' ranks by torch's own exchange, a fresh address, settings for the workers."""
     a, b = agents.agent(), agents.agent()

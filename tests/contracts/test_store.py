@@ -1,4 +1,4 @@
-"""The master's store does what torch's own stores do (DL-80, ED-77): one suite for `HashStore`, `TCPStore` and ours."""
+"""The master's store does what torch's own stores do: one suite for `HashStore`, `TCPStore` and ours."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_wait_in_a_round_that_lost_a_member_ends_at_once(pair: tuple[MasterSto
 
 
 def test_keys_outlive_the_master(process: LiveMaster, pair: tuple[MasterStore, MasterStore]) -> None:
-    """kill -9 and a new life: what was set is there, what is waited for comes, nothing is added twice (ED-62)."""
+    """kill -9 and a new life: what was set is there, what is waited for comes, nothing is added twice."""
     one, other = pair
     one.add("n", 1)
     found: list[bytes] = []

@@ -1,4 +1,4 @@
-"""What an agent has to say while its master is away is said when that is back (DL-79, DL-90)."""
+"""What an agent has to say while its master is away is said when that is back."""
 
 from __future__ import annotations
 

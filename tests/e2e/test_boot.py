@@ -1,4 +1,4 @@
-"""A booted script cannot tell that it was booted: the same output, traceback and end as `python -u` gives (DL-85)."""
+"""A booted script cannot tell that it was booted: the same output, traceback and end as `python -u` gives."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ JOINS = """
 
 
 def test_a_newcomer_joins_for_itself_and_a_late_one_ends_with_zero(tmp_path: Path, live_master: LiveMaster) -> None:
-    """It has its seat before its script runs; what follows speaks as the same incarnation (DL-79, DL-85)."""
+    """It has its seat before its script runs; what follows speaks as the same incarnation."""
     write(tmp_path / "script.py", JOINS)
     env = {
         "DLROVER_HOOKS_JOB": "job",

@@ -1,4 +1,4 @@
-"""DL-91: what a killed trainer left in memory is made durable at once; nobody has to come for it, or to wait for it."""
+"""What a killed trainer left in memory is made durable at once; nobody has to come for it, or to wait for it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_who_is_finished_or_saves_nowhere_leaves_no_files(kept: Kept, tmp_path: 
 
 
 def test_damage_is_found_when_the_next_life_opens_it(kept: Kept) -> None:
-    """DL-90: a bit flipped in a slot of the dead: it is not loaded, and what is whole is offered."""
+    """A bit flipped in a slot of the dead: it is not loaded, and what is whole is offered."""
     keeper = kept.keeper()
     first = kept.trainer()
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""What a failure costs the job, on whatever node; which node is not to be used again (DL-77, ED-8, ED-13, ED-78)."""
+"""What a failure costs the job, on whatever node; which node is not to be used again."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The demo on a small scale, and its judgement: it must notice a broken promise (DL-57, DL-90, ED-71)."""
+"""The demo on a small scale, and its judgement: it must notice a broken promise."""
 
 import importlib.util
 import json

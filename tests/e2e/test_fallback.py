@@ -1,4 +1,4 @@
-"""DL-90: keepers where the kernel refuses memfd_create, descriptors on sockets, or both, by a real seccomp filter."""
+"""Keepers where the kernel refuses memfd_create, descriptors on sockets, or both, by a real seccomp filter."""
 
 from __future__ import annotations
 

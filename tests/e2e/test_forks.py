@@ -1,4 +1,4 @@
-"""DL-90, ED-27: whatever a forked child does with its parent's objects, the run goes on as if it had not been there."""
+"""Whatever a forked child does with its parent's objects, the run goes on as if it had not been there."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _child(act: Callable[[], object]) -> int:
 
 
 def test_leases_are_the_parents(live_master: LiveMaster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-57: a child that reads on is refused; when it closes the loader the parent keeps its leases."""
+    """A child that reads on is refused; when it closes the loader the parent keeps its leases."""
     for name, value in (("MASTER", live_master.url), ("TOKEN", live_master.token or ""), ("JOB", job)):
         monkeypatch.setenv(f"DLROVER_HOOKS_{name}", value)
     loader = LeasedLoader(DataLoader(ShardDataset(list(range(12)), shard_size=4, epochs=2), batch_size=2))

@@ -1,4 +1,4 @@
-"""Real keepers: damage, full disks and states too large are named, and cost that alone (DL-90, DL-91)."""
+"""Real keepers: damage, full disks and states too large are named, and cost that alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_flipped_bit_in_a_slot_is_refused_by_slot_and_chunk(kept: Kept) -> None:
 
 
 def test_what_was_not_copied_again_must_be_what_it_was(kept: Kept) -> None:
-    """DL-90: a bit that flips in a kept chunk while nobody looks makes the slot worthless, and the trainer hears of it.
+    """A bit that flips in a kept chunk while nobody looks makes the slot worthless, and the trainer hears of it.
 
     Once everything is copied again the slot counts again; so it does where only other chunks were written.
     """

@@ -1,4 +1,4 @@
-"""DL-90, DL-91: real keeper and trainer processes, killed wherever it hurts; what is restored is bit-exact."""
+"""Real keeper and trainer processes, killed wherever it hurts; what is restored is bit-exact."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def saved_anew(trainer: Checkpointer, step: int) -> bool:
 
 
 def test_a_stopped_keeper_costs_a_second_not_the_training(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
-    """DL-90: SIGSTOP, so nobody reads the socket: saves are skipped and counted, and go on when it is back."""
+    """SIGSTOP, so nobody reads the socket: saves are skipped and counted, and go on when it is back."""
     keeper, longest = kept.keeper(), 0.0
     trainer = kept.trainer()
     trainer.save(1, state(1))
@@ -249,7 +249,7 @@ def test_two_keepers_become_one(kept: Kept) -> None:
 
 
 def test_two_jobs_of_one_node_have_a_keeper_each(kept: Kept) -> None:
-    """DL-90: neither sees the other's memory, nor ends with it."""
+    """Neither sees the other's memory, nor ends with it."""
     keepers = [kept.keeper(job=job) for job in ("one", "two")]
     trainers = [kept.trainer(job=job) for job in ("one", "two")]
     for step, trainer in enumerate(trainers, 1):

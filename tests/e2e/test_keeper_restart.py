@@ -1,4 +1,4 @@
-"""DL-90, DL-91: a launched job whose keeper, then whose worker is killed: both come back by themselves."""
+"""A launched job whose keeper, then whose worker is killed: both come back by themselves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`dlrover-hooks run` with real processes: environment, restarts, cleanup, refusals.
-
-DL-77, DL-81, ED-36, ED-39, ED-43.
-"""
+"""`dlrover-hooks run` with real processes: environment, restarts, cleanup, refusals."""
 
 import functools
 import glob
@@ -19,8 +16,9 @@ import pytest
 from tests.e2e.launched import Launched, all_gone, pause
 
 
+@pytest.mark.requirement("ED-36", "ED-43")
 def test_workers_get_torchruns_environment_and_one_thread(launch: Callable[..., Launched]) -> None:
-    """Without TORCHELASTIC_RUN_ID Lightning picks the wrong cluster environment (ED-36, ED-39, ED-43, DL-79)."""
+    """Without TORCHELASTIC_RUN_ID Lightning picks the wrong cluster environment."""
     run = launch("note(env=dict(os.environ), argv=sys.argv[2:], leader=os.getsid(0) == os.getpid())", "-n", "2")
     code, _ = run.end()
     assert code == 0
@@ -37,8 +35,9 @@ def test_workers_get_torchruns_environment_and_one_thread(launch: Callable[..., 
     assert run.leftovers() == []
 
 
+@pytest.mark.requirement("ED-27")
 def test_a_killed_worker_restarts_all_and_its_forked_children_end(launch: Callable[..., Launched]) -> None:
-    """kill -9 of one: both start anew with a new round and port; what the old ones forked is gone (DL-81, ED-27)."""
+    """kill -9 of one: both start anew with a new round and port; what the old ones forked is gone."""
     run = launch(
         """
         life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -89,8 +88,9 @@ def test_ctrl_c_ends_everything_and_leaves_nothing(launch: Callable[..., Launche
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.requirement("ED-62")
 def test_a_dead_master_is_restarted_on_its_socket(launch: Callable[..., Launched]) -> None:
-    """kill -9 of the master: the next request to the same URL is answered by a new life (ED-56, ED-62)."""
+    """kill -9 of the master: the next request to the same URL is answered by a new life."""
     run = launch(
         """
         import urllib.request
@@ -161,7 +161,7 @@ def test_killing_the_launcher_leaves_no_worker_master_or_keeper(launch: Callable
 
 
 def test_a_dead_keeper_is_replaced(launch: Callable[..., Launched]) -> None:
-    """kill -9 of the keeper: a new one serves the next saves while the workers live on (DL-90)."""
+    """kill -9 of the keeper: a new one serves the next saves while the workers live on."""
     run = launch("note(); threading.Event().wait(600)")
     run.wait_for(lambda lives: len(lives) == 1)
     old = run.child("checkpoint.keeper")
@@ -178,7 +178,7 @@ def test_a_dead_keeper_is_replaced(launch: Callable[..., Launched]) -> None:
 
 @pytest.mark.parametrize(("options", "environment"), [(["--fresh"], {}), ([], {"DLROVER_HOOKS_FRESH": "1"})])
 def test_fresh_is_said_once(launch: Callable[..., Launched], options: list[str], environment: dict[str, str]) -> None:
-    """`--fresh` (or the variable) starts anew at the first life only: a restart resumes (DL-57)."""
+    """`--fresh` (or the variable) starts anew at the first life only: a restart resumes."""
     script = """
         fresh = os.environ.get("DLROVER_HOOKS_FRESH")
         note(fresh=fresh)
@@ -192,7 +192,7 @@ def test_fresh_is_said_once(launch: Callable[..., Launched], options: list[str],
 
 
 def test_one_launcher_for_each_job(launch: Callable[..., Launched]) -> None:
-    """A second launch of a job that lives here is refused at once, naming the first; it leaves nothing (DL-77)."""
+    """A second launch of a job that lives here is refused at once, naming the first; it leaves nothing."""
     first = launch("note(); threading.Event().wait(600)")
     first.wait_for(lambda lives: len(lives) == 1)
     code, errors = launch("note()", job=first.job).end(timeout_s=60)
@@ -271,7 +271,7 @@ def test_a_journal_that_is_gone_costs_a_restart(launch: Callable[..., Launched],
 
 
 def test_a_signal_is_heard_while_the_master_is_not(launch: Callable[..., Launched]) -> None:
-    """SIGTERM while the launcher waits for its master or its round: 143 at once, not after a minute (DL-77)."""
+    """SIGTERM while the launcher waits for its master or its round: 143 at once, not after a minute."""
     run = launch("note()")
     run.child("dlrover_hooks.master").suspend()
     run.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""DL-90: saves behind the step are whole and of their step, or they do not count. Real keeper, real optimizers."""
+"""Saves behind the step are whole and of their step, or they do not count. Real keeper, real optimizers."""
 
 from __future__ import annotations
 

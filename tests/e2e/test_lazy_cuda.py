@@ -1,4 +1,4 @@
-"""DL-90: saves behind the step from a CUDA device: whole and of their step, or they do not count. Needs a GPU."""
+"""Saves behind the step from a CUDA device: whole and of their step, or they do not count. Needs a GPU."""
 
 from __future__ import annotations
 

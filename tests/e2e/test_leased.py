@@ -1,4 +1,4 @@
-"""What cannot be recovered in process falls back to a whole restart, by the launcher, and loses nothing (DL-77, DL-86).
+"""What cannot be recovered in process falls back to a whole restart, by the launcher, and loses nothing.
 
 With Accelerate and Fabric the leased loader comes after the seat is taken: the master is told before the loop begins.
 """
@@ -58,6 +58,7 @@ def visited(lives: list[dict[str, Any]]) -> Counter[tuple[int, int]]:
     return Counter((row["epoch"], index) for row in last for index in row["ids"])
 
 
+@pytest.mark.requirement("ED-39")
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_worker_with_leased_data_is_lost(launch: Callable[..., Launched]) -> None:

@@ -1,4 +1,4 @@
-"""A killed and resumed Lightning run leaves the files of an unbroken one: no `-v1`, one `version_N` (DL-57, DL-90)."""
+"""A killed and resumed Lightning run leaves the files of an unbroken one: no `-v1`, one `version_N`."""
 
 from __future__ import annotations
 

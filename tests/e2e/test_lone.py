@@ -1,4 +1,4 @@
-"""Lone images: survivors of a broken round keep their last step so that every rank can go on with it (DL-84, DL-90)."""
+"""Lone images: survivors of a broken round keep their last step so that every rank can go on with it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_takes_the_place_of_what_others_have_no_more(kept: Kept) -> None:
 
 
 def test_whom_the_master_names_answers_for_leases_though_local_rank_0_is_gone(kept: Kept) -> None:
-    """Else nobody says which samples are in the model, and they are trained again (DL-66)."""
+    """Else nobody says which samples are in the model, and they are trained again."""
     kept.keeper()
     for rank in range(3):
         trainer = kept.trainer(rank)

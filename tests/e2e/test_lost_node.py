@@ -1,4 +1,4 @@
-"""A whole node is lost, and another one comes: the run ends as one that nobody touched (DL-81, DL-84, ED-8)."""
+"""A whole node is lost, and another one comes: the run ends as one that nobody touched."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def ends(run: Launched) -> list[tuple[str, int]]:
     return [(line["end"], line["step"]) for line in run.read() if "end" in line]
 
 
+@pytest.mark.requirement("ED-2", "ED-7")
 @pytest.mark.slow
 def test_another_node_in_its_place_makes_it_the_undisturbed_run(
     launch: Callable[..., Launched], node: Callable[..., Launched]

@@ -20,7 +20,7 @@ from tests.e2e.master_process import LiveMaster
 
 
 def test_a_bug_in_a_commit_ends_the_process(tmp_path: Path) -> None:
-    """ED-62: exit code 70 and a traceback, so that its owner starts the next life; no deaf master that says ready."""
+    """Exit code 70 and a traceback, so that its owner starts the next life; no deaf master that says ready."""
     script = (
         "from dlrover_hooks.master import __main__, journal\n"
         "journal.Journal.append = lambda *_: 1 / 0\n"

@@ -26,7 +26,7 @@ from tests.e2e.master_process import LiveMaster
 
 
 def test_every_route_answers(live_master: LiveMaster) -> None:
-    """DL-78: each row of ROUTES, through the client, against a real process."""
+    """Each row of ROUTES, through the client, against a real process."""
     exercised: set[type[p.Message]] = set()
 
     def call(incarnation: str, request: p.Message) -> Any:
@@ -208,8 +208,9 @@ def test_an_event_sent_twice_is_applied_once(live_master: LiveMaster) -> None:
     assert b"newest_complete" in send("w0/votes/6").content
 
 
+@pytest.mark.requirement("ED-62")
 def test_killed_and_back_is_a_pause(live_master: LiveMaster) -> None:
-    """ED-62: kill -9 under a long-poll, a call and a watch; all go on, and the state is what it was."""
+    """Kill -9 under a long-poll, a call and a watch; all go on, and the state is what it was."""
     agents = [live_master.client(name) for name in ("a", "b")]
     agents[0].call(join("a", 1, lives="x"))
     seated: list[p.Seated] = []
@@ -234,7 +235,7 @@ def test_killed_and_back_is_a_pause(live_master: LiveMaster) -> None:
 
 
 def test_killed_in_the_middle_of_leasing(live_master: LiveMaster) -> None:
-    """DL-65 to DL-69, ED-62: the master dies by kill -9 three times; each position is lent and done exactly once."""
+    """The master dies by kill -9 three times; each position is lent and done exactly once."""
     total, workers = 4000, ("w0", "w1", "w2")
     whole = (p.Partition(end=total),)
     done: dict[str, list[tuple[int, int]]] = {worker: [] for worker in workers}
@@ -271,7 +272,7 @@ def test_killed_in_the_middle_of_leasing(live_master: LiveMaster) -> None:
 
 
 def test_a_dead_holder_without_a_seat_is_noticed(live_master: LiveMaster) -> None:
-    """DL-69: its connection ends, and what it held can be taken by others within a second."""
+    """Its connection ends, and what it held can be taken by others within a second."""
     whole = (p.Partition(end=8),)
     for worker in ("w0", "w1"):
         live_master.client(worker).call(p.OpenLedger("job", worker, "data", "f", whole, 8, shard_size=8, free=True))
@@ -308,8 +309,9 @@ def test_a_watch_closed_while_it_connects_is_over(live_master: LiveMaster, monke
     assert "dlrover-hooks-watch" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.requirement("DL-79")
 def test_death_of_a_connection_breaks_the_round(tmp_path: Path) -> None:
-    """DL-79: a worker that is killed is noticed by its connection, without any heartbeat: leases are long."""
+    """A worker that is killed is noticed by its connection, without any heartbeat: leases are long."""
     live_master = LiveMaster(tmp_path, "--lease", "600", "--open-lease", "600")
     live_master.client("agent").call(join())
     for worker in ("w0", "w1"):
@@ -341,7 +343,7 @@ def test_death_of_a_connection_breaks_the_round(tmp_path: Path) -> None:
 
 
 def test_silence_on_an_open_connection_is_borne(tmp_path: Path) -> None:
-    """DL-79: of two workers that fall silent the one whose connection is open is not taken for dead."""
+    """Of two workers that fall silent the one whose connection is open is not taken for dead."""
     master = LiveMaster(tmp_path, "--lease", "0.3")
     try:
         master.client("agent").call(join())
@@ -359,7 +361,7 @@ def test_silence_on_an_open_connection_is_borne(tmp_path: Path) -> None:
 
 
 def test_connections_are_kept_alive_by_the_kernel() -> None:
-    """DL-79: a host that vanished is noticed in half a minute though its connection never ends."""
+    """A host that vanished is noticed in half a minute though its connection never ends."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _keep_alive(listener)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:

@@ -1,4 +1,4 @@
-"""Agents meet through a real master (torch-free): rounds, losses, newcomers, spares, the end (DL-77..81, DL-85)."""
+"""Agents meet through a real master (torch-free): rounds, losses, newcomers, spares, the end."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def agents(process: LiveMaster, request: pytest.FixtureRequest) -> Iterator[Agen
     made.close()
 
 
+@pytest.mark.requirement("DL-81", "ED-77")
 def test_a_lost_member_is_a_reason_to_meet_and_the_survivors_keep_their_ranks(agents: Agents) -> None:
     """Within a second, though nothing says that it is gone; the next round has a port and a number of its own."""
     a, b, c = (agents.agent(node, low=1) for node in "abc")
@@ -116,8 +117,9 @@ def test_survivors_do_not_wait_for_the_last_call(agents: Agents) -> None:
     assert agents.meet(a)[0].world_size == 1
 
 
+@pytest.mark.requirement("DL-85")
 def test_a_newcomer_that_fits_is_a_reason_to_meet_and_one_that_does_not_waits(agents: Agents) -> None:
-    """A spare takes the place of the first that is lost (ED-7, ED-23)."""
+    """A spare takes the place of the first that is lost."""
     a = agents.agent("a", high=2, last_call_s=0.0)
     agents.meet(a)
     b = agents.agent("b", high=2)
@@ -159,6 +161,7 @@ def test_who_leaves_after_a_failure_closes_nothing(agents: Agents) -> None:
     assert not a.over
 
 
+@pytest.mark.requirement("ED-77")
 def test_when_all_are_done_spares_and_latecomers_hear_that_the_job_is_over(agents: Agents) -> None:
     a, b = agents.agent("a", low=2, high=2), agents.agent("b", low=2, high=2)
     agents.meet(a, b)
@@ -176,7 +179,7 @@ def test_when_all_are_done_spares_and_latecomers_hear_that_the_job_is_over(agent
 
 
 def test_a_master_that_is_killed_and_comes_back_costs_nothing(agents: Agents) -> None:
-    """Nobody meets anew because of it, and a death afterwards is still noticed (ED-56, ED-62)."""
+    """Nobody meets anew because of it, and a death afterwards is still noticed."""
     a, b = agents.agent("a", low=1, high=2), agents.agent("b", low=1, high=2)
     first = agents.meet(a, b)
     agents.master.kill()

@@ -1,7 +1,4 @@
-"""Several launchers, one job: `--nnodes` with real processes, each launcher a node of its own name on this machine.
-
-DL-77, DL-79 to DL-81, DL-85, ED-7 to ED-13, ED-22, ED-23, ED-37 to ED-42, ED-57, ED-72, ED-77 to ED-80.
-"""
+"""Several launchers, one job: `--nnodes` with real processes, each launcher a node of its own name on this machine."""
 
 import os
 import signal
@@ -9,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.launched import Launched, all_gone
 
@@ -22,6 +20,7 @@ note(**place, node=os.environ["DLROVER_HOOKS_NODE"], life=life)
 STAY = WORLD + "threading.Event().wait(600)\n"
 
 
+@pytest.mark.requirement("ED-38")
 def test_two_nodes_are_one_world(node: Node) -> None:
     """Whoever is first serves the master; ranks are the world's, the workers of a node are next to each other."""
     a, b = node("a", WORLD, "--nnodes", "2", "-n", "2"), node("b", WORLD, "--nnodes", "2", "-n", "2")
@@ -37,6 +36,7 @@ def test_two_nodes_are_one_world(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.requirement("ED-75")
 def test_a_dead_worker_of_one_node_restarts_both(node: Node) -> None:
     """The other agent hears of it from the master; both count it, and form the next round together."""
     script = WORLD + "life or threading.Event().wait(600)\n"
@@ -66,8 +66,9 @@ def test_a_wrong_script_ends_the_job_on_all_nodes(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.requirement("ED-8", "ED-9", "ED-14")
 def test_hot_waits_for_a_replacement_and_then_fails(node: Node) -> None:
-    """ED-8, ED-9: a lost node is waited for until the deadline; then the job fails with the reason."""
+    """A lost node is waited for until the deadline; then the job fails with the reason."""
     flags = ("--nnodes", "2", "--fault-level", "hot", "--replace-timeout", "2s")
     a, b = node("a", STAY, *flags), None
     a.child("dlrover_hooks.master")
@@ -82,8 +83,9 @@ def test_hot_waits_for_a_replacement_and_then_fails(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.requirement("ED-7", "ED-8")
 def test_hot_takes_the_replacement(node: Node) -> None:
-    """ED-7, ED-8: only the faulty node is replaced; the others wait for it, and the world is as large as before."""
+    """Only the faulty node is replaced; the others wait for it, and the world is as large as before."""
     a = node("a", STAY, "--nnodes", "2")
     a.child("dlrover_hooks.master")
     b = node("b", STAY, "--nnodes", "2")
@@ -101,8 +103,9 @@ def test_hot_takes_the_replacement(node: Node) -> None:
     assert a.leftovers() == []
 
 
+@pytest.mark.requirement("ED-10", "ED-12", "ED-14", "ED-22")
 def test_shrink_goes_on_with_fewer_and_refuses_newcomers(node: Node) -> None:
-    """ED-10, ED-12: one node of two is lost; the other trains on, and who comes later is told why it is not taken."""
+    """One node of two is lost; the other trains on, and who comes later is told why it is not taken."""
     flags = ("--nnodes", "1:2", "--fault-level", "shrink")
     a = node("a", STAY, *flags)
     a.child("dlrover_hooks.master")
@@ -119,8 +122,9 @@ def test_shrink_goes_on_with_fewer_and_refuses_newcomers(node: Node) -> None:
     assert all_gone([life["pid"] for life in a.read()])
 
 
+@pytest.mark.requirement("ED-23")
 def test_elastic_nodes_are_taken_in_and_given_up(node: Node) -> None:
-    """ED-13, ED-23, DL-85: one node begins, a second one is added, and lost again; workers without recovery restart."""
+    """One node begins, a second one is added, and lost again; workers without recovery restart."""
     script = """
         attach()
         beat(1)

@@ -1,4 +1,4 @@
-"""A preempted job, with real processes: all ranks save one step and end with 75 (DL-81, DL-90, ED-27)."""
+"""A preempted job, with real processes: all ranks save one step and end with 75."""
 
 import os
 import signal
@@ -200,7 +200,7 @@ def test_usr1_warns_of_the_limit(launch: Callable[..., Launched], slurm: dict[st
 
 
 def test_the_last_screen_tells_the_first_failure(launch: Callable[..., Launched]) -> None:
-    """Who, in its own words, where, what was done; its stderr streamed on as ever (ED-27)."""
+    """Who, in its own words, where, what was done; its stderr streamed on as ever."""
     script = """
         attach()
         begun()

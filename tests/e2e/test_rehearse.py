@@ -1,6 +1,6 @@
 """`dlrover-hooks rehearse` on real scripts: a good one passes, and of a bad one the right promise is named.
 
-DL-77, DL-90, ED-25. Each mistake is one that people make: see `tests/e2e/rehearsed.py`.
+Each mistake is one that people make: see `tests/e2e/rehearsed.py`.
 """
 
 from __future__ import annotations

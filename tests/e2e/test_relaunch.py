@@ -1,4 +1,4 @@
-"""A launched Lightning job is interrupted, launched again, and once more when it is finished (DL-57, DL-90, ED-4)."""
+"""A launched Lightning job is interrupted, launched again, and once more when it is finished."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""DL-91: sessions on several nodes, a real master: a node that was lost with its keeper comes back out of its peer."""
+"""Sessions on several nodes, a real master: a node that was lost with its keeper comes back out of its peer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A worker dies and the others live on: only the dead one is replaced, where the fault level lets it be.
 
-The worker here speaks the protocol of in-process recovery, without torch. DL-81, DL-84, DL-85, ED-7 to ED-15, ED-78.
+The worker here speaks the protocol of in-process recovery, without torch.
 """
 
 import os
@@ -71,7 +71,7 @@ def stop(run: Launched) -> str:
 
 
 def test_only_the_dead_worker_is_replaced(survivors: Callable[..., Launched], tmp_path: Path) -> None:
-    """ED-8, ED-78: two of three keep process and rank; the third is a new process with the rank of the old.
+    """Two of three keep process and rank; the third is a new process with the rank of the old.
 
     Its output has a file of its own.
     """
@@ -128,8 +128,9 @@ def test_a_worker_is_named_by_the_rank_that_it_has(survivors: Callable[..., Laun
     assert "worker 0 (local rank 1) died (SIGKILL) at step 1; the others live on" in errors
 
 
+@pytest.mark.requirement("ED-10")
 def test_shrink_replaces_nobody(survivors: Callable[..., Launched]) -> None:
-    """ED-10, ED-12: three, then two, then the one that is enough; when that dies, too, the run fails and says why."""
+    """Three, then two, then the one that is enough; when that dies, too, the run fails and says why."""
     run = survivors(STAY, "-n", "2:3", "--fault-level", "shrink")
     first = in_round(run.wait_for(lambda lives: len(in_round(lives, 1)) == 3), 1)
     os.kill(first[0]["pid"], signal.SIGKILL)
@@ -144,8 +145,9 @@ def test_shrink_replaces_nobody(survivors: Callable[..., Launched]) -> None:
     assert all_gone([life["pid"] for life in run.read()])
 
 
+@pytest.mark.requirement("ED-13", "ED-14", "ED-52")
 def test_elastic_goes_on_at_once_and_grows_again(survivors: Callable[..., Launched]) -> None:
-    """ED-13: the survivor does not wait for the newcomer; when that has come, it makes room for it."""
+    """The survivor does not wait for the newcomer; when that has come, it makes room for it."""
     run = survivors(STAY, "-n", "1:2", "--fault-level", "elastic")
     first = in_round(run.wait_for(lambda lives: len(in_round(lives, 1)) == 2), 1)
     os.kill(first[0]["pid"], signal.SIGKILL)
@@ -170,6 +172,7 @@ def test_a_replacement_that_dies_is_replaced_until_the_budget_is_spent(survivors
     assert run.leftovers() == []
 
 
+@pytest.mark.requirement("ED-13", "ED-52")
 def test_a_node_replaces_its_own_and_the_others_are_not_touched(node: Node) -> None:
     """Two nodes, elastic: the only worker of one dies, the other goes on alone, and makes room for the replacement.
 
@@ -192,8 +195,9 @@ def test_a_node_replaces_its_own_and_the_others_are_not_touched(node: Node) -> N
     assert all_gone([life["pid"] for life in a.read()])
 
 
+@pytest.mark.requirement("ED-9")
 def test_a_lost_node_is_waited_for_by_survivors_too(node: Node) -> None:
-    """ED-9: at level hot the survivor keeps its process and waits, and after the deadline the job fails."""
+    """At level hot the survivor keeps its process and waits, and after the deadline the job fails."""
     a = node("a", SURVIVOR + STAY, "--nnodes", "2", "--replace-timeout", "2", member=True)
     a.child("dlrover_hooks.master")
     b = node("b", SURVIVOR + STAY, "--nnodes", "2", "--replace-timeout", "2", member=True)

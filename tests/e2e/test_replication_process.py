@@ -1,4 +1,4 @@
-"""DL-91: real keepers of several nodes: a replica is whole, under its right name, found damaged, and never a vote."""
+"""Real keepers of several nodes: a replica is whole, under its right name, found damaged, and never a vote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-90: memory is there before the save, and what prepares it never holds the training up. Real keeper processes."""
+"""Memory is there before the save, and what prepares it never holds the training up. Real keeper processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_larger_segment_is_prepared_beside_the_old_one(kept: Kept) -> None:
 def test_memory_lost_with_its_keeper_is_prepared_in_a_new_one(
     kept: Kept, monkeypatch: pytest.MonkeyPatch, reconnect_s: float
 ) -> None:
-    """DL-90: also one that takes longer to start than a try waits, as on a loaded machine: a later try finds it."""
+    """Also one that takes longer to start than a try waits, as on a loaded machine: a later try finds it."""
     monkeypatch.setattr(keeper_client, "RECONNECT_S", reconnect_s)
     trainer = kept.trainer(start_keeper=True, linger_s=0)
     trainer.prepare(1 << 20)

@@ -1,4 +1,4 @@
-"""A process takes its own seat at a real master (DL-79, DL-80, DL-81, DL-86)."""
+"""A process takes its own seat at a real master."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_two_workers_join_for_themselves_and_their_environment_names_their_place
 
 
 def test_a_job_that_is_finished_says_so_and_gives_no_seat(live_master: LiveMaster) -> None:
-    """A newcomer that comes too late does not train from step 0 (DL-90)."""
+    """A newcomer that comes too late does not train from step 0."""
     join = join_request(CONFIG, place(0, of=1), "w0")
     client = live_master.client("w0")
     seated = take_seat(client, join, patience_s=20)

@@ -1,4 +1,4 @@
-"""Sessions with real masters and keepers: what is damaged is not restored (DL-58, DL-90, DL-91)."""
+"""Sessions with real masters and keepers: what is damaged is not restored."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def damage(save_to: Path, how: str) -> set[Path]:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("how", ["flipped", "truncated"])
 def test_required_but_all_checkpoints_are_damaged(house: House, tmp_path: Path, how: str, alone: bool) -> None:
-    """DL-91: nothing is trained, whoever is the master, and however often it is tried again."""
+    """Nothing is trained, whoever is the master, and however often it is tried again."""
     options: dict[str, Any] = {"save_to": str(tmp_path), "persist_every": 1}
     options |= {"master": None, "token": None} if alone else {}
     trained(house.life(**options), 2, durable=True).leave()
@@ -86,7 +86,7 @@ def test_required_but_all_checkpoints_are_damaged(house: House, tmp_path: Path, 
 def test_a_start_anew_over_damaged_checkpoints_is_loud_and_keeps_them(
     house: House, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DL-91: neither retention nor a folder of the same name takes what the user may still want to look at."""
+    """Neither retention nor a folder of the same name takes what the user may still want to look at."""
     options: dict[str, Any] = {"save_to": str(tmp_path), "persist_every": 1, "master": None, "token": None}
     first = trained(house.life(**options), 2, durable=True)
     first.leave()

@@ -1,4 +1,4 @@
-"""Sessions with real masters and keepers: refused, killed or ended, nothing is lost (DL-58, DL-90, DL-91)."""
+"""Sessions with real masters and keepers: refused, killed or ended, nothing is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_wrong_token_is_refused_with_a_hint(house: House) -> None:
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_life_declared_dead_stops_and_its_votes_do_not_count(house: House, on_error: str) -> None:
-    """Whatever `on_error` says: two lives in one seat would train apart (ED-36)."""
+    """Whatever `on_error` says: two lives in one seat would train apart."""
     zombie = house.worker(on_error=on_error)
     me = zombie.hear()["incarnation"]
     zombie.tell("step")
@@ -121,7 +121,7 @@ def test_a_finished_life_leaves_no_keeper(house: House, tmp_path: Path) -> None:
 
 
 def test_a_finished_job_is_trained_on_at_the_same_master(house: House, tmp_path: Path) -> None:
-    """DL-57, and decision 0003: a master that stands for long knows that the job has ended, and lets it go on."""
+    """Decision 0003: a master that stands for long knows that the job has ended, and lets it go on."""
     first = trained(house.life(save_to=str(tmp_path)), 2)
     first.finish()
     first.leave(Departure.DONE)
@@ -141,7 +141,7 @@ def test_a_job_that_ended_in_memory_is_not_trained_again_unasked(house: House) -
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_second_launch_of_a_living_job_is_refused(house: House, fresh: bool) -> None:
-    """DL-90: whoever its master is. The living one neither stops saving nor loses what it has."""
+    """Whoever its master is. The living one neither stops saving nor loses what it has."""
     life = trained(house.life(), 3)
     second = house.worker(master=None, token=None, fresh=fresh)
     second.process.wait(WAIT_S)
@@ -155,7 +155,7 @@ def test_a_second_launch_of_a_living_job_is_refused(house: House, fresh: bool) -
 
 
 def test_a_life_whose_seat_is_taken_is_told(house: House) -> None:
-    """DL-90: never silently frozen. Its master is gone, so only the keeper can tell."""
+    """Never silently frozen. Its master is gone, so only the keeper can tell."""
     first = trained(house.life(), 1)
     house.master.kill()
     again = Checkpointer(house.job, "node", 0, master=house.master.url, start_keeper=False)
@@ -167,7 +167,7 @@ def test_a_life_whose_seat_is_taken_is_told(house: House) -> None:
 
 
 def test_the_end_is_saved_with_the_random_state_of_the_end(house: House, tmp_path: Path) -> None:
-    """ED-25: not with that of the last batch's fetch."""
+    """Not with that of the last batch's fetch."""
     alone: dict[str, Any] = {"master": None, "token": None, "save_to": str(tmp_path), "persist_every": "1h"}
     first = trained(house.life(**alone), 2)
     first.draw()
@@ -181,7 +181,7 @@ def test_the_end_is_saved_with_the_random_state_of_the_end(house: House, tmp_pat
 
 
 def test_of_two_loaders_the_first_fetch_counts(house: House) -> None:
-    """ED-25: both are fetched again after a restore, so the random state is that of before the first."""
+    """Both are fetched again after a restore, so the random state is that of before the first."""
     first = house.life(master=None, token=None)
     first.at += 1
     first.session.stepped()
@@ -198,7 +198,7 @@ def test_of_two_loaders_the_first_fetch_counts(house: House) -> None:
 
 
 def test_a_restore_the_adapter_does_not_want_is_forgotten(house: House) -> None:
-    """DL-57: `ckpt_path=` wins: neither the place in the data nor the random state is put back."""
+    """`ckpt_path=` wins: neither the place in the data nor the random state is put back."""
     trained(house.life(master=None, token=None), 2).leave()
     place = config.place({"DLROVER_HOOKS_NODE": "node"})
     session = Session(config.load({}, job=house.job, save_every=1), place)
@@ -237,5 +237,5 @@ def epochs(save_to: Path | None, count: int) -> list[float]:
 
 
 def test_more_epochs_after_the_end_are_those_of_a_longer_run(house: House, tmp_path: Path) -> None:
-    """ED-25: the random state of the end is back for the first batch of the next epoch, whatever iterators draw."""
+    """The random state of the end is back for the first batch of the next epoch, whatever iterators draw."""
     assert epochs(tmp_path, 1) + epochs(tmp_path, 2) == epochs(None, 2)

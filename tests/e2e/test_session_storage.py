@@ -1,4 +1,4 @@
-"""Sessions with real masters and keepers: storage that is full, refused or another job's (DL-58, DL-90, DL-91)."""
+"""Sessions with real masters and keepers: storage that is full, refused or another job's."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_keeper_killed_while_it_writes_a_file(house: House, small_disk: Path, 
 
 
 def test_the_tree_of_another_job_is_refused_before_training(house: House, tmp_path: Path) -> None:
-    """DL-91: an unfinished job's checkpoints outlive any other job, and it goes on from them."""
+    """An unfinished job's checkpoints outlive any other job, and it goes on from them."""
     first = trained(house.life(save_to=str(tmp_path), persist_every=1), 2, durable=True)
     first.leave()
     for other in ({"job": f"{house.job}-other"}, {"job": None, "master": None, "token": None}):
@@ -119,7 +119,7 @@ def test_the_tree_of_another_job_is_refused_before_training(house: House, tmp_pa
 
 
 def test_the_same_job_anew_replaces_its_runs_once_it_has_a_generation(house: House, tmp_path: Path) -> None:
-    """DL-91: until then the old ones are there, in memory's place only."""
+    """Until then the old ones are there, in memory's place only."""
     alone: dict[str, Any] = {"save_to": str(tmp_path), "persist_every": 3, "master": None, "token": None}
     first = trained(house.life(**alone), 3)
     first.durable()
@@ -141,7 +141,7 @@ def test_the_same_job_anew_replaces_its_runs_once_it_has_a_generation(house: Hou
 
 
 def test_a_tree_named_to_start_from_is_taken_whatever_its_job(house: House, tmp_path: Path) -> None:
-    """DL-91: and one that holds nothing is no fresh start."""
+    """And one that holds nothing is no fresh start."""
     alone: dict[str, Any] = {"master": None, "token": None}
     old = trained(house.life(save_to=str(tmp_path / "old"), persist_every=1, **alone), 2, durable=True)
     old.leave()
@@ -166,7 +166,7 @@ def test_a_tree_named_to_start_from_is_taken_whatever_its_job(house: House, tmp_
 def test_storage_that_takes_nothing_at_the_end(
     house: House, small_disk: Path, on_error: str, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DL-90: known in seconds, not after all the patience for slow storage; "warn" says it once and ends normally.
+    """Known in seconds, not after all the patience for slow storage; "warn" says it once and ends normally.
 
     The run does not count as finished: the same start goes on from memory, and ends once there is room.
     """
@@ -197,7 +197,7 @@ def test_storage_that_takes_nothing_at_the_end(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_no_rank_waits_for_another_whose_storage_is_full(house: House, small_disk: Path) -> None:
-    """DL-90: only rank 0's file is large; rank 1's is written, and its MANIFEST will never come."""
+    """Only rank 0's file is large; rank 1's is written, and its MANIFEST will never come."""
     options: dict[str, Any] = {"save_to": str(small_disk / "ckpt"), "persist_every": "1h", "size": 1 << 15}
     workers = [house.worker(rank=rank, world_size=2, **options) for rank in range(2)]
     for worker in workers:
@@ -212,7 +212,7 @@ def test_no_rank_waits_for_another_whose_storage_is_full(house: House, small_dis
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_disk_with_room_for_a_note_only_is_refused_before_training(house: House, small_disk: Path) -> None:
-    """DL-91: that the claim could be written proves nothing."""
+    """That the claim could be written proves nothing."""
     with (small_disk / "filler").open("ab") as filler, contextlib.suppress(OSError):
         filler.write(bytes(1 << 20))
     os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - 4096)

@@ -73,11 +73,12 @@ def crew(tmp_path: Path, live_master: LiveMaster) -> Iterator[Crew]:
     made.close()
 
 
+@pytest.mark.requirement("DL-57", "DL-62", "DL-63", "DL-71", "EZ-11", "EZ-12", "EZ-15")
 @pytest.mark.chaos
 @pytest.mark.slow
 def test_every_sample_is_acknowledged_once(crew: Crew, pytestconfig: pytest.Config) -> None:
-    """DL-63, DL-65..69, DL-71..73, EZ-11..15: three workers of different speed, killed and replaced at random times,
-    and the master too; every sample of both epochs is in the books once, and was trained on at least once.
+    """Three workers of different speed, killed and replaced at random times, and the master too; every
+    sample of both epochs is in the books once, and was trained on at least once.
     """
     n, epochs = 1500, 2
     rng = random.Random(seed := time.time_ns() % 10_000)
@@ -106,8 +107,9 @@ def test_every_sample_is_acknowledged_once(crew: Crew, pytestconfig: pytest.Conf
     assert set(crew.seen()) == {(epoch, sample) for epoch in range(epochs) for sample in range(n)}
 
 
+@pytest.mark.requirement("DL-73", "EZ-15")
 def test_a_worker_that_is_alone_in_killing_itself_loses_nothing(crew: Crew) -> None:
-    """DL-69, DL-73: what was acknowledged is not handed out again, what was not is."""
+    """What was acknowledged is not handed out again, what was not is."""
     first = crew.start(n=400, step_s=0.005)
     crew.trained(0, 20)
     os.killpg(first.pid, signal.SIGKILL)
@@ -122,7 +124,7 @@ def test_a_worker_that_is_alone_in_killing_itself_loses_nothing(crew: Crew) -> N
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_of_different_speed_train_in_step(crew: Crew, tmp_path: Path, workers: int) -> None:
-    """DL-87, DL-88 over leases: as many steps on each rank, each sample once, weights that add up to one exactly."""
+    """Leased data too: as many steps on each rank, each sample once, weights that add up to one exactly."""
     ranks = [
         crew.start(n=501, rank=rank, store=tmp_path / "store", step_s=step_s, workers=workers, epochs=2, shard=24)
         for rank, step_s in enumerate((0.0, 0.004))

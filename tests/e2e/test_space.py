@@ -1,4 +1,4 @@
-"""DL-90: a keeper refuses what its memory does not hold, instead of being killed by it. Also in a real cgroup."""
+"""A keeper refuses what its memory does not hold, instead of being killed by it. Also in a real cgroup."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Warm standbys with real processes: as a fresh process is, the launcher's own children, and gone with it.
 
-DL-81, DL-85, ED-27. Each test is a small launcher of its own: whoever keeps standbys adopts the orphans below it.
+Each test is a small launcher of its own: whoever keeps standbys adopts the orphans below it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ print(json.dumps({
 
 
 def test_its_last_words_are_heard(launcher: Callable[..., Launcher], tmp_path: Path) -> None:
-    """What ends the worker that it became stands on the launcher's last screen, too (ED-27)."""
+    """What ends the worker that it became stands on the launcher's last screen, too."""
     script = "from dlrover_hooks import config\nconfig.tell_launcher()\nraise ValueError('in a seat')\n"
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "einops.py").write_text("")

@@ -1,4 +1,4 @@
-"""`torchrun --rdzv-backend=dlrover` with real agents and workers (DL-77..81, DL-85, ED-22, ED-23, ED-40..43, ED-77)."""
+"""`torchrun --rdzv-backend=dlrover` with real agents and workers."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def run(tmp_path: Path, live_master: LiveMaster, job: str, monkeypatch: pytest.M
         made.close()
 
 
+@pytest.mark.requirement("DL-77", "DL-80", "DL-81", "DL-90", "ED-22", "ED-23", "ED-40", "ED-80", "EZ-13")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_story_of_one_job(run: Torchruns, live_master: LiveMaster) -> None:

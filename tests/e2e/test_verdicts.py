@@ -1,4 +1,4 @@
-"""What the launcher makes of the end of a worker, of a signal, and of what an earlier launch left (DL-77, DL-81)."""
+"""What the launcher makes of the end of a worker, of a signal, and of what an earlier launch left."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ def test_a_crash_after_the_end_is_not_restarted(launch: Callable[..., Launched])
 
 
 def test_a_finished_job_in_a_journal_only_says_so(launch: Callable[..., Launched]) -> None:
-    """Launched again with the journal of its end: exit 0, nothing is started; `--fresh` trains (DL-57)."""
+    """Launched again with the journal of its end: exit 0, nothing is started; `--fresh` trains."""
     run = launch("note(); attach(); beat(5); leave(5)", "--journal", "job.db", member=True)
     assert run.end()[0] == 0
     code, errors = launch("note()", "--journal", "job.db", job=run.job).end()
@@ -100,7 +100,7 @@ def test_members_of_a_dead_launcher_do_not_block_the_next(launch: Callable[..., 
 
 
 def test_progress_counts_from_the_restored_step(launch: Callable[..., Launched]) -> None:
-    """A resumed job whose script fails at the step it resumed from is not started again in vain (DL-81)."""
+    """A resumed job whose script fails at the step it resumed from is not started again in vain."""
     script = """
         note()
         found = p.Manifest(conf.job, p.Generation(1, 16, "run"), 1, (), 0.0)
@@ -164,7 +164,7 @@ def test_the_echo_of_a_death_is_not_its_cause(launch: Callable[..., Launched]) -
     ],
 )
 def test_ctrl_c_says_what_is_left(launch: Callable[..., Launched], stored: str, what: str) -> None:
-    """The step that is durable, where, and how to go on; nothing is claimed that is not there (DL-57, DL-90)."""
+    """The step that is durable, where, and how to go on; nothing is claimed that is not there."""
     script = f"""
         from pathlib import Path
         from dlrover_hooks.checkpoint.storage import catalog, generations as storage

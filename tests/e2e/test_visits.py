@@ -69,12 +69,13 @@ class Ranks:
             process.wait()
 
 
+@pytest.mark.requirement("ED-25")
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["leased", "lightning", "accelerate"])
 def test_the_surviving_model_saw_each_sample_once(loop: str, job: str, tmp_path: Path, master: LiveMaster) -> None:
-    """DL-58, DL-63..69, DL-87, DL-88, ED-25, EZ-11..15: three workers, one, four and two. In each world but the last a
-    random worker is killed in a random step, in two of them the master too.
+    """Three workers, one, four and two. In each world but the last a random worker is killed in a random step,
+    in two of them the master too.
     """
     rng = random.Random(seed := time.time_ns() % 10_000)
     print(f"seed {seed}")

@@ -1,4 +1,4 @@
-"""Which sockets are the collectives', and that cutting them ends what waits on them (DL-77)."""
+"""Which sockets are the collectives', and that cutting them ends what waits on them."""
 
 from __future__ import annotations
 

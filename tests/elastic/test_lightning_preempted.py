@@ -1,4 +1,4 @@
-"""A Lightning fit that outlives its round hears a signal in between (DL-81): its teardown puts back older handlers."""
+"""A Lightning fit that outlives its round hears a signal in between: its teardown puts back older handlers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Lightning fit outlives its round, by one callback (DL-77, DL-86)."""
+"""A Lightning fit outlives its round, by one callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL's groups are aborted with gloo's, and a new one can be made in the same process (DL-77)."""
+"""NCCL's groups are aborted with gloo's, and a new one can be made in the same process."""
 
 from __future__ import annotations
 

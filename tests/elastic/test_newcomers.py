@@ -1,4 +1,4 @@
-"""Newcomers that arrive while others recover, and newcomers that die while they join (DL-77, DL-83).
+"""Newcomers that arrive while others recover, and newcomers that die while they join.
 
 They join as those of a launcher do: before their script begins, with the incarnation that they were given.
 """
@@ -91,6 +91,7 @@ def test_the_node_of_a_lost_rank_0_is_asked_too(crew: Crews) -> None:
     one.check(STEPS, EPOCHS)
 
 
+@pytest.mark.requirement("DL-85", "SC-1")
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_newcomer_on_another_node_gets_what_the_survivors_hold(crew: Crews, grows: bool) -> None:
     """Its own node has nothing in memory, and there is neither storage nor a replica: no step is lost all the same."""

@@ -1,6 +1,6 @@
 """A preempted worker leaves, the others go on in their processes; a signal in the middle of a recovery is not lost.
 
-DL-81, DL-90. Each worker is on a node of its own: nodes are what is taken away.
+Each worker is on a node of its own: nodes are what is taken away.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def metrics(one: Crew) -> str:
     return requests.get(one.url + "/metrics", headers={"Authorization": "Bearer secret"}, timeout=30).text
 
 
+@pytest.mark.requirement("ED-4", "SC-1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_leaves_and_two_stay(crew: Crews, victim: int) -> None:
     one, who = three(crew), f"w{victim}"

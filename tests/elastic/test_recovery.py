@@ -1,4 +1,4 @@
-"""Survivors of a lost worker go on in their processes, at the step where they were (DL-77, DL-86).
+"""Survivors of a lost worker go on in their processes, at the step where they were.
 
 Real processes, gloo, a real master and keeper; the test plays the launcher. What is asserted of every story: after each
 restore all ranks hold the same parameters, buffers and optimizer state, every sample is in the model once per epoch,
@@ -120,7 +120,7 @@ def test_who_replaces_one_that_was_a_step_ahead_goes_back_with_the_others(crew: 
 
 
 def test_a_copy_is_under_way_at_the_fault(crew: Crews, calm: str) -> None:
-    """A lazy save (DL-91) is half copied, behind the step, when a peer dies: it is neither restored nor waited for in
+    """A lazy save is half copied, behind the step, when a peer dies: it is neither restored nor waited for in
     vain. At equal world size the end is bit-equal to that of the run that was left alone.
     """
     one = crew(3, 3, snapshot="lazy", save_every=1, copy_held=5)

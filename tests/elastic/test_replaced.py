@@ -1,4 +1,4 @@
-"""Who replaces a lost worker draws its random numbers (decision 0015): stories of more than one fault (DL-81)."""
+"""Who replaces a lost worker draws its random numbers (decision 0015): stories of more than one fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small set: what a fault leaves half changed is put back exactly, or it is said why not (DL-77)."""
+"""The small set: what a fault leaves half changed is put back exactly, or it is said why not."""
 
 from __future__ import annotations
 

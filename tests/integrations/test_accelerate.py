@@ -1,4 +1,4 @@
-"""`ElasticAccelerator`: what is Accelerate's own, beside the adapter contract (DL-57, DL-69, DL-87, DL-88, ED-25)."""
+"""`ElasticAccelerator`: what is Accelerate's own, beside the adapter contract."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_only_the_weights_and_only_of_its_own_kind(job: str) -> None:
 
 
 def test_what_is_refused_is_not_said_to_be_resumed(job: str, caplog: pytest.LogCaptureFixture) -> None:
-    """DL-91: a checkpoint of another adapter."""
+    """A checkpoint of another adapter."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = elastic_loader(DataLoader(Numbers(6, False), 2), optimizer=optimizer)
@@ -125,7 +125,7 @@ def test_what_is_refused_is_not_said_to_be_resumed(job: str, caplog: pytest.LogC
 
 
 def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-91: else it breaks in mid-step, for state of its own that is missing."""
+    """Else it breaks in mid-step, for state of its own that is missing."""
     run = Run(job)
     for batch in run.loader:
         if run.accelerator.loop.step == 2:

@@ -1,4 +1,4 @@
-"""`ElasticAccelerator.save_state`: Accelerate's own folders, written behind the step (DL-90, DL-91)."""
+"""`ElasticAccelerator.save_state`: Accelerate's own folders, written behind the step."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_ranks_make_one_folder(job: str, tmp_path: Path, live_master: LiveMaster
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
-    """DL-91: whatever the library that wrote says of it."""
+    """Whatever the library that wrote says of it."""
     with small_disk(tmp_path / "disk") as disk:
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(torch.nn.Linear(256, 256))

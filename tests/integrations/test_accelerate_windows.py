@@ -1,4 +1,4 @@
-"""ElasticAccelerator: windows of accumulation are exact, wherever the loop zeroes, clips or leaves (DL-87, DL-88)."""
+"""ElasticAccelerator: windows of accumulation are exact, wherever the loop zeroes, clips or leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small buffers are taken and put back, bit for bit, or not at all (DL-81)."""
+"""Small buffers are taken and put back, bit for bit, or not at all."""
 
 from __future__ import annotations
 

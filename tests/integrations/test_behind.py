@@ -1,4 +1,4 @@
-"""Writes behind the step: bounded, in order, whole, nothing lost and no error unsaid (DL-90, DL-91)."""
+"""Writes behind the step: bounded, in order, whole, nothing lost and no error unsaid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient scaler, moving average, two optimizers and schedulers, broken off and resumed bit-equal (DL-57, DL-90).
+"""Gradient scaler, moving average, two optimizers and schedulers, broken off and resumed bit-equal.
 
 Each through the public API of its adapter, with eager saves and with lazy ones. One batch in each epoch overflows: the
 scaler leaves its steps out and changes its scale.

@@ -1,4 +1,4 @@
-"""`FlashStager` and `FlashWriter` under stock torch.distributed.checkpoint (DL-90, DL-91)."""
+"""`FlashStager` and `FlashWriter` under stock torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

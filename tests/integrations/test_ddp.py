@@ -24,9 +24,10 @@ def run(case: str, world: int) -> list[Any]:
     return json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.requirement("DL-87", "DL-88")
 @pytest.mark.parametrize("world", [2, 3])
 def test_weighted_gradient_is_that_of_one_process(world: int) -> None:
-    """DL-87, DL-88: uneven m_i, short steps and ghosts give the single-process gradient."""
+    """Uneven m_i, short steps and ghosts give the single-process gradient."""
     for found in run("weights", world):
         inexact = found.pop("scaled=False")
         assert all(error <= EXACT for error in found.values()), found
@@ -36,7 +37,7 @@ def test_weighted_gradient_is_that_of_one_process(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_weighed_loss_gives_the_gradient_of_one_process(world: int) -> None:
-    """DL-87, DL-88: where gradients are averaged (FSDP2, DDP without our hook), and for means over tokens."""
+    """Where gradients are averaged (FSDP2, DDP without our hook), and for means over tokens."""
     for found in run("scaled", world):
         assert len(found) == 15
         assert all(error <= EXACT for error in found.values()), found

@@ -1,6 +1,6 @@
 """A drill in frameworks' own loops: each step is traced by the names of its tensors, and the last one ends the loop.
 
-DL-77, DL-90: what `dlrover-hooks rehearse` relies on.
+`dlrover-hooks rehearse` relies on it.
 """
 
 from __future__ import annotations

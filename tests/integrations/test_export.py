@@ -1,4 +1,4 @@
-"""`dlrover-hooks ckpt export`: what stock loaders make of it, so that uninstalling us loses nothing (DL-91)."""
+"""`dlrover-hooks ckpt export`: what stock loaders make of it, so that uninstalling us loses nothing."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def steps(url: Path) -> list[int]:
 
 
 def test_rules_of_retention_reach_the_commit(job: str, tmp_path: Path) -> None:
-    """DL-91: from the keyword to the storage, over three runs of a script; the environment says it in one text, too."""
+    """From the keyword to the storage, over three runs of a script; the environment says it in one text, too."""
     for epochs in (1, 2, 3):
         trained(job, tmp_path / "ruled", epochs, keep="last=1,every_steps=3")
         trained(f"{job}-plain", tmp_path / "plain", epochs, keep=1)
@@ -323,7 +323,7 @@ def test_rules_of_retention_reach_the_commit(job: str, tmp_path: Path) -> None:
 def test_what_another_job_starts_from_is_not_removed_meanwhile(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DL-91: `resume=URL` leaves a note there while it loads, and takes it away."""
+    """`resume=URL` leaves a note there while it loads, and takes it away."""
     trained(job, tmp_path / "ck")
     seen: list[int] = []
     load = torch_backend.load

@@ -1,4 +1,4 @@
-"""`ElasticFabric`: what is Fabric's own, beside the adapter contract (DL-57, DL-87, ED-25)."""
+"""`ElasticFabric`: what is Fabric's own, beside the adapter contract."""
 
 from __future__ import annotations
 

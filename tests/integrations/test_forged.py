@@ -1,4 +1,4 @@
-"""DL-90: a checkpoint whose hashes match, but whose state no save ever wrote, is damaged: the one before is taken."""
+"""A checkpoint whose hashes match, but whose state no save ever wrote, is damaged: the one before is taken."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_forged_state_is_corrupt_and_the_generation_before_is_taken(
 def test_a_generation_whose_read_stands_still_is_passed_over(
     saved: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DL-90: as on a mount whose server is gone. The generation before is read."""
+    """As on a mount whose server is gone. The generation before is read."""
     here, released, read_at = tmp_path / "saved", threading.Event(), shard_reader._read_at
     shutil.copytree(saved, here)
     older, newer = sorted(here.glob("step-*"))

@@ -1,4 +1,4 @@
-"""DL-90: forged states with valid hashes, through Lightning, Accelerate and Fabric: the generation before is taken."""
+"""Forged states with valid hashes, through Lightning, Accelerate and Fabric: the generation before is taken."""
 
 from __future__ import annotations
 

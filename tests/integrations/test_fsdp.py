@@ -1,4 +1,4 @@
-"""DL-90, DL-91: FSDP2 state is saved shard by shard and comes back bit-equal at any world size and layout.
+"""FSDP2 state is saved shard by shard and comes back bit-equal at any world size and layout.
 
 Real ranks over gloo, real keepers; one life is in fsdp_cases.py.
 """

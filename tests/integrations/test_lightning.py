@@ -1,4 +1,4 @@
-"""`ElasticCallback` in a real Trainer, one process: resume, refusals, what it leaves alone (DL-56, DL-57, DL-90)."""
+"""`ElasticCallback` in a real Trainer, one process: resume, refusals, what it leaves alone."""
 
 import json
 import logging
@@ -86,7 +86,7 @@ def exactly_once(seen: list[tuple[int, int, int]], n: int = 20, epochs: int = 2)
 
 
 def test_resumes_from_memory_without_a_path(job: str) -> None:
-    """A new Trainer and model of the same job go on where the last whole generation stood (DL-57, ED-35)."""
+    """A new Trainer and model of the same job go on where the last whole generation stood."""
     before, after, elastic = crash(job, 7), Net(), ElasticCallback(job=job, save_every=1)
     fit(after, elastic)
     assert after.seen[0][1] == 7
@@ -129,7 +129,7 @@ def test_a_finished_job_has_nothing_left_to_do(job: str, tmp_path: Path) -> None
 def test_other_data_on_resume_is_refused_and_nothing_is_lost(
     job: str, tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    """A changed length or seed would train on the wrong samples silently; the checkpoint stays (ED-25)."""
+    """A changed length or seed would train on the wrong samples silently; the checkpoint stays."""
     save_to = str(tmp_path / "ckpt")
     before = crash(job, 6, save_to=save_to, persist_every=1)
     with pytest.raises(DataMismatch, match=named):
@@ -324,7 +324,7 @@ def test_a_hyper_parameter_that_cannot_be_saved_becomes_its_repr(job: str) -> No
 
 
 def test_several_workers_without_a_master_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes that do not know of each other would each train on everything (DL-80)."""
+    """Two processes that do not know of each other would each train on everything."""
     from dlrover_hooks.config import load, place
     from dlrover_hooks.session import Session
 
@@ -344,7 +344,7 @@ warnings.filterwarnings("ignore", module="lightning")
 
 
 def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-91: else it breaks in mid-step, for state of its own that is missing."""
+    """Else it breaks in mid-step, for state of its own that is missing."""
     with pytest.raises(Crash):
         fit(Net(crash_at=3), ElasticCallback(job=job, save_every=1))
     monkeypatch.setattr(Net, "configure_optimizers", lambda net: torch.optim.SGD(net.parameters(), 0.1))

@@ -1,4 +1,4 @@
-"""What a Lightning run meets when it is started again: an epoch's end, limits, callbacks (DL-57, DL-90, ED-35)."""
+"""What a Lightning run meets when it is started again: an epoch's end, limits, callbacks."""
 
 import contextlib
 import logging
@@ -320,7 +320,7 @@ def test_moments_come_back_in_their_own_dtype(job: str) -> None:
 
 
 def test_devices_that_are_not_the_launchers_workers_are_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU `devices="auto"` means one: each of the launcher's workers would train alone (ED-39)."""
+    """On CPU `devices="auto"` means one: each of the launcher's workers would train alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -1,4 +1,4 @@
-"""ElasticCallback: the sampler goes in however a loader comes, and its place is that of the epoch (DL-56, DL-57)."""
+"""ElasticCallback: the sampler goes in however a loader comes, and its place is that of the epoch."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`FlashCheckpointIO`: Lightning's own files, written behind the step (DL-90, DL-91).
+"""`FlashCheckpointIO`: Lightning's own files, written behind the step.
 
 The first four are what Lightning's AsyncCheckpointIO got or gets wrong: files of mixed steps (its #20953), a queue
 without a bound, errors that are told late or never, files that are not atomic.
@@ -298,7 +298,7 @@ def test_the_plugin_travels_to_spawned_processes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
-    """DL-91: torch's writer says of it "unexpected pos". Nothing is left of the file that did not fit."""
+    """Torch's writer says of it "unexpected pos". Nothing is left of the file that did not fit."""
     with small_disk(tmp_path / "disk") as disk:
         io = FlashCheckpointIO()
         io.save_checkpoint({"weights": torch.ones(1 << 16)}, disk / "a.ckpt")

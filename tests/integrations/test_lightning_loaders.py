@@ -1,4 +1,4 @@
-"""Several training loaders under Lightning, combined in each of its modes (DL-57, DL-88, DL-90, ED-25)."""
+"""Several training loaders under Lightning, combined in each of its modes."""
 
 from __future__ import annotations
 

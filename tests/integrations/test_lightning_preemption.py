@@ -1,4 +1,4 @@
-"""Preemption under a real Trainer: Lightning's own handlers are taken over, the fit leaves at a step (DL-81, DL-90)."""
+"""Preemption under a real Trainer: Lightning's own handlers are taken over, the fit leaves at a step."""
 
 from __future__ import annotations
 

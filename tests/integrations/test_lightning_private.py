@@ -1,4 +1,4 @@
-"""One contract per function of `_lightning_private`: what a new Lightning release must still do (DL-56, DL-57).
+"""One contract per function of `_lightning_private`: what a new Lightning release must still do.
 
 And the environment of `dlrover-hooks run`, in which Lightning must find torchrun's.
 """
@@ -280,7 +280,7 @@ open(sys.argv[1], "w").write(json.dumps([found, told]))
 
 
 def test_lightning_finds_torchruns_environment_in_a_launched_worker(tmp_path: Path) -> None:
-    """And measured: without TORCHELASTIC_RUN_ID it does not, and would start processes of its own (ED-35)."""
+    """And measured: without TORCHELASTIC_RUN_ID it does not, and would start processes of its own."""
     script, out, root = tmp_path / "script.py", tmp_path / "out.json", Path(__file__).parents[2]
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "dlrover_hooks", "run", "--nproc-per-node", "1", str(script), str(out)]

@@ -1,4 +1,4 @@
-"""What a fit that is entered again needs of Lightning, one contract per function of `_lightning_private` (DL-77)."""
+"""What a fit that is entered again needs of Lightning, one contract per function of `_lightning_private`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Lightning run goes on at other world sizes and with another global batch (DL-58, DL-87, DL-88, ED-25).
+"""A Lightning run goes on at other world sizes and with another global batch.
 
 Real processes, real gloo groups: see resize_trial.py.
 """

@@ -1,4 +1,4 @@
-"""A run broken off at any step and resumed is the undisturbed run, bit for bit (DL-58, DL-81, DL-90, ED-71).
+"""A run broken off at any step and resumed is the undisturbed run, bit for bit.
 
 Real processes, real gloo groups, real Lightning: see restore_trial.py, which does the work and prints what it found.
 """
@@ -17,7 +17,7 @@ WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_restore_from_every_step_is_bit_equal(world: int, job: str, request: pytest.FixtureRequest) -> None:
-    """With validation, dropout, batch norm, a scheduler, accumulation 1 to 3, at W = 1, 2 and 3 (DL-81, DL-90)."""
+    """With validation, dropout, batch norm, a scheduler, accumulation 1 to 3, at W = 1, 2 and 3."""
     master = request.getfixturevalue("live_master") if world > 1 else None
     found = ranks.run([sys.executable, str(TRIAL), job, "1,2,3"], world, master, timeout_s=280, warm=WARM)
     crashes = {(trial["accumulate"], *trial["crash"]) for trial in found}

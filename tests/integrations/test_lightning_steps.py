@@ -1,4 +1,4 @@
-"""What is kept of a `Trainer` at each step boundary is all that a whole cut has beside weights (DL-77)."""
+"""What is kept of a `Trainer` at each step boundary is all that a whole cut has beside weights."""
 
 from __future__ import annotations
 

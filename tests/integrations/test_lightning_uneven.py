@@ -1,7 +1,7 @@
 """Lightning where the global batch is not evenly shareable: N = 5 micro-batches on 2, then on 3 workers.
 
 Lightning counts batches on each rank; validation, schedulers and logging must all the same come together, after the
-same optimizer steps as in one process (DL-87, DL-88, ED-34).
+same optimizer steps as in one process.
 """
 
 from __future__ import annotations

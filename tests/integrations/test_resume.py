@@ -1,4 +1,4 @@
-"""What may change between save and resume, as docs/resume.md says. DL-90, DL-91. Real keepers, one process."""
+"""What may change between save and resume, as docs/resume.md says. Real keepers, one process."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_another_model_is_refused_by_name(job: str, build: Build, words: str) ->
 
 
 def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-91: before anything is loaded. The state of an older version, without a class, is told by its options."""
+    """Before anything is loaded. The state of an older version, without a class, is told by its options."""
     run(job, net())
     model = net(seed=1)
     before = [one.detach().clone() for one in model.parameters()]

@@ -1,4 +1,4 @@
-"""Who tells whom what was noted within a step (DL-81). What comes of it is in `tests/elastic/test_replaced.py`."""
+"""Who tells whom what was noted within a step. What comes of it is in `tests/elastic/test_replaced.py`."""
 
 from __future__ import annotations
 

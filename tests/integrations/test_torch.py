@@ -1,6 +1,6 @@
 """`AsyncCheckpointer` and `elastic_loader` in a plain loop: broken off anywhere, the run ends as if nothing happened.
 
-DL-57, DL-81, DL-90, ED-25. Real keepers, real process groups; the loop is in torch_cases.py.
+Real keepers, real process groups; the loop is in torch_cases.py.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_run_broken_off_is_durable_at_once_and_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """DL-91: its keeper waits ten minutes for a successor, but the machine may go before."""
+    """Its keeper waits ten minutes for a successor, but the machine may go before."""
     monkeypatch.setattr(torch_cases, "Crash", broken_off)
     with pytest.raises(broken_off):
         train(job, at=("forward", 5), save_to=str(tmp_path), persist_every="1h")
@@ -209,7 +209,7 @@ def test_kill_9_and_resume_is_bit_equal(job: str, tmp_path: Path) -> None:
 
 
 def test_two_ranks_killed_and_resumed_are_bit_equal(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
-    """Rank 1 is shot in mid-epoch, rank 0 fails in its all-reduce; both come back (DL-81)."""
+    """Rank 1 is shot in mid-epoch, rank 0 fails in its all-reduce; both come back."""
     codes, calm, errors = run(2, live_master, job=f"{job}-calm")
     assert codes == [0, 0], errors
     assert calm[0]["step"] == 12
@@ -228,7 +228,7 @@ def test_two_ranks_killed_and_resumed_are_bit_equal(job: str, tmp_path: Path, li
 
 
 def test_two_ranks_shrink_to_one_and_see_every_id_once(job: str, tmp_path: Path, live_master: LiveMaster) -> None:
-    """The global batch stays: one rank accumulates what two had shared (DL-81, DL-87)."""
+    """The global batch stays: one rank accumulates what two had shared."""
     given: dict[str, Any] = {"job": job, "ids": str(tmp_path / "ids")}
     codes, _, errors = run(2, live_master, **given, at=("forward", 3), kill=True, crash_rank=1)
     assert codes[1] == -signal.SIGKILL, errors

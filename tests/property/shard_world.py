@@ -56,7 +56,7 @@ class ShardWorld(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_a_partition(self) -> None:
-        """Done, doing, todo and quarantined: each position in exactly one of them (DL-65 to DL-69)."""
+        """Done, doing, todo and quarantined: each position in exactly one of them."""
         ledger = self.ledger
         if ledger is None:
             return

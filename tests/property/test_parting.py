@@ -1,4 +1,4 @@
-"""All ranks leave at the quiet point of one step, whenever each hears that somebody is preempted (DL-81, DL-90).
+"""All ranks leave at the quiet point of one step, whenever each hears that somebody is preempted.
 
 The real core, the real worker's side; the schedule of background threads and training threads is drawn.
 """

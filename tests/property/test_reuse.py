@@ -1,4 +1,4 @@
-"""The reuse rule against the real master: what is whole on all ranks stays, and saves never stop (DL-90, DL-91).
+"""The reuse rule against the real master: what is whole on all ranks stays, and saves never stop.
 
 Ranks save in lockstep, as training does. How long hashing, votes and answers take, and which slots are being persisted,
 is the test's choice; couriers, core and `choose_slot` are the real ones.

@@ -1,4 +1,4 @@
-"""Rounds keep their invariants, whatever comes (DL-79, DL-80, DL-81, DL-84, DL-85)."""
+"""Rounds keep their invariants, whatever comes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rounds(World):
         assert current.store_prefix == f"job/{current.store_prefix.split('/')[1]}/{current.number}"
 
     def _oldest_first(self, world: list[tuple[str, int]]) -> None:
-        """Rank 0 goes to the oldest survivor (DL-84), and the others keep theirs."""
+        """Rank 0 goes to the oldest survivor, and the others keep theirs."""
         before = dict(self.worlds[max(self.worlds)]) if self.worlds else {}
         survivors = sorted((before[name], rank) for name, rank in world if name in before)
         if survivors:

@@ -1,7 +1,4 @@
-"""Any sequence of live resizes, restores, crashes and prefetches visits each index exactly once per epoch.
-
-Rows ED-25 (the unprocessed data of the epoch is redistributed), DL-64, DL-87, DL-88.
-"""
+"""Any sequence of live resizes, restores, crashes and prefetches visits each index exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -263,6 +261,7 @@ def check_prefix(trained: list[int], n: int, G: int, tail: str, kind: str) -> No
             q = (epoch + 1) * n
 
 
+@pytest.mark.requirement("ED-25")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 120), st.integers(1, 5), st.integers(1, 8), TAILS, KINDS, st.lists(EVENT, min_size=1, max_size=15)
@@ -271,6 +270,7 @@ def test_small_live_runs(n: int, b: int, N: int, tail: str, kind: str, events: l
     run_live(n if tail == "ghost" else max(n, b * N), b, N, tail, kind, events)
 
 
+@pytest.mark.requirement("ED-25")
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers((1 << 17) + 1, (1 << 17) + 5000),

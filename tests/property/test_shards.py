@@ -1,4 +1,4 @@
-"""Leased shards: no position lost, none twice in the model that survives (DL-63 to DL-69, DL-87)."""
+"""Leased shards: no position lost, none twice in the model that survives."""
 
 from __future__ import annotations
 

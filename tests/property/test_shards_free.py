@@ -20,7 +20,7 @@ ENDS = {"a": (5, 31), "b": (0, 17)}
 
 
 class Free(ShardWorld):
-    """Holders come and go, acknowledge in parts, are late, lose leases: what is told done is told once (DL-65..69)."""
+    """Holders come and go, acknowledge in parts, are late, lose leases: what is told done is told once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Whole jobs in virtual time, with faults of every kind: each promise holds after every event.
 
-Rows: DL-63 to DL-69, DL-77 to DL-87, DL-90 (rounds, leases, votes, the journal), ED-62 (a killed master), EZ (faults).
+Rounds, leases, votes, the journal, and a master that is killed.
 """
 
 from __future__ import annotations

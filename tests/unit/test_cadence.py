@@ -1,4 +1,4 @@
-"""When to save and what to make durable: every rank must come to the same answer (DL-90)."""
+"""When to save and what to make durable: every rank must come to the same answer."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_all_ranks_pick_the_same_generation_whenever_they_hear(steps: list[int],
     assert found == [wanted] * len(heard)
 
 
+@pytest.mark.requirement("DL-90", "EZ-13")
 @given(st.integers(1, 100), st.integers(1, 1000))
 def test_saves_at_multiples(every: int, step: int) -> None:
     assert save_due(Cadence(every), step) == (step % every == 0)
@@ -65,7 +66,7 @@ def test_a_new_start_is_a_new_question() -> None:
 
 
 def test_a_late_vote_for_an_old_save_breaks_no_promise_of_a_newer_one() -> None:
-    """Its slot was used again before the news of its hash came (DL-90)."""
+    """Its slot was used again before the news of its hash came."""
     passing = Passing()
     for step in (4, 5, 6, 7):
         passing.saved(step)

@@ -1,4 +1,4 @@
-"""`dlrover-hooks ckpt ls | verify | prune`: what lies there, what is damaged, what goes (DL-91)."""
+"""`dlrover-hooks ckpt ls | verify | prune`: what lies there, what is damaged, what goes."""
 
 from __future__ import annotations
 

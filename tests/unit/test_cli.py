@@ -1,4 +1,4 @@
-"""The command line: what it refuses, and with which exit code (DL-77, DL-79)."""
+"""The command line: what it refuses, and with which exit code."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
     return seen
 
 
+@pytest.mark.requirement("ED-39", "ED-43")
 def test_torchruns_spelling_is_understood(asked: list[LaunchOptions]) -> None:
     """Our options with underscores; whatever follows the script is the script's, as it stands."""
     words = ["run", "--nproc_per_node=3", "--max_restarts", "4", __file__, "--lr_rate", "1", "--job", "x"]

@@ -71,7 +71,7 @@ def client_of(port: int, host: str = "127.0.0.1") -> Iterator[MasterClient]:
 
 @pytest.mark.parametrize("odd", [HTML, MOVED, NOT_FOUND])
 def test_an_odd_answer_on_the_way_is_not_the_masters(odd: Answer) -> None:
-    """A proxy's page or redirect costs a call nothing but time, once a master has answered (DL-78, DL-90)."""
+    """A proxy's page or redirect costs a call nothing but time, once a master has answered."""
     with served(JOBS, odd, JOBS) as port, client_of(port) as client:
         for _ in range(2):
             assert client.call(p.ListJobs()) == p.Jobs(("j",))
@@ -93,7 +93,7 @@ def test_what_never_was_a_master_is_refused_at_once() -> None:
 
 
 def test_a_name_of_several_addresses_is_tried_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`localhost` is ::1 first: calls reach the master at 127.0.0.1, and so does the watch (DL-79)."""
+    """`localhost` is ::1 first: calls reach the master at 127.0.0.1, and so does the watch."""
     lookup, heard = socket.getaddrinfo, threading.Event()
 
     def two(host: str, port: int, *rest: Any, **more: Any) -> list[Any]:

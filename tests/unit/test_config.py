@@ -1,4 +1,4 @@
-"""Settings: keyword over environment over default, checked once (ED-43)."""
+"""Settings: keyword over environment over default, checked once."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
      ("simplecache::memory://x", "one process")],
 )  # fmt: skip
 def test_a_save_to_that_no_later_start_could_read_is_refused(save_to: str, reason: str) -> None:
-    """DL-91: before anything is written or trained."""
+    """Before anything is written or trained."""
     with pytest.raises(UsageError, match=f"save_to='{save_to}' .*{reason}") as refused:
         config.load({}, save_to=save_to)
     assert "leave save_to out" in refused.value.hint
@@ -155,7 +155,7 @@ def test_a_keyword_that_is_none_is_refused(name: str, hint: str) -> None:
 
 
 def test_a_launched_worker_cannot_be_of_another_job() -> None:
-    """The launcher's keeper and seat are for its own job: another name would wait for nothing (ED-43)."""
+    """The launcher's keeper and seat are for its own job: another name would wait for nothing."""
     launched = {"DLROVER_HOOKS_JOB": "a", "DLROVER_HOOKS_INCARNATION": "i"}
     with pytest.raises(UsageError, match="'b'") as refused:
         config.load(launched, job="b")
@@ -232,7 +232,7 @@ RULES = Retention(2, 1000, "3600s")
     ],
 )  # fmt: skip
 def test_what_is_kept_is_said_in_many_ways(given: Any, found: Any) -> None:
-    """DL-91: in code, in YAML and in the environment; durations become seconds."""
+    """In code, in YAML and in the environment; durations become seconds."""
     assert config.load({}, keep=given).keep == found
     if isinstance(given, str):
         assert config.load({"DLROVER_HOOKS_KEEP": given}).keep == found
@@ -254,7 +254,7 @@ def test_what_is_to_be_kept_must_be_said(wrong: Any) -> None:
      "every=nan s", "every=...s", "last=", "last=2,", "²", 2.5, True, None],
 )  # fmt: skip
 def test_rules_that_keep_nothing_or_say_it_twice_are_refused(keep: Any) -> None:
-    """DL-91: 0 meant 1, and of two rules of one name the last one won."""
+    """0 meant 1, and of two rules of one name the last one won."""
     with pytest.raises(UsageError, match="does not say what to keep") as refused:
         config.retention(keep)
     assert "keep=2" in refused.value.hint

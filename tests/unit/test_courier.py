@@ -1,4 +1,4 @@
-"""The courier against the real core in memory: votes in order, none lost while the master is away (DL-58, DL-90)."""
+"""The courier against the real core in memory: votes in order, none lost while the master is away."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_refused_vote_is_dropped_and_remembered(courier: Courier, line: Line) 
 def test_an_unexpected_error_ends_no_heartbeats_and_is_surfaced(
     courier: Courier, line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker whose heartbeats have ended is declared dead, and nobody would know why (DL-90)."""
+    """A worker whose heartbeats have ended is declared dead, and nobody would know why."""
     vitals, failed = courier._vitals.sample, threading.Event()
 
     def broken() -> p.Vitals:

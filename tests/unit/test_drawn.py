@@ -1,4 +1,4 @@
-"""Which note of a random state counts for who goes on with a rank (DL-81)."""
+"""Which note of a random state counts for who goes on with a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preemption notices: the documented answers, and pollers against a real HTTP server (DL-90)."""
+"""Preemption notices: the documented answers, and pollers against a real HTTP server."""
 
 from __future__ import annotations
 

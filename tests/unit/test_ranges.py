@@ -1,4 +1,4 @@
-"""Sets of positions (DL-64, DL-69): against plain sets of integers, and what is written of them."""
+"""Sets of positions: against plain sets of integers, and what is written of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random state of a rank: captured and put back exactly, reseeded for a new world (DL-81)."""
+"""The random state of a rank: captured and put back exactly, reseeded for a new world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first-failure screen, word by word (ED-27)."""
+"""The first-failure screen, word by word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a skipped save is worth saying (DL-90)."""
+"""What a skipped save is worth saying."""
 
 from __future__ import annotations
 

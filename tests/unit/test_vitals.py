@@ -1,4 +1,4 @@
-"""What a heartbeat carries of its process (DL-58, DL-61)."""
+"""What a heartbeat carries of its process."""
 
 from __future__ import annotations
 

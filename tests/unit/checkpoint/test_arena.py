@@ -1,4 +1,4 @@
-"""DL-90: three slots, sealed and resident."""
+"""Three slots, sealed and resident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-91: a tree as anybody may leave it: nothing in it stops a start, a commit or a look, or passes for whole."""
+"""A tree as anybody may leave it: nothing in it stops a start, a commit or a look, or passes for whole."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def huge(path: Path) -> None:
     ],
 )
 def test_what_is_no_small_file_is_named_and_not_read(tree: str, spoil: Callable[[Path], None], why: str) -> None:
-    """DL-90: neither waited for (a pipe) nor taken into memory: a MANIFEST, `latest`, a reader's note."""
+    """Neither waited for (a pipe) nor taken into memory: a MANIFEST, `latest`, a reader's note."""
     spoil(home(tree, 1) / catalog.MANIFEST)
     for path in (Path(tree) / catalog.LATEST, home(tree, 2) / "reading-me.json"):
         path.touch()
@@ -278,7 +278,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_commit_reads_no_old_manifest_again(tree: str, calls: list[str]) -> None:
-    """DL-91: each folder is listed once, and only the MANIFEST of the commit before is new."""
+    """Each folder is listed once, and only the MANIFEST of the commit before is new."""
     for step in range(4, 40):
         save(tree, step)
     calls.clear()
@@ -307,7 +307,7 @@ def test_what_is_being_removed_is_not_damaged(tree: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_commit_in_the_midst_of_a_look_is_no_damage(tree: str, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
-    """DL-91: `latest` names what comes after the listing; or what goes before it."""
+    """`latest` names what comes after the listing; or what goes before it."""
     newer, listing = iter(range(4, 8)), catalog.listing
 
     def amidst(place: StorageFolder) -> list[catalog.Listed]:

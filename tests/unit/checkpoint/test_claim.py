@@ -1,4 +1,4 @@
-"""DL-91: a keeper that commits what a dead trainer left stands in no successor's way."""
+"""A keeper that commits what a dead trainer left stands in no successor's way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _refused(url: str) -> bool:
 
 
 def test_a_copy_of_the_tree_costs_no_claim(tmp_path: Path) -> None:
-    """DL-90: a backup by the training process itself opens and closes the lock file."""
+    """A backup by the training process itself opens and closes the lock file."""
     url = str(tmp_path / "saved")
     claim = UrlClaim.take(url, None, "other", "pid 1")
     shutil.copytree(url, tmp_path / "backup")
@@ -78,7 +78,7 @@ def test_a_copy_of_the_tree_costs_no_claim(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_neither_keeps_nor_ends_the_claim(tmp_path: Path) -> None:
-    """DL-90: DataLoader workers outlive a killed process for seconds; its successor must not be refused."""
+    """DataLoader workers outlive a killed process for seconds; its successor must not be refused."""
     url = str(tmp_path)
     claim = UrlClaim.take(url, None, "other", "pid 1")
     (gone, alive), (ready, tell) = os.pipe(), os.pipe()
@@ -102,7 +102,7 @@ def test_a_forked_child_neither_keeps_nor_ends_the_claim(tmp_path: Path) -> None
 
 
 def test_of_two_that_come_at_once_one_gets_an_object_store() -> None:
-    """DL-91: both have seen that nobody holds it; the lease is put only if it is still absent."""
+    """Both have seen that nobody holds it; the lease is put only if it is still absent."""
     with faulty_store() as bucket:
 
         def overtake(verb: str, path: str) -> None:
@@ -118,7 +118,7 @@ def test_of_two_that_come_at_once_one_gets_an_object_store() -> None:
 
 
 def test_a_store_that_hangs_holds_up_no_claim_elsewhere() -> None:
-    """DL-90: one master serves many jobs."""
+    """One master serves many jobs."""
     with faulty_store() as bucket:
         over, waiting = threading.Event(), threading.Event()
 
@@ -140,7 +140,7 @@ def test_a_store_that_hangs_holds_up_no_claim_elsewhere() -> None:
 def test_who_slept_through_its_lease_gives_way_to_its_successor(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DL-90: stopped for longer than its lease, it wakes beside another job, or another life of its own."""
+    """Stopped for longer than its lease, it wakes beside another job, or another life of its own."""
     url = "faulty://bucket/ck"
     monkeypatch.setattr("dlrover_hooks.checkpoint.storage.url_claim._REFRESH_S", 0.01)
     for job, owner in (("other", "another master"), ("slept", "its master")):
@@ -172,7 +172,7 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
 
 
 def test_a_lease_that_is_being_written_is_nobodys_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-90: where writes are not atomic a look in between finds an empty file: the successor's, perhaps."""
+    """Where writes are not atomic a look in between finds an empty file: the successor's, perhaps."""
     with faulty_store() as bucket:
         claim = UrlClaim.take("faulty://bucket/ck", None, "slept", "its master")
         bucket.objects["bucket/ck/owner.json"] = b""

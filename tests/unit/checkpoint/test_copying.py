@@ -1,4 +1,4 @@
-"""DL-90: copies by plain threads, with the C helper and without it, are byte for byte the same."""
+"""Copies by plain threads, with the C helper and without it, are byte for byte the same."""
 
 from __future__ import annotations
 

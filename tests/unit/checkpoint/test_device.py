@@ -1,4 +1,4 @@
-"""DL-90: slots are registered with CUDA. No GPU is needed: what is asked of CUDA is written down instead."""
+"""Slots are registered with CUDA. No GPU is needed: what is asked of CUDA is written down instead."""
 
 from __future__ import annotations
 

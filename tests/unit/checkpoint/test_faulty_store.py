@@ -1,4 +1,4 @@
-"""DL-90, DL-91: a store that fails, fills up, hangs or forgets us: bounded, named, and nothing partial stays."""
+"""A store that fails, fills up, hangs or forgets us: bounded, named, and nothing partial stays."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Fails:
 
 @pytest.mark.parametrize("verb", ["open", "part", "end", "read", "ls"])
 def test_a_failed_upload_is_aborted_and_tried_again(verb: str, bucket: Bucket, found: Found) -> None:
-    """DL-91: neither a truncated object nor parts of an upload stay; fsspec's `with` block would publish the former."""
+    """Neither a truncated object nor parts of an upload stay; fsspec's `with` block would publish the former."""
     bucket.fail = Fails(verb, 3, ConnectionResetError("the connection broke"))
     file = persist(found)
     assert bucket.uploads == {}
@@ -90,7 +90,7 @@ def test_a_failed_upload_is_aborted_and_tried_again(verb: str, bucket: Bucket, f
 
 
 def test_a_full_bucket_holds_nothing_partial(bucket: Bucket, found: Found) -> None:
-    """DL-91: what was committed before stays as it is."""
+    """What was committed before stays as it is."""
     commit(found, persist(found))
     before = dict(bucket.objects)
     bucket.room_bytes = sum(map(len, before.values())) + (10 << 20)
@@ -101,7 +101,7 @@ def test_a_full_bucket_holds_nothing_partial(bucket: Bucket, found: Found) -> No
 
 
 def test_expired_credentials_are_looked_up_again(bucket: Bucket, found: Found) -> None:
-    """DL-90: the keeper and the master open the store anew after a refusal, in one and the same process."""
+    """The keeper and the master open the store anew after a refusal, in one and the same process."""
     generations.probe(URL)
 
     def expire(verb: str, path: str) -> None:
@@ -147,7 +147,7 @@ def hang(bucket: Bucket) -> Iterator[Hang]:
 
 @pytest.mark.parametrize("verb", ["part", "open", "ls", "end"])
 def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, bucket: Bucket, found: Found) -> None:
-    """DL-90: and what hung does no harm when it wakes up, though the slot has been used again meanwhile."""
+    """And what hung does no harm when it wakes up, though the slot has been used again meanwhile."""
     hang.verb, hang.times = verb, 1
     file = persist(found, Patience(stall_s=0.5))
     commit(found, file)
@@ -159,7 +159,7 @@ def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, b
 
 
 def test_what_was_given_up_during_its_last_piece_is_not_published() -> None:
-    """DL-90: that piece may have been read out of a slot that somebody else fills by now."""
+    """That piece may have been read out of a slot that somebody else fills by now."""
     attempt = Attempt()
     pieces = attempt.through([memoryview(b"only one")])
     assert next(pieces) == b"only one"
@@ -169,7 +169,7 @@ def test_what_was_given_up_during_its_last_piece_is_not_published() -> None:
 
 
 def test_a_store_that_never_answers_uses_up_no_threads(hang: Hang, found: Found) -> None:
-    """DL-90: a few calls may hang; while they do, the next ones fail at once."""
+    """A few calls may hang; while they do, the next ones fail at once."""
     hang.verb, hang.times = "read", 1000
     patience = Patience(stall_s=0.05)
     for _ in range(STUCK // 4):
@@ -185,7 +185,7 @@ def test_a_store_that_never_answers_uses_up_no_threads(hang: Hang, found: Found)
 
 
 def test_the_masters_commit_is_bounded(hang: Hang, found: Found) -> None:
-    """DL-90: a commit that hangs has failed, and the next one goes on."""
+    """A commit that hangs has failed, and the next one goes on."""
     file = persist(found)
     hang.verb, hang.times = "put", 2
     folders = CommittedStorage(stall_s=0.2)
@@ -232,7 +232,7 @@ def o_direct(folder: str) -> bool:
 def test_pieces_of_any_size_and_place_make_the_same_file(
     cut: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """DL-90: page-aligned memory goes to the disk past the page cache, everything else lands right, too."""
+    """Page-aligned memory goes to the disk past the page cache, everything else lands right, too."""
     folder = tmp_path_factory.mktemp("direct")
     memory = mmap.mmap(-1, len(DATA))
     memory.write(DATA)
@@ -272,7 +272,7 @@ def storage_refuses_odd_writes(folder: str) -> bool:
 def test_a_file_system_without_o_direct_is_written_through_the_cache(
     refusal: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DL-90: silently; EINVAL at `open` (overlay on tmpfs, old kernels) or at the first write (some network mounts)."""
+    """Silently; EINVAL at `open` (overlay on tmpfs, old kernels) or at the first write (some network mounts)."""
     folder = tmp_path_factory.mktemp("cached")
     open_, write = os.open, os.write
 

@@ -1,4 +1,4 @@
-"""DL-90: what is not copied again stands in the slot, or it is noticed."""
+"""What is not copied again stands in the slot, or it is noticed."""
 
 from __future__ import annotations
 

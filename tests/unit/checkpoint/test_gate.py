@@ -1,4 +1,4 @@
-"""DL-90: what is changed while it is copied is noticed."""
+"""What is changed while it is copied is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-90: when a hashed slot counts; bit flips in what a trainer did not copy again are found, and only those."""
+"""When a hashed slot counts; bit flips in what a trainer did not copy again are found, and only those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-90: files from anybody are refused as Corrupt. No code of theirs runs, no memory is taken for what they claim."""
+"""Files from anybody are refused as Corrupt. No code of theirs runs, no memory is taken for what they claim."""
 
 from __future__ import annotations
 

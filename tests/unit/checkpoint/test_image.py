@@ -1,4 +1,4 @@
-"""DL-90: the slot image is a safetensors file that stock safetensors and stock torch DCP read."""
+"""The slot image is a safetensors file that stock safetensors and stock torch DCP read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-90: what goes wrong for one trainer costs neither the keeper nor another one's line."""
+"""What goes wrong for one trainer costs neither the keeper nor another one's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-90: `auto` takes the mode whose steps are shorter, tells why, and does not waver."""
+"""`auto` takes the mode whose steps are shorter, tells why, and does not waver."""
 
 from __future__ import annotations
 

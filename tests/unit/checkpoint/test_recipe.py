@@ -1,4 +1,4 @@
-"""DL-90: a save looks no closer than it must, and what has changed is noticed all the same."""
+"""A save looks no closer than it must, and what has changed is noticed all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-91: what keepers of two nodes say to each other: proofs, pacing, what is sent, and deadlines on all of it."""
+"""What keepers of two nodes say to each other: proofs, pacing, what is sent, and deadlines on all of it."""
 
 from __future__ import annotations
 

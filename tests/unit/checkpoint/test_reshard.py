@@ -1,4 +1,4 @@
-"""DL-90: a rank that reshards opens the few files that it needs, not those of all ranks."""
+"""A rank that reshards opens the few files that it needs, not those of all ranks."""
 
 from __future__ import annotations
 

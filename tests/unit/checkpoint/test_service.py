@@ -1,4 +1,4 @@
-"""DL-90: what a keeper's loop promises, on a real socket, in a thread: nobody waits for a slow store."""
+"""What a keeper's loop promises, on a real socket, in a thread: nobody waits for a slow store."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def died(rank: Rank) -> None:
 
 
 def test_a_trainers_death_costs_no_second_hash(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """DL-90: each image is hashed once; its successor, and the last save, go by the hashes that are kept."""
+    """Each image is hashed once; its successor, and the last save, go by the hashes that are kept."""
     proved, real = list[int](), hasher.prove
     monkeypatch.setattr(hasher, "prove", lambda arena, index, seq: (proved.append(seq), real(arena, index, seq))[1])
     rank = Rank(0, tmp_path, world=1)
@@ -171,7 +171,7 @@ def test_a_trainers_death_costs_no_second_hash(keeper: Keeper, monkeypatch: pyte
 
 
 def test_a_slot_that_is_damaged_by_now_is_not_what_the_keeper_saves_last(keeper: Keeper, tmp_path: Path) -> None:
-    """DL-90: the newest generation does not match its hash any more; the one before it is made durable."""
+    """The newest generation does not match its hash any more; the one before it is made durable."""
     rank = Rank(0, tmp_path, world=1)
     older, newer = rank.save(1), rank.save(2)
     found = keeper.holdings.find(newer, 0, 1)
@@ -190,7 +190,7 @@ def test_a_slot_that_is_damaged_by_now_is_not_what_the_keeper_saves_last(keeper:
 
 
 def test_the_wait_for_hashes_grows_with_what_is_to_be_hashed(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-90: however much lies there, a restore out of memory is not skipped because a fixed time has passed."""
+    """However much lies there, a restore out of memory is not skipped because a fixed time has passed."""
     released, real, call, allowed = threading.Event(), hasher.prove, KeeperLink.call, list[float]()
     monkeypatch.setattr(hasher, "prove", lambda *args: released.wait(WAIT_S) and real(*args))
     monkeypatch.setattr(line, "HASH_BYTES_PER_S", 10.0)
@@ -213,7 +213,7 @@ def test_the_wait_for_hashes_grows_with_what_is_to_be_hashed(keeper: Keeper, mon
 
 
 def test_a_breakpoint_save_fights_no_successor(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """DL-91: while it is written the successor is served, and does not write over its slot; then it is committed."""
+    """While it is written the successor is served, and does not write over its slot; then it is committed."""
     writing, released = threading.Event(), threading.Event()
     real = shard_writer.persist
 
@@ -299,7 +299,7 @@ def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
 
 
 def test_a_second_launch_gets_nothing_and_disturbs_nobody(keeper: Keeper) -> None:
-    """DL-90: neither what the living one holds, nor its seat, nor any other; the living one's saves go on."""
+    """Neither what the living one holds, nor its seat, nor any other; the living one's saves go on."""
     live = Rank(0, master="http://one")
     live.save(1)
     for seat in (0, 1):
@@ -319,7 +319,7 @@ def test_a_second_launch_gets_nothing_and_disturbs_nobody(keeper: Keeper) -> Non
 
 
 def test_asking_takes_no_seat_and_who_loses_it_is_told(keeper: Keeper) -> None:
-    """DL-90: the successor that the master let in takes the seat when it begins, not when it asks what is held."""
+    """The successor that the master let in takes the seat when it begins, not when it asks what is held."""
     old = Rank(0, master="http://one", attempt=1)
     old.save(1)
     successor = Rank(0, master="http://one", attempt=2)
@@ -339,7 +339,7 @@ def test_asking_takes_no_seat_and_who_loses_it_is_told(keeper: Keeper) -> None:
 
 
 def test_a_fresh_run_forgets_the_runs_before_but_no_living_seat(keeper: Keeper) -> None:
-    """DL-90: each rank drops when it begins; those that have begun, and saved, keep what they have."""
+    """Each rank drops when it begins; those that have begun, and saved, keep what they have."""
     gone = [Rank(seat) for seat in (0, 1)]
     for rank in gone:
         rank.save(5)
@@ -357,7 +357,7 @@ def test_a_fresh_run_forgets_the_runs_before_but_no_living_seat(keeper: Keeper) 
 
 
 def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, tmp_path: Path) -> None:
-    """ED-25: the last step of a run may have been cut before; its random state is that of the end."""
+    """The last step of a run may have been cut before; its random state is that of the end."""
     rank = Rank(0, tmp_path)
     for value in (1, 2):
         saved = rank.trainer.save(4, {"state": {"w": np.full(100, value)}})
@@ -380,7 +380,7 @@ def test_a_generation_saved_again_is_made_durable_as_it_is_now(keeper: Keeper, t
 
 
 def test_all_workers_of_a_node_must_fit_before_one_gets_memory(keeper: Keeper) -> None:
-    """DL-90: the first one would fit alone; the refusal says what the node needs, and the second is not half made."""
+    """The first one would fit alone; the refusal says what the node needs, and the second is not half made."""
     ranks = [Rank(seat, master="http://one") for seat in (0, 1)]
     for rank in ranks:
         rank.trainer.take_seat()
@@ -400,7 +400,7 @@ def test_all_workers_of_a_node_must_fit_before_one_gets_memory(keeper: Keeper) -
 def test_space_at_save_to_is_warned_about_once(
     keeper: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DL-90: in the trainer's log, before the disk is full; nothing is raised or refused."""
+    """In the trainer's log, before the disk is full; nothing is raised or refused."""
     rank = Rank(0, tmp_path, world=1, keep=10**12)
     generation = rank.save(1)
     for step in range(2, 4):
@@ -442,7 +442,7 @@ def test_lock_is_one_keepers(tmp_path: Path) -> None:
 def test_a_long_write_is_heard_of_in_rank_0s_log(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DL-90: now and then while it lasts, and how fast it was; the votes hear of none of it but the end."""
+    """Now and then while it lasts, and how fast it was; the votes hear of none of it but the end."""
     caplog.set_level("INFO", "dlrover_hooks")
     monkeypatch.setattr(progress_log, "LARGE_BYTES", 1)
     keeper._shards._patience = Patience(report_s=0.05)  # pyright: ignore[reportPrivateUsage]
@@ -483,7 +483,7 @@ def test_a_file_of_a_larger_world_gets_into_no_lone_manifest(monkeypatch: pytest
 
 
 def test_a_file_that_comes_too_late_says_nothing_against_the_store(keeper: Keeper, tmp_path: Path) -> None:
-    """DL-91: a newer generation is committed: the store is not at fault, and nothing of the older one is left."""
+    """A newer generation is committed: the store is not at fault, and nothing of the older one is left."""
     rank = Rank(0, tmp_path, world=1)
     old, new = rank.save(1), Generation(1, 2, RUN)
     file = storage.write_shard(str(tmp_path), None, new, 0, 1, [memoryview(b"x")], 1, job="job")

@@ -1,4 +1,4 @@
-"""DL-90: where a rank's part of a DTensor lies, and who writes it. Each rank of a mesh in turn, without any traffic."""
+"""Where a rank's part of a DTensor lies, and who writes it. Each rank of a mesh in turn, without any traffic."""
 
 from __future__ import annotations
 

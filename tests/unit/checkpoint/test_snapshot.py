@@ -1,4 +1,4 @@
-"""DL-90: tensors go in without torch's thread pool and come out in memory of their own."""
+"""Tensors go in without torch's thread pool and come out in memory of their own."""
 
 from __future__ import annotations
 

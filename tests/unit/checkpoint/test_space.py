@@ -1,4 +1,4 @@
-"""DL-90: is there room? A line for a person, from the smallest limit that holds; refused or warned before it hurts."""
+"""Is there room? A line for a person, from the smallest limit that holds; refused or warned before it hurts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DL-90, DL-91: a generation exists if and only if its MANIFEST does; damage is found and named; one job per URL."""
+"""A generation exists if and only if its MANIFEST does; damage is found and named; one job per URL."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def late(url: str, which: Generation, meanwhile: Callable[[], object] = lambda: 
 
 
 def test_what_is_written_behind_a_newer_commit_leaves_nothing(url: str) -> None:
-    """DL-91: no further commit may come that would sweep it: the run may be over. What is committed is answered for."""
+    """No further commit may come that would sweep it: the run may be over. What is committed is answered for."""
     old = save(url, generation(20), world=1)
     with pytest.raises(Stale, match="too late"):
         late(url, generation(10))
@@ -161,7 +161,7 @@ def test_retention_keeps_the_newest_of_this_run(url: str) -> None:
 
 
 def test_retention_by_steps_and_time(url: str) -> None:
-    """DL-91: the newest two, the first one of each ten steps and of each 40 s; whatever the order of commits."""
+    """The newest two, the first one of each ten steps and of each 40 s; whatever the order of commits."""
     keep = Retention(last=2, every_steps=10, every="40s")  # `save` dates a generation by its step
     for step in (3, 9, 11, 14, 19, 20, 25, 41, 42, 43, 44):
         for _ in range(2):
@@ -170,7 +170,7 @@ def test_retention_by_steps_and_time(url: str) -> None:
 
 
 def test_what_is_read_is_not_removed(url: str) -> None:
-    """DL-91: a reader's note holds retention off until it is done, or an hour after it died."""
+    """A reader's note holds retention off until it is done, or an hour after it died."""
     save(url, generation(1))
     with retention.reading(generations.StorageFolder(url), generation(1)):
         save(url, generation(2), keep=1)
@@ -183,7 +183,7 @@ def test_what_is_read_is_not_removed(url: str) -> None:
 
 
 def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-91: where the MANIFEST cannot be written nothing is committed, and `latest` still names the one before."""
+    """Where the MANIFEST cannot be written nothing is committed, and `latest` still names the one before."""
     save(url, generation(1))
     before = generations.StorageFolder(url).read("latest.json")
 
@@ -201,7 +201,7 @@ def test_latest_is_pointed_only_at_what_exists(url: str, monkeypatch: pytest.Mon
 
 
 def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
-    """DL-91: neither its files nor its MANIFESTs; the refusal names the job, its newest step and the ways out."""
+    """Neither its files nor its MANIFESTs; the refusal names the job, its newest step and the ways out."""
     theirs = [save(url, generation(step)) for step in (20, 40)]
     tree = {name: generations.StorageFolder(url).sizes(name) for name in names(url)}
     generations.refuse_others(url, None, "job")
@@ -218,7 +218,7 @@ def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
 
 
 def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(url: str) -> None:
-    """DL-91: not earlier, and not those of a run that was not told to start anew."""
+    """Not earlier, and not those of a run that was not told to start anew."""
     for step in (20, 40):
         save(url, generation(step))
     generations.start_anew(url, None, "job", FRESH)
@@ -232,7 +232,7 @@ def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(ur
 
 
 def test_a_late_commit_of_a_run_that_was_given_up_is_refused(url: str) -> None:
-    """DL-91: the keeper of another node may hold something of it; `latest` would go back, and hide the fresh run."""
+    """The keeper of another node may hold something of it; `latest` would go back, and hide the fresh run."""
     old = save(url, generation(100))
     generations.start_anew(url, None, "job", FRESH)
     late = save(url, generation(110))  # the fresh run has nothing yet
@@ -278,7 +278,7 @@ def test_commit_is_idempotent_and_latest_never_goes_back(url: str) -> None:
 
 
 def test_what_is_committed_is_not_written_again(url: str) -> None:
-    """DL-91: another image of the same step would not match the hashes in the MANIFEST. Damaged, it is."""
+    """Another image of the same step would not match the hashes in the MANIFEST. Damaged, it is."""
     manifest = save(url, generation(1))
     again = generations.write_shard(url, None, generation(1), 0, 2, [memoryview(DATA[::-1])], len(DATA), job="job")
     assert again == manifest.files[0]
@@ -400,7 +400,7 @@ def test_bit_flip_is_named_by_file_chunk_and_generation(url: str, at: int, chunk
 
 
 def test_a_manifest_is_put_once(url: str) -> None:
-    """DL-91: of two writers the quicker one's stays, and the other hears of it."""
+    """Of two writers the quicker one's stays, and the other hears of it."""
     place = generations.StorageFolder(url)
     place.make()
     assert place.put_new("one.json", b"1")
@@ -414,7 +414,7 @@ def test_a_manifest_is_put_once(url: str) -> None:
 
 
 def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
-    """DL-91: temporary files an hour old, not those that somebody writes now."""
+    """Temporary files an hour old, not those that somebody writes now."""
     old, new = tmp_path / "latest.json.1-1.tmp", tmp_path / "latest.json.2-2.tmp"
     old.touch()
     new.touch()
@@ -582,7 +582,7 @@ rules = st.builds(
 
 @given(rules, st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), min_size=1, unique=True))
 def test_retention_step_by_step_is_retention_at_once(keep: Retention, saved: list[tuple[int, int]]) -> None:
-    """DL-91: whatever earlier commits removed, the same stays; the newest and the first of each span among it."""
+    """Whatever earlier commits removed, the same stays; the newest and the first of each span among it."""
     left: list[Manifest] = []
     for attempt, step in sorted(saved):
         left.append(Manifest("job", generation(step, attempt=attempt), 1, (), float(step + 1000 * attempt)))

@@ -1,4 +1,4 @@
-"""DL-90: of a file in storage only the chunks that are needed are read, each verified; nothing is written before."""
+"""Of a file in storage only the chunks that are needed are read, each verified; nothing is written before."""
 
 from __future__ import annotations
 

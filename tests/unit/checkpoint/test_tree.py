@@ -1,4 +1,4 @@
-"""DL-90: any Python state goes through tagged JSON and comes back equal, without pickle."""
+"""Any Python state goes through tagged JSON and comes back equal, without pickle."""
 
 from __future__ import annotations
 

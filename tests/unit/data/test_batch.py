@@ -17,16 +17,18 @@ def plans(n: int, b: int, G: int, world: int, tail: str = "ghost") -> list[Batch
     return [BatchPlan(n, b, G, rank, world, tail) for rank in range(world)]  # type: ignore[arg-type]
 
 
+@pytest.mark.requirement("DL-88")
 def test_micro_batches_follow_the_rule() -> None:
-    """DL-88: m_i = floor(N/N0) + 1 if i < N % N0, else floor(N/N0)."""
+    """`m_i = floor(N/N0) + 1 if i < N % N0, else floor(N/N0)`."""
     assert [p.micro_batches for p in plans(100, 4, 20, 3)] == [2, 2, 1]
     assert [p.before for p in plans(100, 4, 20, 3)] == [0, 2, 4]
     assert plans(100, 4, 20, 3)[0].efficiency == pytest.approx(5 / 6)
 
 
+@pytest.mark.requirement("DL-87")
 @pytest.mark.parametrize(("b", "N", "world"), SHARES)
 def test_every_step_is_shared_exactly(b: int, N: int, world: int) -> None:
-    """DL-87: the slices of all ranks are the step's positions; no rank runs more micro-batches than in a full step."""
+    """The slices of all ranks are the step's positions; no rank runs more micro-batches than in a full step."""
     G = b * N
     for left in range(1, G + 1):
         shares = [p.step(10 * G) for p in plans(10 * G + left, b, G, world)]
@@ -83,7 +85,7 @@ def test_fewer_samples_than_a_global_batch() -> None:
 
 
 def test_carry_has_full_steps_only() -> None:
-    """DL-87: at the border of epochs a step takes the next one's head; lengths follow from where the epoch began."""
+    """At the border of epochs a step takes the next one's head; lengths follow from where the epoch began."""
     plan = BatchPlan(10, 2, 4, 0, 1, "carry")
     assert (plan.full_steps(), plan.full_steps(2), plan.length(0), plan.length(2)) == (3, 2, 6, 4)
     assert (plan.step(8).lo, plan.step(8).hi, plan.step(8).end, plan.step(8).weight) == (8, 12, 12, 1.0)
@@ -96,7 +98,7 @@ def test_carry_has_full_steps_only() -> None:
 
 @pytest.mark.parametrize(("b", "N", "world"), SHARES)
 def test_the_plan_is_visible(b: int, N: int, world: int) -> None:
-    """DL-88, DL-89: everybody's m_i, how busy the ranks are, and what would be better."""
+    """Everybody's m_i, how busy the ranks are, and what would be better."""
     plan = BatchPlan(1000, b, b * N, 0, world)
     assert plan.shares == tuple(p.micro_batches for p in plans(1000, b, b * N, world))
     assert plan.efficiency == pytest.approx(sum(plan.shares) / (world * max(plan.shares)))
@@ -107,7 +109,7 @@ def test_the_plan_is_visible(b: int, N: int, world: int) -> None:
 
 
 def test_suggestions_are_given_where_they_help() -> None:
-    """Facts 3.6: N = 8 on 7 workers is 57 % busy, b / 2 makes it 76 %, b / 4 91 %."""
+    """N = 8 on 7 workers is 57 % busy, b / 2 makes it 76 %, b / 4 91 %."""
     assert "batch_size=2 would keep the ranks 91% busy" in str(BatchPlan(1000, 8, 64, 0, 7).suggestion)
     assert BatchPlan(1000, 8, 64, 0, 8).suggestion is None
     assert BatchPlan(1000, 1, 8, 0, 7).suggestion is None
@@ -115,7 +117,7 @@ def test_suggestions_are_given_where_they_help() -> None:
 
 
 def test_a_batch_that_does_not_fit_names_what_does() -> None:
-    """DL-89: more workers than micro-batches, and sizes that do not divide."""
+    """More workers than micro-batches, and sizes that do not divide."""
     for arguments in ((100, 8, 20, 0, 1), (100, 8, 24, 0, 5), (100, 32, 8, 0, 1)):
         with pytest.raises(UsageError) as caught:
             BatchPlan(*arguments)

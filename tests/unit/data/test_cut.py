@@ -1,4 +1,4 @@
-"""The parts of a cut: what is watched, what is leased, and how ranks' parts unite (DL-63, DL-69, DL-73)."""
+"""The parts of a cut: what is watched, what is leased, and how ranks' parts unite."""
 
 from __future__ import annotations
 

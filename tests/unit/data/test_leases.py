@@ -69,8 +69,9 @@ def taken(borrower: Borrower) -> HeldLease:
     return held
 
 
+@pytest.mark.requirement("DL-68")
 def test_leases_are_taken_ahead_and_acknowledged_on_the_way(master: Master, borrow: Callable[..., Borrower]) -> None:
-    """DL-66, DL-68: one trip for each lease; what is committed travels with the next request."""
+    """One trip for each lease; what is committed travels with the next request."""
     borrower = borrow(lookahead=1)
     assert master.asked().count == 2
     master.lend(1, 2)
@@ -83,7 +84,7 @@ def test_leases_are_taken_ahead_and_acknowledged_on_the_way(master: Master, borr
 
 
 def test_the_loop_goes_on_while_the_master_is_silent(master: Master, borrow: Callable[..., Borrower]) -> None:
-    """Issue 3: the loop waits for no trip while there is a lease left."""
+    """The loop waits for no trip while there is a lease left."""
     borrower = borrow(lookahead=2)
     master.asked()
     master.lend(1, 2, 3)
@@ -144,7 +145,7 @@ def test_a_step_longer_than_the_time_to_acknowledge_wakes_nobody(
 
 
 def test_others_hold_the_rest(master: Master, borrow: Callable[..., Borrower]) -> None:
-    """DL-73: with nothing to take and nothing held it waits at the master, and takes what comes back."""
+    """With nothing to take and nothing held it waits at the master, and takes what comes back."""
     borrower = borrow(lookahead=0)
     master.asked()
     master.lend(1, state=LedgerState.WAITING)
@@ -244,7 +245,7 @@ def test_one_lost_lease_does_not_hurt_the_others(
 def test_a_lost_lease_that_was_trained_on_ends_an_exact_run(
     master: Master, borrow: Callable[..., Borrower], received: int
 ) -> None:
-    """DL-87: else its samples would be in the model twice. What was not trained on may be lost."""
+    """Else its samples would be in the model twice. What was not trained on may be lost."""
     borrower = borrow(exact=True, lookahead=0)
     master.asked()
     master.lend(1, state=LedgerState.WAITING)
@@ -281,7 +282,7 @@ def test_a_refusal_ends_it_with_the_masters_words(
 
 
 def test_without_a_master_the_leases_at_hand_are_worked_off(master: Master, borrow: Callable[..., Borrower]) -> None:
-    """Issue 3: the master away: train on with what is held, then a clear error."""
+    """The master away: train on with what is held, then a clear error."""
     borrower = borrow(lookahead=1, patience_s=7.0)
     master.asked()
     master.lend(1, 2)

@@ -67,7 +67,7 @@ def train(loader: ElasticLoader, step: torch.optim.Optimizer, epochs: int, stop:
 
 
 def test_interrupted_epochs_add_up() -> None:
-    """`epochs(n)` is exactly n epochs over restarts, wherever the run stops (ED-25)."""
+    """`epochs(n)` is exactly n epochs over restarts, wherever the run stops."""
     whole = train(make(optimizer=(step := optimizer())), step, 3)
     assert len(whole) == 30
     for stop in range(16):
@@ -191,7 +191,7 @@ def test_commit_is_never_ahead_of_the_optimizer() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_making_an_iterator_spends_no_random_numbers(workers: int) -> None:
-    """`iter(DataLoader)` draws from the global generator: a restored run that makes one more would drift (DL-90)."""
+    """`iter(DataLoader)` draws from the global generator: a restored run that makes one more would drift."""
     plain = DataLoader(Ids(4), 2, num_workers=workers)
     before = torch.get_rng_state()
     iter(plain)
@@ -339,7 +339,7 @@ def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_live_loop_goes_on_in_another_world(workers: int) -> None:
-    """ED-25: resized from the loop's body and from a quiet point; prefetched batches of the old world are dropped."""
+    """Resized from the loop's body and from a quiet point; prefetched batches of the old world are dropped."""
     data = DataLoader(Ids(24), 2, num_workers=workers)
     loader = elastic_loader(data, global_batch_size=4, optimizer=(step := optimizer()), accumulation="manual")
     got: list[list[int]] = []
@@ -467,7 +467,7 @@ def test_batches_twice_are_refused() -> None:
 
 
 def test_the_plan_is_logged_once_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
-    """DL-89: m_i, efficiency and what would be better, at more than one worker."""
+    """`m_i`, efficiency and what would be better, at more than one worker."""
     caplog.set_level(logging.INFO, logger="dlrover_hooks")
     given = DataLoader(Ids(70), 2)
     elastic_loader(elastic_loader(given, global_batch_size=10, num_replicas=4, rank=1))

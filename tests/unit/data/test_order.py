@@ -1,4 +1,4 @@
-"""The keyed permutations (DL-64: positions travel, and any place of the order can be asked for)."""
+"""The keyed permutations (positions travel, and any place of the order can be asked for)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_any_place_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize(("block", "window"), [(1, 2), (2, 1), (3, 2), (7, 3), (100, 7), (1024, 64)])
 def test_blocks_are_a_bijection_for_every_n(block: int, window: int) -> None:
-    """DL-64. Also at n where the last block or window is short, or holds one sample."""
+    """Also at n where the last block or window is short, or holds one sample."""
     sizes = [*range(1, 40), block * window - 1, block * window, block * window + 1, 5 * block + 1, 7001, 140_001]
     for n in sizes:
         order, places = Order(n, 3, "blocks", block=block, window=window), np.arange(n)

@@ -28,7 +28,7 @@ def take(sampler: ElasticSampler, batches: int) -> list[int]:
 
 
 def test_it_reads_like_a_distributed_sampler() -> None:
-    """ED-34: `train_loader.sampler.set_epoch(epoch)` works; Lightning leaves the type alone."""
+    """`train_loader.sampler.set_epoch(epoch)` works; Lightning leaves the type alone."""
     sampler = ElasticSampler(10, batch_size=2, global_batch_size=6, num_replicas=2, rank=1)
     assert isinstance(sampler, DistributedSampler)
     assert len(sampler.dataset) == 10
@@ -85,7 +85,7 @@ def test_skipped_step_is_marked_by_the_next() -> None:
 
 
 def test_restore_continues_and_length_stays_whole() -> None:
-    """ED-25. Lightning compares restored counts with `__len__`."""
+    """Lightning compares restored counts with `__len__`."""
     whole = list(ElasticSampler(21, batch_size=2, seed=3))
     first = ElasticSampler(21, batch_size=2, seed=3)
     seen = take(first, 4)
@@ -205,7 +205,7 @@ def test_world_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_weight_and_scale_follow_the_received_batch() -> None:
-    """DL-88: N = 5 on 3 ranks, 46 samples: two full steps, then 6 left as 2, 2, 2 in proportion to m = 2, 2, 1."""
+    """N = 5 on 3 ranks, 46 samples: two full steps, then 6 left as 2, 2, 2 in proportion to m = 2, 2, 1."""
     sampler = ElasticSampler(46, batch_size=4, global_batch_size=20, num_replicas=3, rank=0)
     sampler.begin()
     seen = []
@@ -251,7 +251,7 @@ def test_a_larger_batch_may_end_the_epoch_at_once() -> None:
 
 
 def test_every_kind_of_order_keeps_its_place() -> None:
-    """Issue 3 item 1: blocks and sequential continue at a position like the shuffle does, and say what they are."""
+    """Blocks and sequential continue at a position like the shuffle does, and say what they are."""
     kinds: list[dict[str, Any]] = [
         {"order": "blocks", "block": 3, "window": 2},
         {"order": "sequential"},
@@ -274,7 +274,7 @@ def test_every_kind_of_order_keeps_its_place() -> None:
 
 
 def test_carry_fills_the_last_step_with_the_next_epoch() -> None:
-    """Every step is full and each sample comes once an epoch; the length of an epoch says so (DL-87)."""
+    """Every step is full and each sample comes once an epoch; the length of an epoch says so."""
     sampler = ElasticSampler(10, batch_size=4, tail="carry", shuffle=False)
     assert not sampler.fixed_length
     seen, lengths = [], []
@@ -316,7 +316,7 @@ def test_batches_come_as_arrays() -> None:
 
 @pytest.mark.parametrize(("n", "b", "N", "world"), [(46, 4, 5, 3), (7, 2, 4, 4), (3, 4, 4, 4), (41, 3, 3, 2)])
 def test_sample_weights_are_the_global_mean(n: int, b: int, N: int, world: int) -> None:
-    """Per step, over all ranks and micro-batches: 1 / samples each, a ghost 0.0 (DL-88)."""
+    """Per step, over all ranks and micro-batches: 1 / samples each, a ghost 0.0."""
     samplers = [
         ElasticSampler(n, batch_size=b, global_batch_size=b * N, num_replicas=world, rank=r) for r in range(world)
     ]

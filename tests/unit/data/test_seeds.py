@@ -1,6 +1,6 @@
 """A sample's random numbers come from its position: whoever loads it, wherever, and again after a restore.
 
-Issue 3 item 1. Real DataLoaders; a sample here is the numbers it drew.
+Real DataLoaders; a sample here is the numbers it drew.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_augmentation_is_that_of_the_position() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_replays_after_a_restore_in_mid_epoch_at_another_world_size(workers: int) -> None:
-    """ED-25: at W = 1 until the crash, then at W = 2; with other sizes of micro-batches, too."""
+    """At W = 1 until the crash, then at W = 2; with other sizes of micro-batches, too."""
     want = rows(load(Augmented()))
     first = load(Augmented(), num_workers=workers)
     seen: Rows = {}

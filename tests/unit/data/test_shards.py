@@ -28,18 +28,20 @@ from dlrover_hooks.protocol.ranges import Ranges
 from tests.unit.data.lent import WORKERS, Ids, Log, Master, marked, once, train
 
 
+@pytest.mark.requirement("DL-62", "DL-63")
 @pytest.mark.parametrize("options", WORKERS, ids=str)
 def test_every_sample_once_in_every_epoch(
     make: Callable[..., LeasedLoader], master: Master, options: dict[str, Any]
 ) -> None:
-    """DL-63..69: all of each epoch, whatever the DataLoader prefetches; the books say so too."""
+    """All of each epoch, whatever the DataLoader prefetches; the books say so too."""
     assert Counter(train(make(Ids(50), epochs=2, loader=options))) == once(50, 2)
     view = master.view()
     assert (view.done, view.todo, view.leases) == (100, 0, 0)
 
 
+@pytest.mark.requirement("DL-64", "DL-66")
 def test_the_order_is_that_of_the_epoch(make: Callable[..., LeasedLoader]) -> None:
-    """DL-64: positions travel, the worker knows which samples they are; each epoch is shuffled anew."""
+    """Positions travel, the worker knows which samples they are; each epoch is shuffled anew."""
     seen = train(make(Ids(50), seed=7), 2)
     for epoch in range(2):
         order = Order(50, 7, True).indices(epoch, torch.arange(50).numpy()).tolist()
@@ -57,8 +59,9 @@ def test_batches_end_with_their_lease(make: Callable[..., LeasedLoader]) -> None
     assert sizes == [3, 3, 3, 3, 3, 3, 2]
 
 
+@pytest.mark.requirement("EZ-11")
 def test_workers_of_different_speed_share_the_work(make: Callable[..., LeasedLoader], master: Master) -> None:
-    """DL-71, DL-72, EZ-11, EZ-12: whoever is faster does more, all is done once, nobody waits for a fixed part."""
+    """Whoever is faster does more, all is done once, nobody waits for a fixed part."""
     loaders = [make(Ids(200), epochs=2) for _ in range(3)]
     seen: list[list[tuple[int, int]]] = [[], [], []]
     ahead = threading.Event(), threading.Event()  # slow: the rest of an epoch comes when half of it is done by another
@@ -83,11 +86,12 @@ def test_workers_of_different_speed_share_the_work(make: Callable[..., LeasedLoa
     assert master.view().done == 400
 
 
+@pytest.mark.requirement("DL-68")
 @pytest.mark.parametrize("options", WORKERS, ids=str)
 def test_nothing_is_acknowledged_before_its_step_is_over(
     make: Callable[..., LeasedLoader], master: Master, options: dict[str, Any]
 ) -> None:
-    """DL-68, DL-69: received is not done, nor is marked; done is what was marked when the next batch is asked for."""
+    """Received is not done, nor is marked; done is what was marked when the next batch is asked for."""
     loader = make(Ids(64), loader=options)
     received = marked = 0
     for number, batch in enumerate(loader):
@@ -132,7 +136,7 @@ def test_the_optimizer_marks(make: Callable[..., LeasedLoader], master: Master) 
 
 
 def test_a_loop_left_early_gives_the_rest_to_others(make: Callable[..., LeasedLoader], master: Master) -> None:
-    """DL-73: graceful scale-down: what was done stays done, in mid-lease too, and the rest is somebody else's."""
+    """Graceful scale-down: what was done stays done, in mid-lease too, and the rest is somebody else's."""
     first = make(Ids(64))
     mine: list[int] = []
     for batch in first:
@@ -184,7 +188,7 @@ def test_breaking_off_begins_the_next_epoch(make: Callable[..., LeasedLoader]) -
 
 
 def test_a_late_worker_skips_what_is_finished(make: Callable[..., LeasedLoader]) -> None:
-    """EZ-15: started when epoch 0 is over, it begins with what is left."""
+    """Started when epoch 0 is over, it begins with what is left."""
     first = make(Ids(32), epochs=2)
     for _ in marked(first):
         pass
@@ -192,7 +196,7 @@ def test_a_late_worker_skips_what_is_finished(make: Callable[..., LeasedLoader])
 
 
 def test_the_state_is_what_is_committed(make: Callable[..., LeasedLoader]) -> None:
-    """ED-25, issue 3: the cut of a rank; the union over the ranks is what the checkpoint holds."""
+    """The cut of a rank; the union over the ranks is what the checkpoint holds."""
     one, two = make(Ids(64), shuffle=False), make(Ids(64), shuffle=False)
     rows = [iter(one), iter(two)]
     held: list[list[int]] = [[], []]
@@ -261,7 +265,7 @@ def test_loaders_that_fight_with_leases_are_refused(options: dict[str, Any], wor
     ],
 )
 def test_bad_settings(dataset: Any, options: dict[str, Any]) -> None:
-    """Issue 3, bad input: an empty dataset, and numbers that mean nothing."""
+    """Bad input: an empty dataset, and numbers that mean nothing."""
     with pytest.raises(UsageError):
         ShardDataset(dataset, **options)
 

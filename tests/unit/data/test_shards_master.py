@@ -31,7 +31,7 @@ from tests.unit.data.lent import Ids, Log, Master, gather, marked, once, train
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_until_its_end(make: Callable[..., LeasedLoader], master: Master, workers: int) -> None:
-    """Issue 3 item 3: partitions and offsets, an end that is known and one that is found out."""
+    """Partitions and offsets, an end that is known and one that is found out."""
     stream = Stream(Log(), [p.Partition(name="a", begin=10, end=30), "b"])
     loader = make(stream, loader={"collate_fn": list, "num_workers": workers})
     seen: list[tuple[str, int]] = []
@@ -43,7 +43,7 @@ def test_a_stream_until_its_end(make: Callable[..., LeasedLoader], master: Maste
 
 
 def test_without_a_master_the_leases_at_hand_are_trained_on(make: Callable[..., LeasedLoader], master: Master) -> None:
-    """Issue 3: the master away: what is held is worked off, then a clear error."""
+    """The master away: what is held is worked off, then a clear error."""
     loader = make(Ids(64), patience_s=0.2)
     rows = iter(loader)
 
@@ -61,7 +61,7 @@ def test_without_a_master_the_leases_at_hand_are_trained_on(make: Callable[..., 
 def test_a_stale_fence_is_an_error_and_not_the_end(
     make: Callable[..., LeasedLoader], master: Master, error: HooksError
 ) -> None:
-    """Issue 3, bad input: never read as "finished"."""
+    """Bad input: never read as "finished"."""
     loader = make(Ids(64))
     rows = iter(loader)
 
@@ -123,7 +123,7 @@ def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped() -> None:
 
 
 def test_the_loop_does_not_wait_for_the_master(make: Callable[..., LeasedLoader], master: Master) -> None:
-    """Issue 3: while the master thinks about the next lease the one ahead is trained on."""
+    """While the master thinks about the next lease the one ahead is trained on."""
     loader = make(Ids(64), lookahead=1)
     rows = iter(loader)
     thinking, think = threading.Event(), threading.Event()

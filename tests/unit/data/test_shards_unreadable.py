@@ -36,7 +36,7 @@ class Records:
 def test_a_torn_sample_costs_itself_only(
     make: Callable[..., LeasedLoader], master: Master, options: dict[str, Any]
 ) -> None:
-    """Issue 3: reported, tried three times, quarantined, and told loudly at the end; everything else exactly once."""
+    """Reported, tried three times, quarantined, and told loudly at the end; everything else exactly once."""
     loader = make(Ids(50, bad=(13, 37)), loader=options, shuffle=False)
     seen: list[Any] = []
     with pytest.raises(ShardsFailed, match=r"2 samples of this epoch could not be read[^H]*is torn") as caught:
@@ -108,7 +108,7 @@ def test_a_bug_in_the_dataset_is_not_quarantine(make: Callable[..., LeasedLoader
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_changed_stops_training(make: Callable[..., LeasedLoader], tmp_path: Path, workers: int) -> None:
-    """Issue 3, bad input: no quarantine for it, training on other data is refused."""
+    """Bad input: no quarantine for it, training on other data is refused."""
     path = tmp_path / "text"
     path.write_text("a\n" * 40)
     loader = make(TextRecords(path), loader={"num_workers": workers})
@@ -118,7 +118,7 @@ def test_a_file_that_changed_stops_training(make: Callable[..., LeasedLoader], t
 
 
 def test_unreadable_files_are_listed(make: Callable[..., LeasedLoader], tmp_path: Path) -> None:
-    """Issue 3, bad input: an unreadable file in a list."""
+    """Bad input: an unreadable file in a list."""
     paths = [tmp_path / f"f{number}" for number in range(6)]
     for number, path in enumerate(paths):
         if number != 4:

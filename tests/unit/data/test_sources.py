@@ -40,14 +40,14 @@ def write(folder: Path, **files: bytes) -> list[Path]:
 @pytest.mark.parametrize("every", [1, 2, 3, 16])
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_a_line_is_a_record(tmp_path: Path, content: bytes, every: int) -> None:
-    """DL-63, DL-64: text is split by record; the last line may lack its newline, an empty file has none."""
+    """Text is split by record; the last line may lack its newline, an empty file has none."""
     found = TextRecords(write(tmp_path, a=content), every=every)
     assert [found[index] for index in range(len(found))] == content.decode().splitlines()
 
 
 @pytest.mark.parametrize("every", [1, 3, 16, 1000])
 def test_records_of_many_files_in_any_order(tmp_path: Path, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DL-64: numbers run through all files, whatever pieces the scan reads and however few files stay open."""
+    """Numbers run through all files, whatever pieces the scan reads and however few files stay open."""
     monkeypatch.setattr(text_records, "_PIECE_BYTES", 7)
     monkeypatch.setattr(text_records, "_OPEN_FILES", 2)
     lines = [[f"{file}/{line}" * (line % 3) for line in range(count)] for file, count in enumerate((5, 0, 33, 1, 16))]
@@ -83,7 +83,7 @@ def rewrite(path: Path) -> None:
 @pytest.mark.parametrize("change", [grow, rewrite])
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_file_that_changed_is_refused(tmp_path: Path, change: Callable[[Path], None], opened: bool) -> None:
-    """Issue 3, bad input: never train on records that the split did not mean."""
+    """Bad input: never train on records that the split did not mean."""
     (path,) = write(tmp_path, a=b"a\nb\n")
     found = TextRecords(path)
     if opened:
@@ -117,7 +117,7 @@ def test_a_missing_file_cannot_be_split(tmp_path: Path) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    """DL-63: a list of files, one sample each; one that cannot be read raises when it is read, not before."""
+    """A list of files, one sample each; one that cannot be read raises when it is read, not before."""
     a, b = write(tmp_path, a=b"1", b=b"22")
     found = Files([a, b, tmp_path / "none"])
     assert len(found) == 3
@@ -138,7 +138,7 @@ class Rows:
 
 
 def test_tables() -> None:
-    """DL-63: a range, or any map-style dataset."""
+    """A range, or any map-style dataset."""
     assert Table(5).__getitems__([4, 0]) == [4, 0]
     table = as_source(Rows())
     assert isinstance(table, Table)
@@ -159,7 +159,7 @@ class Log:
 
 
 def test_streams() -> None:
-    """Issue 3 item 3: partitions and offsets."""
+    """Partitions and offsets."""
     stream = Stream(Log(), ["a", Partition(name="b", begin=4, end=9)])
     assert stream.read("b", 8, 12) == ["b8", "b9"]
     assert stream.partitions == (Partition(name="a"), Partition(name="b", begin=4, end=9))

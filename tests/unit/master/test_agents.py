@@ -1,4 +1,4 @@
-"""Several agents of one job, at the master: who may come, who has ended, and who ends it for all (DL-77, DL-79)."""
+"""Several agents of one job, at the master: who may come, who has ended, and who ends it for all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def view(master: MasterFake) -> p.JobView:
 
 
 def test_a_job_that_shrinks_refuses_newcomers_as_long_as_somebody_stands() -> None:
-    """ED-12: whether it trains or is broken. When nobody is left it may be launched again."""
+    """Whether it trains or is broken. When nobody is left it may be launched again."""
     master = two_nodes()
     late = join("c", 1, lives="c", low=1, high=2, shrinks=True)
     with pytest.raises(BadRequest, match="does not grow: node 'node-c' is refused"):
@@ -96,7 +96,7 @@ def test_why_a_member_is_gone_can_be_seen() -> None:
 
 
 def test_a_broken_round_is_one_failure_of_the_job_whoever_dies_of_it() -> None:
-    """DL-77: counted for all nodes, so that a budget is the job's. An end that was asked for is none."""
+    """Counted for all nodes, so that a budget is the job's. An end that was asked for is none."""
     master = two_nodes()
     master.call(p.Exited("job", "b", "b0", -9))
     assert view(master).failures == 1

@@ -39,7 +39,7 @@ def ask(master: MasterFake, after: int = 0) -> p.Plan:
 
 
 def test_full_restart_keeps_ranks() -> None:
-    """DL-79: new incarnations on the old places get the old ranks, whatever the order in which they come."""
+    """New incarnations on the old places get the old ranks, whatever the order in which they come."""
     master = MasterFake()
     for node in ("a", "b"):
         master.call(join(node, 1, lives=node))
@@ -64,7 +64,7 @@ def test_fixed_ranks_are_used() -> None:
 
 
 def test_last_call_lets_latecomers_in() -> None:
-    """ED-55: between min and max the round waits for `last_call_s` after the last join."""
+    """Between min and max the round waits for `last_call_s` after the last join."""
     master = MasterFake()
     for index in range(3):
         master.call(join(str(index), 1, lives=f"{index}-", low=1, high=4, last_call_s=1.0))
@@ -75,7 +75,7 @@ def test_last_call_lets_latecomers_in() -> None:
 
 
 def test_surplus_waits_for_a_place() -> None:
-    """DL-85: whoever is too many gets the seat of the next one that dies."""
+    """Whoever is too many gets the seat of the next one that dies."""
     master = MasterFake()
     for node in ("a", "b", "c"):
         master.call(join(node, 1, lives=node))
@@ -250,7 +250,7 @@ def test_cadence_of_time() -> None:
 
 
 def test_two_ways_to_die() -> None:
-    """DL-79: a lost connection kills after 0.5 s, silence after a lease; a sign of life clears suspicion.
+    """A lost connection kills after 0.5 s, silence after a lease; a sign of life clears suspicion.
 
     While the connection is open the lease is long: a healthy worker may be silent for 10 s (C code that holds the GIL),
     and the kernel reports a real death at once.
@@ -272,7 +272,7 @@ def test_two_ways_to_die() -> None:
 
 
 def test_silence_counts_again_when_the_connection_ends() -> None:
-    """DL-79: somebody who comes back without a connection has the short lease."""
+    """Somebody who comes back without a connection has the short lease."""
     every = Nodes(lease_s=10.0, suspicion_s=0.5)
     heartbeats.opened(every, ("job", "x"), 0.0)
     heartbeats.beat(every, ("job", "x"), 0.0)
@@ -294,7 +294,7 @@ def test_silence_breaks_the_round() -> None:
 
 
 def test_a_round_waits_for_every_survivor() -> None:
-    """DL-81: nobody is left behind: the next round forms only when each live member has joined again."""
+    """Nobody is left behind: the next round forms only when each live member has joined again."""
     master = MasterFake()
     for node in ("a", "b", "c"):
         master.call(join(node, 1, lives=node, low=1, high=3, last_call_s=1.0))
@@ -309,7 +309,7 @@ def test_a_round_waits_for_every_survivor() -> None:
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_sole_agent_gives_up_the_seats_of_its_predecessor(attached: bool) -> None:
-    """DL-81: a launcher that knows it is alone on its node waits for nobody there; other nodes' members stay."""
+    """A launcher that knows it is alone on its node waits for nobody there; other nodes' members stay."""
     master = MasterFake()
     for node in ("a", "b"):
         master.call(join(node, 1, lives=node, node=node))
@@ -324,7 +324,7 @@ def test_a_sole_agent_gives_up_the_seats_of_its_predecessor(attached: bool) -> N
 
 
 def test_fresh_counts_for_a_sole_agent() -> None:
-    """DL-57: `fresh` starts anew where only seats of a predecessor are left; not where another node works."""
+    """`fresh` starts anew where only seats of a predecessor are left; not where another node works."""
     for node, run in (("a", "new"), ("b", "run0")):
         master = MasterFake()
         master.call(join("old", 1, node="a", low=1))
@@ -333,7 +333,7 @@ def test_fresh_counts_for_a_sole_agent() -> None:
 
 
 def test_a_job_tells_where_its_attempt_began() -> None:
-    """DL-81: the restored step, 0 for a fresh start, None until all have attached; and where it saves."""
+    """The restored step, 0 for a fresh start, None until all have attached; and where it saves."""
     master = MasterFake()
     master.call(join())
     assert master.call(p.ShowJob("job")).begun_step is None
@@ -343,7 +343,7 @@ def test_a_job_tells_where_its_attempt_began() -> None:
 
 
 def test_no_round_forms_behind_the_end() -> None:
-    """DL-79: who waits for a seat when the job ends hears of the end; it must not begin at step 0."""
+    """Who waits for a seat when the job ends hears of the end; it must not begin at step 0."""
     master = MasterFake()
     master.call(join("a", 1, lives="a", low=1, high=2))
     master.advance(1.0)

@@ -150,12 +150,12 @@ def test_metrics_are_bounded() -> None:
     assert f'dlrover_hooks_jobs{{state="unfinished"}} {SERIES + 20}.0' in text
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("12h", 43200.0), ("7d", 604800.0), ("90s", 90.0), ("never", math.inf)])
+@pytest.mark.parametrize(("text", "seconds"), [("12h", 43200.0), ("7d", 604800.0), ("50", 50.0), ("never", math.inf)])
 def test_forget_after(text: str, seconds: float) -> None:
     assert command.make_context("master", ["--forget-after", text]).params["forget_after_s"] == seconds
 
 
-@pytest.mark.parametrize("text", ["0", "50", "auto", "soon"])
+@pytest.mark.parametrize("text", ["0", "auto", "soon", "-1"])
 def test_forget_after_is_a_duration(text: str) -> None:
     assert CliRunner().invoke(command, ["--forget-after", text]).exit_code == 78
 

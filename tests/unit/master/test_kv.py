@@ -1,4 +1,4 @@
-"""The store of a round: what a change does, what is refused, what a restart of the master keeps (DL-78, ED-77)."""
+"""The store of a round: what a change does, what is refused, what a restart of the master keeps."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_change_wakes_those_who_wait_for_the_key() -> None:
 
 
 def test_an_agents_round_trains_as_soon_as_it_is_formed() -> None:
-    """Nobody attaches; a node that could be added is told of at once (DL-85, ED-23)."""
+    """Nobody attaches; a node that could be added is told of at once."""
     state, nodes = met("a"), Nodes()
     job_registry.apply(state, agent("a", min_workers=1, max_workers=3, last_call_s=0.0), 1.0)
     job = state.jobs["job@agents"]

@@ -1,4 +1,4 @@
-"""DL-91: which node keeps whose replicas, and what a round restores out of them."""
+"""Which node keeps whose replicas, and what a round restores out of them."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_the_end_waits_for_what_the_last_event_begins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lends", [False, True])
 def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
-    """DL-79, ED-62: members the journal seats must speak to the new life, or they are lost. One that trains has sent
+    """Members the journal seats must speak to the new life, or they are lost. One that trains has sent
     heartbeats to the life before, so a word about its shards promises no longer silence.
     """
 
@@ -243,7 +243,7 @@ def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
 
 @pytest.mark.parametrize("speaks", [False, True])
 def test_a_new_life_misses_holders_without_a_seat(tmp_path: Path, speaks: bool) -> None:
-    """DL-69, DL-73: they send no heartbeats, but keep a connection open; one that died with the master has none, and
+    """They send no heartbeats, but keep a connection open; one that died with the master has none, and
     what it held is handed out again soon, though it may have spoken to the new life.
     """
     opening = p.OpenLedger("job", "w1", "train", "f", (p.Partition(end=1),), free=True)
@@ -273,7 +273,7 @@ def test_a_new_life_misses_holders_without_a_seat(tmp_path: Path, speaks: bool) 
 
 
 def test_a_job_claims_where_it_saves(tmp_path: Path) -> None:
-    """DL-92: an attach takes the claim on `save_to` first; a URL that another master's job holds is refused."""
+    """An attach takes the claim on `save_to` first; a URL that another master's job holds is refused."""
 
     async def scenario() -> None:
         storage = StorageFake()
@@ -391,7 +391,7 @@ def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
 
 
 def test_whoever_left_in_vain_is_missed(tmp_path: Path) -> None:
-    """DL-61: the journal refused its leave, so it is still a member; its process is gone all the same."""
+    """The journal refused its leave, so it is still a member; its process is gone all the same."""
 
     async def scenario() -> None:
         journal = FailingJournal(tmp_path / "master.db")
@@ -427,7 +427,7 @@ class BrokenJournal(Journal):
 
 
 def test_a_bug_in_a_commit_ends_the_life(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """ED-62: what is not journaled is not answered; the owner hears of it, and nobody waits for a deaf master."""
+    """What is not journaled is not answered; the owner hears of it, and nobody waits for a deaf master."""
 
     async def scenario() -> None:
         ended = asyncio.Event()

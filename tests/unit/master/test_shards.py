@@ -1,4 +1,4 @@
-"""The ledger machine by itself: sizes, deadlines, quarantine, attempts (DL-65 to DL-69, DL-87)."""
+"""The ledger machine by itself: sizes, deadlines, quarantine, attempts."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_deadlines() -> None:
 
 
 def test_what_runs_out_comes_back() -> None:
-    """DL-68: an expired lease is returned; acknowledging it is refused; the ticks are few."""
+    """An expired lease is returned; acknowledging it is refused; the ticks are few."""
     core = Core()
     core.open("w0", shard_size=100)
     core.open("w1", shard_size=100)
@@ -141,7 +141,7 @@ def test_a_restart_arms_the_deadline_again() -> None:
 
 
 def test_what_kills_its_holders_is_found_and_left_out() -> None:
-    """DL-69: lost again and again, a range comes in halves, so that at last little is given up, and loudly."""
+    """Lost again and again, a range comes in halves, so that at last little is given up, and loudly."""
     core = Core()
     core.open(end=6400, shard_size=6400)
     poison, reply, lives = 3333, p.Leases(), 0
@@ -253,7 +253,7 @@ def test_nothing_is_lent_before_the_cut_is_known() -> None:
 
 
 def test_a_model_that_saw_samples_twice_is_not_restored() -> None:
-    """DL-87: two images hold the same positions: that generation is given up, loudly, and its parts are forgotten."""
+    """Two images hold the same positions: that generation is given up, loudly, and its parts are forgotten."""
     core = Core()
     restoring(core)
     loaded(core, "w0", (0, 40))

@@ -1,4 +1,4 @@
-"""Workers that keep their process speak for themselves (DL-79, DL-81, DL-82, DL-84, DL-85)."""
+"""Workers that keep their process speak for themselves."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_who_started_it_is_believed_though_it_joined_for_itself() -> None:
 
 
 def test_newcomers_are_told_of_once_and_only_to_who_can_let_them_in() -> None:
-    """DL-85: the members leave at their next quiet point, and the round grows."""
+    """The members leave at their next quiet point, and the round grows."""
     for recovers in (True, False):
         master = trains(recovers=recovers, high=4)
         ask = p.Watch("job", "w0")
@@ -143,7 +143,7 @@ def test_a_launcher_that_starts_all_anew_gives_up_who_had_joined_for_itself() ->
 
 
 def test_one_lone_image_is_enough_where_all_reach_it() -> None:
-    """DL-84: newer than what is complete, though the dead rank never voted. At one step, all ranks' own are better."""
+    """Newer than what is complete, though the dead rank never voted. At one step, all ranks' own are better."""
     whole = tuple(p.Held(p.Generation(1, 5, RUN), rank, 3, rank, 0) for rank in range(3))
     for step, world_size in ((7, 1), (5, 3)):
         lone = p.Held(p.Generation(1, step, RUN), 0, 1, 2, 1)
@@ -160,7 +160,7 @@ def test_one_lone_image_is_enough_where_all_reach_it() -> None:
 
 
 def test_newcomers_that_came_before_the_round_trained_are_told_of_when_it_does() -> None:
-    """A watch is open all the time: it has to be woken (DL-85)."""
+    """A watch is open all the time: it has to be woken."""
     job = Job("job", RUN)
     for name in ("w0", "new"):
         seat = p.Seat(name, 0)
@@ -172,7 +172,7 @@ def test_newcomers_that_came_before_the_round_trained_are_told_of_when_it_does()
 
 
 def test_where_local_rank_0_is_gone_the_next_one_answers_for_the_node() -> None:
-    """Else nobody says which samples are in the model, and they are trained again (DL-66)."""
+    """Else nobody says which samples are in the model, and they are trained again."""
     master = trains()
     master.call(p.Exited("job", "launcher", "w0", -9))
     for name, local_rank in (("w1", 1), ("w2", 2)):

@@ -1,4 +1,4 @@
-"""Where the master is, and who serves it (ED-42, ED-57)."""
+"""Where the master is, and who serves it."""
 
 from __future__ import annotations
 

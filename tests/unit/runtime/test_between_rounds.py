@@ -1,4 +1,4 @@
-"""What a process that outlives its round keeps for itself until the next one (DL-86)."""
+"""What a process that outlives its round keeps for itself until the next one."""
 
 from __future__ import annotations
 

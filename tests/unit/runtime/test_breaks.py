@@ -1,4 +1,4 @@
-"""What a broken round asks of one node: who took whom along, and who lives on (DL-81, ED-46, ED-67)."""
+"""What a broken round asks of one node: who took whom along, and who lives on."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_node_is_bad_if_its_workers_die_in_a_row_and_no_step_is_made() -> None
 
 
 def test_workers_that_were_done_are_needed_if_too_few_are_left_without_them() -> None:
-    """ED-8. Those that fail are replaced; newcomers of this node may have no seat yet."""
+    """Those that fail are replaced; newcomers of this node may have no seat yet."""
     job = view(member("w0", gone="done"), member("w1", gone="lost"), member("w2"))
     assert needed_again(job, ["w1"], (), 3)
     assert not needed_again(job, ["w1"], (), 2)

@@ -1,4 +1,4 @@
-"""Where the output of workers goes: torchrun's syntax, and one file per stream that is copied line by line (DL-77)."""
+"""Where the output of workers goes: torchrun's syntax, and one file per stream that is copied line by line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A master that is away for less than `--master-away` costs time, and no restart (DL-90)."""
+"""A master that is away for less than `--master-away` costs time, and no restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a round that is over for whoever hears it is no news (DL-81, DL-85)."""
+"""What is told of a round that is over for whoever hears it is no news."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_survivor_makes_room_once(number: int, crowded: bool) -> None:
 
 
 def test_a_survivor_does_not_wait_for_a_master_that_has_gone() -> None:
-    """Though a round may take ten minutes to form: nobody answers (DL-90)."""
+    """Though a round may take ten minutes to form: nobody answers."""
     settings = config.load({}, master=NOWHERE, job="job")
     place = config.Place(incarnation="w", world_size=2, master_away_s=0.3)
     membership = Membership(settings, place, lambda: None)

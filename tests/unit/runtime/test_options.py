@@ -1,4 +1,4 @@
-"""How many nodes and workers, and what becomes of them: ED-14, ED-37 to ED-39."""
+"""How many nodes and workers, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def test_others_are_refused_with_an_example(text: str) -> None:
     assert "--nnodes 2:4" in refusal.value.hint
 
 
+@pytest.mark.requirement("ED-14")
 def test_the_level_is_torchruns_way_unless_asked_for() -> None:
     assert LaunchOptions(command=COMMAND, workers=Bounds(2, 2)).fault_level is Level.HOT
     assert LaunchOptions(command=COMMAND, workers=Bounds(1, 2)).fault_level is Level.ELASTIC

@@ -1,4 +1,4 @@
-"""Schedules of faults: their file, when they are due, and chance that comes again (fault kit; DL-90, DL-92)."""
+"""Schedules of faults: their file, when they are due, and chance that comes again (fault kit)."""
 
 from __future__ import annotations
 

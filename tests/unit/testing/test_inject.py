@@ -1,4 +1,4 @@
-"""Faults done to a real process: each is what it says (fault kit; DL-82, DL-92)."""
+"""Faults done to a real process: each is what it says (fault kit)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which promise is broken, and where: two traces that differ in one thing (rehearsal; DL-90, ED-25)."""
+"""Which promise is broken, and where: two traces that differ in one thing (rehearsal)."""
 
 from __future__ import annotations
 
