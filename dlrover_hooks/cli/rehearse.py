@@ -112,7 +112,7 @@ def _counts(command: Any) -> Any:
     return command
 
 
-@click.command("rehearse", short_help="Run a script with and without injected faults, and compare the results.",
+@click.command("rehearse", short_help="Run a script under faults, and compare the results.",
                context_settings={"ignore_unknown_options": True})  # fmt: skip
 @click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=2,
               show_default=True, help="Workers of each run.")  # fmt: skip

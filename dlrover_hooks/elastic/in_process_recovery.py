@@ -87,13 +87,11 @@ def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
     this worker as done.
 
     Args:
-        fn: creates its process group, model, loader and checkpointer itself, and trains. Leave out for use as a
-            decorator
-            with options.
+        fn: creates its process group, model, loader and checkpointer itself, and trains. Leave it out to use
+            this as a decorator with options.
         options:
-            max_recoveries: how many recoveries in a row without a step in between, 5 by default; then the fault is
-                raised.
-            fault_s: how long to wait for the master's confirmation after an error that a lost peer may have caused (5).
+            max_recoveries: in a row without a step in between, 5 by default; then the fault is raised.
+            fault_s: how long to wait for the master's confirmation of an error that a lost peer may have caused (5).
             rejoin_s: how long to wait for the next round (900).
             on_recover: called with a `Recovery` at the first step boundary of each round but the first.
             on_resize: called before it if the world size changed.

@@ -83,7 +83,7 @@ def test_a_loop_of_the_pages_makes_the_same_steps_at_any_world_size(
     for (_, crash), life in zip(LIVES, lives, strict=True):
         assert all(rank["steps"].keys() == life[0]["steps"].keys() for rank in life)
         here = samples(life)
-        assert min(here) > 1 or life is lives[0], "it began anew"
+        assert min(here) > 1 or life is lives[0], "it began at step 0"
         assert max(here) == (crash - 1 if crash else max(wanted))
         made = {step: ids for step, ids in made.items() if step < min(here)} | here
     assert made == wanted

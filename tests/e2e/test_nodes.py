@@ -145,7 +145,7 @@ def test_elastic_nodes_are_taken_in_and_given_up(node: Node) -> None:
     a.process.send_signal(signal.SIGINT)
     code, errors = a.end()
     assert code == 130
-    assert "there is room for 1 newcomer: starting anew together" in errors
+    assert "1 newcomer joined: restarting all workers to include them" in errors
     assert all_gone([life["pid"] for life in a.read()])
 
 

@@ -148,7 +148,7 @@ def test_a_second_launch_of_a_living_job_is_refused(house: House, fresh: bool) -
     assert second.process.stderr is not None
     said = second.process.stderr.read()
     assert "UsageError" in said
-    assert f"process {os.getpid()} saves for seat 0" in said
+    assert f"process {os.getpid()} saves for local rank 0" in said
     assert "--job" in said
     trained(life, 3)
     assert life.session.skipped_saves == 0
@@ -161,7 +161,7 @@ def test_a_life_whose_seat_is_taken_is_told(house: House) -> None:
     again = Checkpointer(house.job, "node", 0, master=house.master.url, start_keeper=False)
     again.begin(first.session.run, first.session.attempt + 1, 0, 1)
     again.take_seat()
-    with pytest.raises(Stale, match=f"process {os.getpid()} has taken over seat 0"):
+    with pytest.raises(Stale, match=f"process {os.getpid()} has replaced this one as local rank 0"):
         first.step_until(lambda: False, "the notice", paced=False)
     again.close()
 

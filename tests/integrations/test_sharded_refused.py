@@ -91,7 +91,7 @@ def test_lightning_model_parallel(job: str, tmp_path: Path, caplog: pytest.LogCa
     assert net.trained == 0
     fit(net, ElasticCallback(str(tmp_path), job=job, on_error="warn"), ModelParallelStrategy())
     assert net.trained == 2
-    (said,) = (one for one in caplog.records if "stands aside: ModelParallelStrategy" in one.getMessage())
+    (said,) = (one for one in caplog.records if "is inactive: ModelParallelStrategy" in one.getMessage())
     assert said.levelno == logging.WARNING
     assert list(tmp_path.iterdir()) == []
 

@@ -107,7 +107,7 @@ def test_votes_wait_for_an_absent_master_in_order(
     assert [vote.generation.step for vote in line.votes] == [1, 2, 3, 4, 5]
     assert courier.error is None
     assert caplog.text.count("trains on without its master") == 1
-    assert caplog.text.count("hears its master again") == 1
+    assert caplog.text.count("is connected to its master again") == 1
 
 
 def test_a_network_that_comes_and_goes_is_one_outage() -> None:

@@ -45,7 +45,7 @@ job mine: the first failure
   later  worker 0 on node a at step 20 or later: SIGSEGV
          worker 0 on node a at step 21 or later: lost: silent for too long
          worker 0 on node a before training began: exit code 3, see its own
-         words above
+         output above
          and 2 more failures
   end    given up (exit code 77): look for the cause above first, then
   next   {COMMAND}

@@ -69,7 +69,7 @@ def test_an_order_that_fails_ends_its_line_alone(house: House, caplog: pytest.Lo
     house.turn(lambda: house.heard)
     assert [one.ref for one in house.heard] == [5]
     assert len(house.loop.peers) == 1
-    assert "could not be done: its line is ended" in caplog.text
+    assert "failed: its connection is closed" in caplog.text
     assert "ZeroDivisionError" in caplog.text
     assert "LookupError" in caplog.text
 

@@ -305,7 +305,7 @@ def test_a_second_launch_gets_nothing_and_disturbs_nobody(keeper: Keeper) -> Non
     for seat in (0, 1):
         second = Rank(seat, master="http://two", attempt=7)
         for verb in (second.trainer.held, second.trainer.take_seat, second.trainer.drop):
-            with pytest.raises(UsageError, match=f"process {os.getpid()} saves for seat 0") as refused:
+            with pytest.raises(UsageError, match=f"process {os.getpid()} saves for local rank 0") as refused:
                 verb()
             assert "--job" in refused.value.hint
         assert second.trainer.save(9, {"state": {"w": np.zeros(100)}}) is None
@@ -331,7 +331,7 @@ def test_asking_takes_no_seat_and_who_loses_it_is_told(keeper: Keeper) -> None:
     assert f"process {os.getpid()}" in str(old.trainer.stale)
     successor.save(3)
     again = Rank(0, master="http://one", attempt=1)
-    with pytest.raises(UsageError, match="newer life"):
+    with pytest.raises(UsageError, match="newer incarnation"):
         again.trainer.take_seat()
     assert successor.trainer.stale is None
     for rank in (old, successor, again):

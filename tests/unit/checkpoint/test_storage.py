@@ -239,9 +239,9 @@ def test_a_late_commit_of_a_run_that_was_given_up_is_refused(url: str) -> None:
     file = generations.write_shard(url, None, generation(120), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     save(url, generation(10, FRESH))
     for manifest in (Manifest("job", generation(120), 1, (file,), 999.0), old, late):
-        with pytest.raises(Stale, match="has started anew"):
+        with pytest.raises(Stale, match="has started over"):
             generations.commit(url, None, manifest, 2)
-    with pytest.raises(Stale, match="has started anew"):
+    with pytest.raises(Stale, match="has started over"):
         generations.write_shard(url, None, generation(130), 0, 1, [memoryview(DATA)], len(DATA), job="job")
     assert steps(url) == [10]
     save(url, generation(20, FRESH))

@@ -118,7 +118,7 @@ def test_the_last_window_without_a_step_does_not_hang(
 
 def test_somebody_must_mark(make: Callable[..., LeasedLoader]) -> None:
     """Without marks nothing could ever be acknowledged: say so instead of waiting for ever."""
-    with pytest.raises(UsageError, match="nobody says when the optimizer steps"):
+    with pytest.raises(UsageError, match="the optimizer's steps are not reported"):
         list(make(Ids(20)))
 
 

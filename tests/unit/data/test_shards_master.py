@@ -57,7 +57,7 @@ def test_without_a_master_the_leases_at_hand_are_trained_on(make: Callable[..., 
     assert len(seen) == 16
 
 
-@pytest.mark.parametrize("error", [Stale("fence 1 is over"), UnknownDataset("nobody has opened it")])
+@pytest.mark.parametrize("error", [Stale("fence 1 is over"), UnknownDataset("it was not opened")])
 def test_a_stale_fence_is_an_error_and_not_the_end(
     make: Callable[..., LeasedLoader], master: Master, error: HooksError
 ) -> None:
@@ -89,7 +89,7 @@ def test_a_lease_that_ran_out_is_not_trained_on(
     master.change = brief
     seen = [sample for _, sample in train(make(Ids(40)))]
     assert Counter(seen) == Counter(range(40))
-    assert "was not worked off in its time" in caplog.text
+    assert "was not finished in time" in caplog.text
 
 
 class Lender:
