@@ -144,7 +144,7 @@ def test_the_command_goes_on(given: list[str], command: str) -> None:
 
 def test_one_table_of_exit_codes() -> None:
     """What the manual's table names is what the launcher says; every end has a line here."""
-    page = (Path(__file__).parents[2] / "docs/operate.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/operate.md").read_text()
     table = page[page.index("## Exit codes") :].split("\n\n")[2]
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)]
     assert codes == [DONE, USER_ERROR, REQUEUE, BAD_NODE, GAVE_UP, USAGE, 128 + signal.SIGINT, 128 + signal.SIGTERM]

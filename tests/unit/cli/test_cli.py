@@ -106,7 +106,7 @@ def test_short_help_is_whole() -> None:
     commands = lines[lines.index("Commands:") + 1 :]
     assert len(commands) == 5
     assert all(line.endswith(".") and not line.endswith("..") for line in commands)
-    page = (Path(__file__).parents[2] / "docs/operate.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/operate.md").read_text()
     for code in (0, 1, 77, 78, 130, 143):
         assert f"\n| {code} |" in page
         assert f"{code} " in called("run", "--help").output

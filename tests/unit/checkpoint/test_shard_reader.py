@@ -27,7 +27,7 @@ from dlrover_hooks.protocol import Manifest, ShardFile
 from dlrover_hooks.pytorch.dcp_reader import opened
 from dlrover_hooks.pytorch.tensor_loading import Filling
 from tests.e2e.kept import until
-from tests.unit.checkpoint.test_snapshot import GENERATION, put
+from tests.unit.checkpoint.test_torch_backend import GENERATION, put
 
 TENSORS = {f"state.{name}": torch.full((CHUNK_BYTES // 4,), float(number)) for number, name in enumerate("abcd")}
 
