@@ -79,10 +79,10 @@ class MasterClient:
         """Monotonic time of the first failed call, while no master has answered yet."""
         self._seqs: collections.Counter[str] = collections.Counter()
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        self._renew()
+        self.renew()
         _CLIENTS.add(self)
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Resets locks and connections. Also called in a forked child, which must not use those of the parent."""
         self._guard = threading.Lock()
         self._channels: dict[str, threading.Lock] = {}
@@ -309,7 +309,7 @@ _CLIENTS: weakref.WeakSet[MasterClient] = weakref.WeakSet()
 
 def _renew_in_child() -> None:
     for client in list(_CLIENTS):
-        client._renew()
+        client.renew()
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -18,11 +18,11 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def interval(value: Duration, *, name: str) -> int | str:
     """`value` as optimizer steps (int), `"auto"`, or canonical seconds (`"90s"`). Raises `UsageError` with examples."""
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool):
         raise _bad_interval(name, value)
     if isinstance(value, timedelta):
         return _seconds(value.total_seconds(), name, value)
-    if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
+    if isinstance(value, int) or str(value).strip().isdigit():
         if int(value) < 1:
             raise _bad_interval(name, value)
         return int(value)
@@ -80,19 +80,20 @@ def retention(value: Any, *, name: str = "keep") -> int | Retention:
 
 def _rules(value: Any) -> dict[str, Any]:
     """`value` as a dict of rules. Raises ValueError."""
+    rules: dict[str, Any] = {"last": value}
     if isinstance(value, str) and "=" in value:
         pairs = [part.split("=", 1) for part in value.split(",")]
-        value = {name.strip(): text.strip() for name, text in pairs}
-        if len(value) < len(pairs):
+        rules = {name.strip(): text.strip() for name, text in pairs}
+        if len(rules) < len(pairs):
             raise ValueError
     elif isinstance(value, Retention):
-        value = {"last": value.last, "every_steps": value.every_steps, "every": value.every}
-    elif not isinstance(value, Mapping):
-        value = {"last": value}
-    if not set(value) <= {"last", "every_steps", "every"} or any(isinstance(one, bool) for one in value.values()):
+        rules = {"last": value.last, "every_steps": value.every_steps, "every": value.every}
+    elif isinstance(value, Mapping):
+        rules = dict(cast(Mapping[str, Any], value))
+    if not set(rules) <= {"last", "every_steps", "every"} or any(isinstance(one, bool) for one in rules.values()):
         raise ValueError
-    every = value.get("every")
-    return dict(value) | ({"every": f"{every.total_seconds()}s"} if isinstance(every, timedelta) else {})
+    every = rules.get("every")
+    return rules | ({"every": f"{every.total_seconds()}s"} if isinstance(every, timedelta) else {})
 
 
 def _bad_retention(name: str, value: object) -> UsageError:

@@ -16,9 +16,9 @@ import tempfile
 import traceback
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -166,7 +166,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if name in ("save_every", "persist_every", "keep"):
         return value
     if isinstance(value, os.PathLike):  # a path given to `resume` is never one of its keywords
-        value = os.path.abspath(value) if name == "resume" else os.fspath(value)
+        path = cast("os.PathLike[str]", value)
+        value = os.path.abspath(path) if name == "resume" else os.fspath(path)
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -381,7 +382,7 @@ _OF_ONE_WORKER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELAS
 
 
 @contextlib.contextmanager
-def environment_of(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def environment_of(values: Mapping[str, str]) -> Generator[dict[str, str]]:
     """Sets `values` within the block. Yields a dict, complete at the end, of other variables set there that remain."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

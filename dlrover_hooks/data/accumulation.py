@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -79,7 +79,7 @@ class Accumulation:
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Any] = []
         self._known: BatchPlan | None = None
-        self._active, self._factor, self._number = False, 1.0, 1
+        self.active, self._factor, self._number = False, 1.0, 1
         self._calls: dict[int, int] = {}
         self._rates: dict[int, list[float]] = {}
         self._scheduled = weakref.WeakSet[Optimizer]()
@@ -130,7 +130,7 @@ class Accumulation:
             return
         loaders = [one for ref in self._loaders if (one := ref()) is not None]
         if all(one.sampler.plan.micro_batches == 1 for one in loaders) and self._reduction != "averaged":
-            if self._active:
+            if self.active:
                 self.over()
             self._known = plan if len(loaders) == 1 else None
             return
@@ -144,8 +144,8 @@ class Accumulation:
         self.ends, self._number, self._arrived, self._called = lead.step_ends, number, False, False
         weight = 1.0 if self._reduction == "weighed" else lead.weight * plan.world_size
         self._factor = lead.loss_scale * weight / plan.micro_batches
-        self._active = not self.ends or number > 1 or self._factor != 1.0
-        if self._active and not self._hooks:
+        self.active = not self.ends or number > 1 or self._factor != 1.0
+        if self.active and not self._hooks:
             self._install()
 
     def _refuse_unfinished(self, lead: ElasticLoader) -> None:
@@ -170,7 +170,7 @@ class Accumulation:
 
     def over(self) -> None:
         """The iteration ended. Gradients of an interrupted step are discarded."""
-        self.ends, self._active, self._arrived, self._known = True, False, False, None
+        self.ends, self.active, self._arrived, self._known = True, False, False, None
         self._held, self._calls, self._rates = {}, {}, {}
         while self._hooks:
             self._hooks.pop().remove()
@@ -188,7 +188,8 @@ class Accumulation:
                     node = torch.autograd.graph.get_gradient_edge(parameter).node
                     self._nodes.append(node)
                     self._hooks.append(node.register_prehook(functools.partial(_incoming, me, parameter)))
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, me)))
+                    after: Any = cast(Any, parameter).register_post_accumulate_grad_hook
+                    self._hooks.append(after(functools.partial(_arrived, me)))
 
     def incoming(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """Weight a gradient on its way into `parameter.grad`. In the last micro-batch, put the earlier ones back."""
@@ -221,7 +222,7 @@ class Accumulation:
     # ---- called by the loop -----------------------------------------------------------------------------------------
 
     def _step(self, plain: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not self._active:
+        if not self.active:
             return plain(optimizer, *args, **kwargs)
         closure = args[0] if args else kwargs.get("closure")
         if not self.ends:
@@ -269,7 +270,7 @@ class Accumulation:
 
     def complete(self, optimizer: Optimizer) -> None:
         """The step ends: also put back gradients of parameters that had none in the last micro-batch."""
-        for parameter in _parameters(optimizer) if self._active else ():
+        for parameter in _parameters(optimizer) if self.active else ():
             if parameter not in self._held:
                 continue
             if self._reduction is not None and self._world > 1:
@@ -290,7 +291,7 @@ class Accumulation:
             self._held.pop(parameter, None)
 
     def _zero_grad(self, plain: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        if self._active and self._arrived and not self._called:
+        if self.active and self._arrived and not self._called:
             raise UsageError(
                 "zero_grad() between a backward and the step() that it is for, in a step of several micro-batches",
                 hint="call zero_grad() ahead of the first backward, or behind step()",
@@ -339,13 +340,13 @@ class Accumulation:
 
 def _incoming(window: weakref.ref[Accumulation], parameter: torch.Tensor, grads: Any) -> Any:
     found = window()
-    if found is None or not found._active or grads[0] is None:
+    if found is None or not found.active or grads[0] is None:
         return None
     return (found.incoming(parameter, grads[0]),)
 
 
 def _arrived(window: weakref.ref[Accumulation], parameter: torch.Tensor) -> None:
-    if (found := window()) is not None and found._active:
+    if (found := window()) is not None and found.active:
         found.arrived(parameter)
 
 
@@ -381,12 +382,17 @@ def _wrap(optimizer: Optimizer, name: str, act: Callable[..., Any]) -> None:
 
 def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Of a method that a scheduler has put on the instance, already bound to its optimizer."""
-    return lambda _, *args, **kwargs: function(*args, **kwargs)
+
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
 
 
 def hold_back(part: Any, names: Sequence[str], window: Any) -> None:
     """Suppress methods of `part` unless `window.ends`. Done by its class: all attributes of a scheduler are state."""
-    _as_subclass(part, {name: _where_a_step_ends(getattr(type(part), name), window) for name in names})
+    kind = cast(Any, type(part))
+    _as_subclass(part, {name: _where_a_step_ends(getattr(kind, name), window) for name in names})
 
 
 def _where_a_step_ends(act: Callable[..., Any], window: Any) -> Callable[..., Any]:
@@ -417,5 +423,5 @@ def _hold_back_scaler(scaler: GradScaler, window: Accumulation) -> None:
 
 
 def _as_subclass(part: Any, methods: dict[str, Any]) -> None:
-    kind = type(part)
+    kind = cast(Any, type(part))
     part.__class__ = type(kind.__name__, (kind,), methods | {"__module__": kind.__module__})

@@ -8,6 +8,8 @@ blocks only: if blocks differ (sorted or grouped data), windows differ too.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from dlrover_hooks.data.feistel import Feistel, Indices, Words, splitmix_words
@@ -34,11 +36,11 @@ class Blocks:
 
     def __call__(self, positions: Indices) -> Indices:
         """Sample ids at `positions`, in [0, n); same shape."""
-        asked = positions.reshape(-1)
+        asked = np.reshape(positions, -1)
         moved = self._within_windows(asked)
         place = self._place(moved)
         ids = self._permuted.forward(place, self._key) * self.block + moved - self._begin(place)
-        return ids.reshape(positions.shape)
+        return np.reshape(ids, positions.shape)
 
     def _within_windows(self, positions: Indices) -> Indices:
         """The positions, each moved within its window."""
@@ -54,12 +56,13 @@ class Blocks:
 
     def _window_keys(self, window: Indices) -> Words:
         """[ROUNDS, size]: each window has its own keys."""
-        unique, inverse = np.unique(window, return_inverse=True)
-        state, rows = splitmix_words(self._salt ^ splitmix_words(unique.astype(np.uint64))), []
+        unique, inverse = cast("tuple[Indices, Indices]", np.unique(window, return_inverse=True))
+        salted: Words = np.bitwise_xor(self._salt, splitmix_words(unique.astype(np.uint64)))
+        state, rows = splitmix_words(salted), list[Words]()
         for _ in range(ROUNDS):
             state = splitmix_words(state)
             rows.append(state)
-        return np.stack(rows)[:, inverse.reshape(-1)]
+        return np.stack(rows)[:, np.reshape(inverse, -1)]
 
     def _begin(self, place: Indices) -> Indices:
         """First position of a place in the permuted row of blocks; n for the place after the last."""

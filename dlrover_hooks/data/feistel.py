@@ -39,13 +39,13 @@ class Feistel:
         return self._walk(values, key, lambda each, keys: self._pass(each, keys, backward=True))
 
     def _walk(self, given: Indices, key: Words, once: Callable[[Words, Words], Words]) -> Indices:
-        values = once(given.astype(np.uint64).reshape(-1), key)
+        values = once(np.reshape(given.astype(np.uint64), -1), key)
         walking = np.flatnonzero(values >= self.n)
         while walking.size:
             moved = once(values[walking], key[:, walking] if key.ndim == 2 else key)
             values[walking] = moved
             walking = walking[moved >= self.n]
-        return values.astype(np.int64).reshape(given.shape)
+        return np.reshape(values.astype(np.int64), given.shape)
 
     def _pass(self, values: Words, key: Words, backward: bool = False) -> Words:
         low = np.uint64(self.low)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -74,7 +75,8 @@ class ElasticIndices(ElasticLoader):
             num_replicas=num_replicas,
             rank=rank,
         )
-        super().__init__(with_sampler(DataLoader(range(n), batch_size), sampler, seeded=False), sampler, name=name)  # pyright: ignore[reportArgumentType]
+        loader = DataLoader(cast(Any, range(n)), batch_size)
+        super().__init__(with_sampler(loader, sampler, seeded=False), sampler, name=name)
         self.by_hand, self.leads = True, False  # one iteration is one step, and there are no epochs
         self._pass: Iterator[torch.Tensor] | None = None
         self._over = True

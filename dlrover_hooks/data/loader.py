@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, default_collate, default_convert
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import config
@@ -34,6 +35,8 @@ from dlrover_hooks.data.unsupported_loaders import refusal
 from dlrover_hooks.errors import UsageError
 
 log = logging.getLogger(__name__)
+_torch = cast(Any, torch_data)
+"""Its collate functions have no complete types."""
 
 
 def elastic_loader(
@@ -74,7 +77,7 @@ def elastic_loader(
     else:
         if (refused := refusal(loader)) is not None:
             raise UsageError(refused.reason, hint=refused.hint)
-        sampler = loader.sampler
+        sampler = cast(Any, loader).sampler
         if not isinstance(sampler, ElasticSampler):
             sampler = _elastic(loader, order, block, window, global_batch_size, seed, tail, num_replicas, rank)
         made = ElasticLoader(with_sampler(loader, sampler, seed_samples), sampler, name=name)
@@ -116,7 +119,8 @@ class ElasticLoader:
         self.sampler = sampler
         self.name = name
         self.before_batch: list[Callable[[], object]] = []
-        self._feed = cast(Batches, inner.sampler if isinstance(inner.sampler, Batches) else inner.batch_sampler)
+        feeding: Any = inner
+        self._feed = cast(Batches, feeding.sampler if isinstance(feeding.sampler, Batches) else feeding.batch_sampler)
         self._marks: list[RemovableHandle] = []
         self.leads = True
         """The loop's epochs are this loader's, not those of another loader that it is zipped with."""
@@ -353,7 +357,8 @@ def _elastic(
     rank: int | None,
 ) -> ElasticSampler:
     assert loader.batch_size is not None  # `refusal` refuses None
-    old, shuffle = loader.sampler, True
+    old: Any = cast(Any, loader).sampler
+    shuffle = True
     if isinstance(old, SequentialSampler):
         shuffle = False
     elif isinstance(old, DistributedSampler):
@@ -382,7 +387,7 @@ def with_sampler(loader: DataLoader[Any], sampler: ElasticSampler, seeded: bool)
     parts: dict[str, Any] = {"sampler": sampler, "batch_sampler": batches}
     if sampler.yield_batches and not callable(getattr(loader.dataset, "__getitems__", None)):
         parts = {"sampler": batches, "batch_sampler": None}  # so torch calls dataset[ids]
-    elif sampler.yield_batches and loader.collate_fn is default_convert:
+    elif sampler.yield_batches and cast(Any, loader).collate_fn is _torch.default_convert:
         parts["collate_fn"] = collate_samples
     vars(made).update(drop_last=False, _iterator=None, **parts)  # the sampler drops the tail
     return made
@@ -390,4 +395,4 @@ def with_sampler(loader: DataLoader[Any], sampler: ElasticSampler, seeded: bool)
 
 def collate_samples(fetched: Any) -> Any:
     """The batch of a dataset's `__getitems__` result: a list has samples, anything else is a batch already."""
-    return default_collate(fetched) if isinstance(fetched, list) else default_convert(fetched)
+    return _torch.default_collate(fetched) if isinstance(fetched, list) else _torch.default_convert(fetched)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -152,7 +152,7 @@ class PickedArray(np.ndarray[Any, Any]):
     @staticmethod
     def of(ids: Indices, first: int, key: int) -> PickedArray:
         """`ids`, not copied."""
-        made = ids.view(PickedArray)
+        made: PickedArray = cast(Any, ids).view(PickedArray)
         made.first, made.key = first, key
         return made
 

@@ -388,7 +388,7 @@ def _positions(plan: BatchPlan, q: int) -> Iterator[Indices]:
     chunk, place = max(1, CHUNK // width), np.arange(width)
     for done in range(0, steps, chunk):
         starts = first + G * np.arange(done, min(done + chunk, steps))
-        yield (starts[:, None] + place).reshape(-1)
+        yield np.reshape(starts[:, None] + place, -1)
     if plan.has_tail(q):
         last = plan.step(q + steps * G)
         yield np.arange(last.lo, last.hi)

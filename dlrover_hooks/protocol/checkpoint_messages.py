@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-import msgspec
-
 from dlrover_hooks.protocol.base_messages import Count, Every, Message, Phase, Port, Rank, Seconds, Size, Step, World
 
 
@@ -156,7 +154,7 @@ class Attach(Message, frozen=True):
     node: str
     pid: Count
     save_to: str | None = None
-    storage_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    storage_options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it for each struct
     keep: Count | Retention = 2
     save_every: Every | str = "auto"
     """Optimizer steps (int), `"auto"`, or a duration in canonical seconds such as `"90s"`."""
@@ -228,7 +226,7 @@ class Loaded(Message, frozen=True):
     round: Count
     ok: bool
     reason: str = ""
-    cuts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
+    cuts: dict[str, dict[str, str]] = {}  # noqa: RUF012 - msgspec copies it for each struct
     """By ledger and partition: ranges (encoded) that the loaded images say are in the model."""
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-import msgspec
-
 from dlrover_hooks.protocol.base_messages import Count, Message, Rate, Seconds, Size
 
 
@@ -46,7 +44,7 @@ class Ledger(Message, frozen=True):
     """
 
     fence: Count
-    done: dict[str, str] = msgspec.field(default_factory=dict)
+    done: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it for each struct
 
 
 class Ack(Message, frozen=True, gc=False):

@@ -121,7 +121,7 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True):
 
     def missing(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """The parts of `[lo, hi)` that are not in, in order: O(log k) and their number."""
-        found = []
+        found: list[tuple[int, int]] = []
         for at in range(bisect_right(self.highs, lo), len(self.lows)):
             if self.lows[at] >= hi:
                 break
@@ -134,7 +134,7 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True):
 
     def within(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """The parts of `[lo, hi)` that are in, in order."""
-        found = []
+        found: list[tuple[int, int]] = []
         for at in range(bisect_right(self.highs, lo), len(self.lows)):
             if self.lows[at] >= hi:
                 break

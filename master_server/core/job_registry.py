@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, JobAlive, SaveToBusy, UnknownJob
@@ -74,7 +76,7 @@ def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventO
         return _delete(state, event)
     if isinstance(event, ForgetFinished):
         return _forget(state, finished_before(state, event.before))
-    job = job_named(state, event.job)  # pyright: ignore[reportAttributeAccessIssue]
+    job = job_named(state, cast(Any, event).job)
     if not isinstance(event, Attach):
         return dispatch.apply(job, event, now, key)
     _check_owner(state, event)

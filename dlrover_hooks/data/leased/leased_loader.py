@@ -11,7 +11,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -216,7 +216,7 @@ class LeasedLoader:
     def _stand_in(self) -> Any:
         """A batch of one readable sample, for a rank that had none yet."""
         reading: Any = self.inner.dataset
-        collate: Any = self.inner.collate_fn
+        collate: Any = cast(Any, self.inner).collate_fn
         read: Read = Read()
         for pick in stand_ins(self.dataset):
             read = collate(reading.__getitems__(pick))

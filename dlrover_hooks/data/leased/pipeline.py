@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -210,7 +210,7 @@ def with_picks(loader: DataLoader[Any], dataset: ShardDataset, picks: FeedSample
     made = copy.copy(loader)
     vars(made).update(
         dataset=Reading(dataset.source),
-        collate_fn=Collated(loader.collate_fn),
+        collate_fn=Collated(cast(Any, loader).collate_fn),
         sampler=picks,
         batch_sampler=picks,
         drop_last=False,

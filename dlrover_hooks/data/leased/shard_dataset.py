@@ -224,7 +224,7 @@ class Reading:
             return self._offsets(self.source, pick)
         numbers, source = pick.numbers or [], self.source
         try:
-            found = source.__getitems__(numbers) if numbers else []
+            found: Sequence[Any] = source.__getitems__(numbers) if numbers else []
         except Exception:
             return _one_by_one(numbers, source.__getitem__, source.place)
         if len(found) != len(numbers):
@@ -234,7 +234,7 @@ class Reading:
     def _offsets(self, stream: Stream, pick: Pick) -> Sequence[Any] | FetchedSamples:
         partition, lo, hi = pick.partition, pick.lo, pick.hi
         try:
-            found = stream.read(partition, lo, hi) if lo < hi else []
+            found: Sequence[Any] = stream.read(partition, lo, hi) if lo < hi else []
         except Exception:
             return _one_by_one(
                 list(range(lo, hi)),

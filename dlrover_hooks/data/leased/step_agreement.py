@@ -7,7 +7,7 @@ waits for it.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,19 @@ class Agreement:
     def __init__(self, timeout_s: float) -> None:
         self.world: Any = dist.group.WORLD
         self.world_size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group: Any = cast(Any, dist).new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._counts = torch.zeros(3, dtype=torch.int64)
         self._work: Any = None
 
     def start(self, samples: int, *, finished: bool = False, failed: bool = False) -> None:
         """Send what this rank has for the next step; does not wait."""
         self._counts = torch.tensor([samples, finished, failed], dtype=torch.int64)
-        self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
+        self._work = cast(Any, dist).all_reduce(self._counts, group=self._group, async_op=True)
 
     def totals(self) -> Totals:
         """The totals over all ranks. Waits for the slowest rank."""
         self._work.wait()
-        return Totals(*self._counts.tolist())
+        return Totals(*cast(Any, self._counts).tolist())
 
 
 def world_size() -> int:

@@ -104,7 +104,7 @@ def _acknowledge(ledger: DatasetLedger, holder: Holder, acks: list[tuple[str, Ac
     """Returns the number of positions newly done, the leases that ended, and True if positions were returned or an
     epoch has no lease left.
     """
-    count, over, news = 0, [], False
+    count, over, news = 0, list[str](), False
     for number, ack in acks:
         lent = ledger.leases[number]
         if ack.upto > lent.at:
