@@ -42,7 +42,9 @@ def _cgroups(proc: str) -> Iterator[Free]:
         folder = os.path.normpath(f"{mounted}/{below}")
         while folder.startswith(mounted):
             yield from _rest(folder, *_CGROUP_FILES[kind])
-            folder = os.path.dirname(folder)
+            if (above := os.path.dirname(folder)) == folder:
+                break
+            folder = above
 
 
 def _mounts(proc: str) -> Iterator[tuple[str, str, str]]:

@@ -104,6 +104,12 @@ def test_the_smallest_rest_up_the_tree_counts_v1(tmp_path: Path) -> None:
     assert free_memory(proc=proc) == Free(3_000_000, f"cgroup {root}/pod/box")
 
 
+def test_a_tree_that_is_mounted_at_the_root(tmp_path: Path) -> None:
+    """Nothing is above it, so that the walk up ends there."""
+    proc = tree(tmp_path, "0::/pod\n", "30 24 0:26 / / rw,nosuid - cgroup2 cgroup2 rw\n")
+    assert free_memory(proc=proc) == Free(102_400_000, "the machine")
+
+
 def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
     """Without a cgroup namespace the path is the host's, and the mount's root is that very group."""
     root = tmp_path / "cg"
