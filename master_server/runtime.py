@@ -107,6 +107,15 @@ class Runtime:
         self.failed = False
         """A commit raised something other than `JournalFailed`: every request is refused from then on."""
         self.on_failure: Callable[[], None] = lambda: None
+        self.executors: dict[type[Effect], Callable[[Any], object]] = {
+            Wake: lambda effect: self._wake(effect.topic),
+            Deadline: self._set_deadline,
+            RoundFormed: lambda effect: self._liveness.round_formed(effect.job),
+            CommitGeneration: self._deposits.commit,
+            WriteFinished: self._deposits.finish,
+            ReleaseClaims: lambda effect: self._deposits.release(effect.job),
+        }
+        """Starts an effect of each type, in the loop, once its event is committed. A new effect needs a row here."""
 
     # ---- start and end ----------------------------------------------------------------------------------------------
 
@@ -472,20 +481,7 @@ class Runtime:
 
     def _do(self, effect: Effect) -> None:
         """Start `effect`. Called only after its event is committed."""
-        if isinstance(effect, Wake):
-            self._wake(effect.topic)
-        elif isinstance(effect, Deadline):
-            self._set_deadline(effect)
-        elif isinstance(effect, CommitGeneration):
-            self._deposits.commit(effect)
-        elif isinstance(effect, RoundFormed):
-            self._liveness.round_formed(effect.job)
-        elif isinstance(effect, ReleaseClaims):
-            self._deposits.release(effect.job)
-        elif isinstance(effect, WriteFinished):
-            self._deposits.finish(effect)
-        else:
-            raise TypeError(f"unknown effect {effect!r}")
+        self.executors[type(effect)](effect)
 
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import math
 import threading
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.checkpoint.storage.url_claim import LOCK
 from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
 from dlrover_hooks.master.checkpoint_store import HeldUrl
-from dlrover_hooks.master.core import job_registry
+from dlrover_hooks.master.core import effects, job_registry
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal
@@ -355,9 +356,19 @@ def test_a_job_that_goes_on_keeps_its_save_to(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_each_effect_has_an_executor(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        assert set(runtime.executors) == set(typing.get_args(effects.Effect))
+        runtime.start()
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("worker", ["w0", "stranger"])
 def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
-    """Row 4: neither one that is stale from the start nor one whose round ends while storage is asked."""
+    """Neither one that is stale from the start nor one whose round ends while storage is asked."""
 
     class Slow(CommittedStorage):
         def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
