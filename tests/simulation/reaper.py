@@ -1,4 +1,4 @@
-"""An agent whose workers speak for themselves: it starts, reaps and replaces. Stands for `runtime.agent`.
+"""An agent whose workers speak for themselves: it starts, reaps and replaces. Stands for `launcher.agent`.
 
 What it makes of the master's view is the launcher's own: `breaks.live_on` and `breaks.silent`.
 """

@@ -1,6 +1,6 @@
 """A worker that speaks for itself: it keeps its process when its round breaks, saves what it has, and joins again.
 
-Stands for `elastic_run` (`integrations.elastic`, `runtime.regroup`, `runtime.seat`).
+Stands for `elastic_run` (`elastic.in_process_recovery`, `worker.surviving_process`, `worker.acquire_rank`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Rooms:
         seat = peer.hello.seat
         segment = self._holdings.current(seat)
         if peer.replaced or self._lifetime.ending:
-            text = f"seat {seat} was taken over, or the keeper ends"
+            text = f"local rank {seat} is saved by another process, or the keeper ends"
             self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))
         elif segment is not None and segment.arena.serves(message.slot_bytes, message.note_bytes):
             self._allocated(peer, message, segment)
