@@ -1,7 +1,7 @@
-"""Shoot a training run three times and compare it with one that was left alone.
+"""Kill processes of a training run three times, and compare it with an undisturbed run.
 
-(a) trains the Lightning example undisturbed; (b) trains it again while a worker, later another worker, later the master
-is killed with SIGKILL at random steps; (c) compares samples and weights. Exit code 1 if any promise is broken.
+It (a) trains the Lightning example undisturbed; (b) trains it again, and kills a worker, then another worker, then the
+master with SIGKILL at random steps; (c) compares samples and weights. Exit code 1 if any promise is broken.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Shot:
 
 @dataclass
 class Trial:
-    """One run of the example under the launcher, watched through its records."""
+    """One run of the example under the launcher, observed through its records."""
 
     name: str
     folder: Path
@@ -100,7 +100,7 @@ class Trial:
         progress.console.print(f"  kill -9 {shot.target} (pid {victim}) at step {run.step}")
 
     def recovered(self, run: Run, shot: Shot) -> float | None:
-        """When all was whole: a worker's successor has stepped, or a new master answers (training never stopped)."""
+        """The time of recovery: a replacement worker has stepped, or a new master responds (training never stopped)."""
         if shot.rank is not None:
             return run.first_step_after(shot.at)
         try:

@@ -1,4 +1,4 @@
-"""What the demo's runs left behind, read from their own records and final weights, and compared."""
+"""Reads the records and final weights of the demo's runs, and compares the runs."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 
 class Run:
-    """The records of one run: per life (round) and rank a file of lines. `read` may be called while it grows."""
+    """The records of one run: one file of lines per round and rank. `read` may be called while the files grow."""
 
     def __init__(self, records: Path) -> None:
         self.records = records
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The newest step seen in the newest life."""
+        """The newest step in the newest round."""
         lines = [line for lines in self.lives.get(max(self.lives, default=0), {}).values() for line in lines]
         return max((line["step"] for line in lines if "step" in line), default=0)
 
@@ -54,7 +54,7 @@ class Run:
         return [ranks[min(ranks)][0] for _, ranks in sorted(self.lives.items())]
 
     def first_step_after(self, at: float) -> float | None:
-        """When a worker that started after time `at` recorded its first step."""
+        """The time of the first step that was recorded by a worker that started after time `at`."""
         found = [
             line["at"]
             for ranks in self.lives.values()
@@ -66,7 +66,7 @@ class Run:
         return min(found, default=None)
 
     def lineage(self) -> dict[int, list[dict[str, Any]]]:
-        """Per step the lines of the life that survives: the last one that trained it. Earlier ones were undone."""
+        """For each step the lines of the last round that trained it. Earlier ones were rolled back."""
         steps: dict[int, list[dict[str, Any]]] = {}
         for _, ranks in sorted(self.lives.items()):
             lines = [line for lines in ranks.values() for line in lines if "step" in line]
@@ -81,7 +81,7 @@ class Run:
         return list(lineage), [sum(line["loss"] for line in lines) / len(lines) for lines in lineage.values()]
 
     def weights(self) -> dict[str, Any]:
-        """The final generation as stock safetensors reads it."""
+        """The final generation, read with stock safetensors."""
         root = self.records.parent / "saved"
         newest = json.loads((root / "latest.json").read_text())
         (folder,) = [path for path in root.glob("step-*") if path.name.startswith(f"step-{_step(newest):010d}")]
@@ -93,7 +93,7 @@ def _step(latest: dict[str, Any]) -> int:
 
 
 def visited_exactly_once(run: Run, epochs: int, windows: int, workers: int) -> bool:
-    """Every window once per epoch, by the ids seen in `training_step` along the surviving lineage; no step missing."""
+    """True if every window was trained once per epoch along the surviving lineage, and no step is missing."""
     lineage = run.lineage()
     counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
     for lines in lineage.values():

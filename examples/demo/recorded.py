@@ -1,4 +1,4 @@
-"""The Lightning example, writing down inside `training_step` which samples it trains on: the demo's evidence."""
+"""The Lightning example. Its `training_step` records the samples that it trains on, as evidence for the demo."""
 
 import json
 import os
@@ -14,14 +14,14 @@ import train
 
 
 class Numbered(train.StandardLibrary):
-    """Each window comes with its number."""
+    """Returns each window together with its number."""
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index), index
 
 
 class Recorded(train.CharacterGPT):
-    """One line per training step, straight to the file: a `kill -9` loses nothing that was trained."""
+    """Writes one unbuffered line per training step to the file: a `kill -9` loses no record of a trained step."""
 
     def on_train_start(self) -> None:
         name = f"{os.environ['DLROVER_HOOKS_ROUND']}-{self.global_rank}.jsonl"

@@ -1,7 +1,7 @@
-"""Two workers of different speed read Python's own standard library line by line. The slow one is killed half way.
+"""Two workers of different speed read Python's own standard library line by line. The slow one is killed halfway.
 
-Nobody has a fixed part of the data: each asks the master for the next shard when it is done with the one before. What
-the killed worker had not finished is handed out again, so the other one reads all of it.
+No worker has a fixed part of the data. Each requests the next shard from the master when it has finished the previous
+one. The killed worker's unfinished part is handed out again, so the other worker reads all of it.
 """
 
 import os
@@ -26,7 +26,7 @@ LIBRARY = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:50]
 
 
 class Lines(TextRecords):
-    """Each line with its number, so that we can count afterwards who has read what."""
+    """Each line with its number, to count afterwards which worker has read which lines."""
 
     def __getitems__(self, indices):
         return list(zip(indices, super().__getitems__(indices), strict=True))

@@ -2,7 +2,7 @@
 
     dlrover-hooks run --nproc-per-node 1:3 examples/elastic/accelerate/train.py --lose-at 30
 
-The survivors keep their processes: within a second they train on, from the very step where they were.
+The survivors keep their processes. Within a second they continue training at the step where they were.
 """
 
 import argparse

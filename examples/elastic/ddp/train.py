@@ -1,8 +1,8 @@
-"""A small GPT reads Python's own standard library on three workers. One of them dies; the others do not even restart.
+"""A small GPT reads Python's own standard library on three workers. One worker dies; the others do not restart.
 
     dlrover-hooks run --nproc-per-node 1:3 examples/elastic/ddp/train.py --lose-at 30
 
-The survivors keep their processes: within a second they train on, from the very step where they were.
+The survivors keep their processes. Within a second they continue training at the step where they were.
 """
 
 import argparse

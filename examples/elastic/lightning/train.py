@@ -2,7 +2,7 @@
 
     dlrover-hooks run --nproc-per-node 1:3 examples/elastic/lightning/train.py --lose-at 30
 
-The survivors leave `fit` and enter it again by themselves, at the very step where they were.
+The survivors automatically leave `fit` and enter it again at the step where they were.
 """
 
 import argparse
