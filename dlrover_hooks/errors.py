@@ -1,33 +1,33 @@
 """Every error this library raises, in one tree.
 
     HooksError
-    ├── UsageError                 the caller can mend it: a setting, an argument, a missing launcher
+    ├── UsageError                 the caller can correct it: a setting, an argument, a missing launcher
     │   ├── DataMismatch           the data state does not fit this dataset (length, seed, order, batch)
     │   ├── UnsupportedState       something in the state cannot be saved without pickle
     │   └── MissingExtra           a framework's package is not installed
     ├── MasterError                the master answered with an error; carries the HTTP status
     │   ├── Unauthorized     401   wrong or missing token
-    │   ├── UnknownJob       404   this master does not keep that job
+    │   ├── UnknownJob       404   this master has no such job
     │   ├── UnknownDataset   404   that job has no ledger of this name; never to be read as "finished"
     │   ├── Stale            409   an older incarnation, round or attempt: it must stop
     │   ├── SaveToBusy       409   another live job owns that checkpoint URL
-    │   ├── JobAlive         409   a job that still has workers is not deleted unless that is forced
-    │   ├── GivenUp          410   a launcher has ended the job for all nodes
+    │   ├── JobAlive         409   the job still has workers; delete it with force
+    │   ├── GivenUp          410   a launcher ended the job for all nodes
     │   ├── BadRequest       422   the message breaks a rule (min > max, negative rank ...)
     │   ├── TooLarge         413   the body is over the limit
     │   └── JournalFailed    503   the journal cannot be written; nothing was changed
     ├── MasterAway                 no answer within the deadline
-    ├── JobFinished                trained to its end: nothing is left to join
-    ├── RoundEnded                 a member is lost or newcomers wait: leave the loop and join the next round
+    ├── JobFinished                the job was trained to its end and cannot be joined
+    ├── RoundEnded                 a member is lost or new workers wait: leave the loop, join the next round
     ├── ShardsFailed               samples could not be read; it lists them and why
     ├── CheckpointError
-    │   ├── NoCheckpoint           `resume="require"` found nothing whole
+    │   ├── NoCheckpoint           `resume="require"` found no complete generation
     │   ├── Corrupt                a slot or file does not match its hash or size
     │   ├── StorageFailed          the checkpoint URL cannot be written or read
     │   └── KeeperAway             the keeper process is gone or does not answer
     └── LaunchError                a worker, master or keeper could not be started
 
-Messages say what happened, to which job, rank or generation, and what to do (the `hint`).
+Each message names what happened, the job, rank or generation, and what to do (the `hint`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 
 
 class HooksError(Exception):
-    """Root of all errors raised here. `hint` says what to do; it is part of `str(error)`."""
+    """Base of all errors raised here. `hint`: what to do; it is part of `str(error)`."""
 
     status = 500
 
@@ -112,7 +112,7 @@ class JournalFailed(MasterError):
 class MasterAway(HooksError):
     status = 503
     reached = True
-    """False: no connection was made, so the master cannot have heard of it."""
+    """False: no connection was made, so the master cannot have received the request."""
 
 
 class JobFinished(HooksError):
@@ -124,7 +124,7 @@ class RoundEnded(HooksError):
 
 
 class ShardsFailed(HooksError):
-    """Raised behind the last batch of an epoch. `quarantined`: what was left out of it, and why."""
+    """Raised after the last batch of an epoch. `quarantined`: the samples left out of it, with reasons."""
 
     def __init__(self, message: str, *, hint: str = "", quarantined: tuple[Any, ...] = ()) -> None:
         super().__init__(message, hint=hint)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import _configuration  # noqa: E402
 
 import dlrover_hooks  # noqa: E402
 import dlrover_hooks.errors  # noqa: E402
@@ -63,4 +65,5 @@ myst_substitutions = {
     "master_help": help_of("-m", "dlrover_hooks.master"),
     "errors": f"```text\n{dlrover_hooks.errors.__doc__}\n```",
     "routes": routes(),
+    **_configuration.tables(),
 }

@@ -12,17 +12,17 @@ PROTOCOL = 1
 
 
 AGAIN, REQUEUE, BAD_NODE = 74, 75, 76
-"""Exit codes of workers that mean more than a failure. 74: the master has declared it dead by mistake, start it again
-(only a launcher ever sees that one). 75: it was preempted and has left. 76: this node is bad, replace it."""
+"""Exit codes of workers with a meaning beyond failure. 74: the master declared the process dead by mistake, start it
+again (only a launcher sees this code). 75: it was preempted and has left. 76: this node is bad, replace it."""
 
 
-# Every number of a message has bounds: what the master counts on from it still fits the journal and any JSON reader.
+# Every number of a message is bounded, so that what the master computes from it fits the journal and any JSON reader.
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
 """Up to the greatest integer that every reader of JSON keeps exactly."""
 LARGEST_STEP = 1 << 52
 Step = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_STEP)]
-"""An optimizer step or an attempt that somebody names. The master adds to it, and the sum is a `Count`."""
+"""An optimizer step or an attempt in a request. The master adds to it, and the sum is a `Count`."""
 Passed = Annotated[int, msgspec.Meta(ge=-1, le=LARGEST_STEP)]
 """A step, or -1: none yet."""
 LARGEST_EVERY = 1 << 40
@@ -31,7 +31,7 @@ Every = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_EVERY)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 """A rank, or a number of workers."""
 World = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-"""Workers of a round that has been."""
+"""World size of a round that was formed."""
 Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Bytes, or a position in a dataset."""
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -43,11 +43,11 @@ Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Anything that crosses a room: immutable and typed."""
+    """Base of all data that crosses a package or a process: immutable and typed."""
 
 
 class Phase(enum.Enum):
-    """Life of a round: seats are assigned, workers attach, load the restore choice, train; or the round broke."""
+    """State of a round: workers with ranks attach, load the chosen generation, train; or the round broke."""
 
     ATTACHING = "attaching"
     RESTORING = "restoring"

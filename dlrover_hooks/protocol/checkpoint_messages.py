@@ -1,4 +1,4 @@
-"""Generations, their files and MANIFEST; what a worker offers and restores, and its votes."""
+"""Generations, their files and MANIFEST; what a worker offers and restores, and its votes on saves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Source(enum.Enum):
     MEMORY = "memory"
     """Each rank finds its image on its own node."""
     PEER = "peer"
-    """In memory, too, but some node fetches images from another one."""
+    """Also in memory, but at least one node fetches images from another node."""
     STORAGE = "storage"
 
 
 class Secret(Message, frozen=True):
-    """What keepers of one run prove to each other that they know. It never shows in a log."""
+    """The shared secret by which keepers of one run authenticate each other. Never logged."""
 
     key: str = ""
 
@@ -54,9 +54,10 @@ class Replication(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks, lying in `seat`'s arena.
+    """One hashed slot of a node's keeper: image of global `rank` out of `world_size` ranks.
 
-    `home`: the node whose worker's image this is a replica of; `seat` is that worker's there.
+    `seat`: the local rank whose segment holds it. `home`: for a replica, the node of the worker that saved it; then
+    `seat` is its local rank there.
     `sharded`: it holds parts of tensors; another world size needs the images of all ranks.
     """
 
@@ -72,8 +73,8 @@ class Held(Message, frozen=True):
 class Cadence(Message, frozen=True):
     """When to save: at steps divisible by `every`.
 
-    `every` 0: the master does not know the step time yet. Save 1, 2, 4, 8, ... steps after `begun_step`, the step that
-    the attempt began at. The first saved step >= `persist_from` is also made durable (None: nothing is due).
+    `every` 0: the master does not know the step time yet. Save 1, 2, 4, 8, ... steps after `begun_step`, the first
+    step of the attempt. The first saved step >= `persist_from` is also made durable (None: nothing is due).
     """
 
     every: Count = 0
@@ -113,28 +114,28 @@ class Restore(Message, frozen=True):
     weights: bool = False
     """Only the model's weights are taken: a new run begins with them."""
     answers: tuple[Rank, ...] | None = None
-    """Saved ranks whose `leases` the receiver answers for; None: local rank 0 for all images that its node holds."""
+    """Saved ranks whose `leases` the receiver reports; None: local rank 0 reports all images that its node holds."""
 
 
 class VoteKind(enum.Enum):
     MEMORY = "memory"
     STORED = "stored"
     FAILED = "failed"
-    """This rank cannot make the generation durable; `reason` says why. The master gives the generation up."""
+    """This rank cannot make the generation durable, for `reason`. The master abandons the generation."""
     REFUSED = "refused"
-    """Likewise, and trying again would not help: storage does not take it."""
+    """As FAILED, and a retry would not help: storage refuses the file."""
     SKIPPED = "skipped"
-    """This rank did not make that save: it had no slot for it."""
+    """This rank skipped that save: it had no free slot."""
 
 
 class Retention(Message, frozen=True):
-    """Durable generations to keep: all that one of these rules names, and the newest whole one whatever they say.
+    """Durable generations to keep: each that one of these rules selects, and always the newest complete one.
 
     Plain values, so that a YAML file can hold them; `keep="last=2,every_steps=1000,every=1h"` is the same in one text.
     """
 
     last: Count = 2
-    """The newest so many."""
+    """This many of the newest."""
     every_steps: Count | None = None
     """The first one at or after each multiple of so many optimizer steps."""
     every: str | None = None
@@ -147,7 +148,7 @@ class Retention(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """A worker process is up and takes its seat. The first one names where checkpoints go."""
+    """A worker process has started and takes its rank. The first one names the checkpoint URL."""
 
     job: str
     incarnation: str
@@ -163,22 +164,22 @@ class Attach(Message, frozen=True):
     held: tuple[Held, ...] = ()
     """The node's slot inventory; sent by local rank 0 only."""
     stored: tuple[Manifest, ...] = ()
-    """Whole generations found in storage; sent by global rank 0 only. `files` may be left empty."""
+    """Complete generations found in storage; sent by global rank 0 only. `files` may be left empty."""
     damaged: tuple[tuple[Step, Step], ...] = ()
-    """Attempt and step of those that were committed there and are not whole; like `heard`, global rank 0 sends it."""
+    """Attempt and step of those that were committed there and are damaged; like `heard`, sent by global rank 0."""
     heard: Step = 0
-    """The greatest attempt of all that lies there, whole or not: no folder's name is used twice."""
+    """The greatest attempt found there, damaged ones included, so that no folder name is used twice."""
     keeper: KeeperAddress | None = None
     """The node's keeper takes part in replication; sent, like the next three, by local rank 0 only."""
     sends: bool = True
-    """It keeps a replica of its images on another node. Else they only lie there to be fetched."""
+    """It keeps a replica of its images on another node. Otherwise other nodes may only fetch them."""
     domain: str = ""
-    """The failure domain of the node (rack, zone): a replica lies in another one if there is any."""
+    """The failure domain of the node (rack, zone): a replica is placed in another one if there is one."""
     secret: Secret = Secret()
-    """Proposed; the first one is the run's."""
+    """A proposal: the first one becomes the run's."""
     recovers: bool = False
-    """When its round breaks this worker keeps its process, and joins the next round for itself. Attach again, with
-    False, if that turns out to be impossible in this round."""
+    """When its round breaks, this worker keeps its process and joins the next round by itself. If that becomes
+    impossible in this round, it attaches again with False."""
 
 
 class Attached(Message, frozen=True):
@@ -198,7 +199,7 @@ class AwaitPlan(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """What this rank does next. `number` None: nothing yet, ask again. Numbers only count up."""
+    """What this rank does next. `number` None: no plan yet, send the request again. Numbers only count up."""
 
     number: Count | None = None
     round: Count = 0
@@ -211,15 +212,16 @@ class Plan(Message, frozen=True):
     refused: str | None = None
     """`resume="require"` found nothing: the reason to show."""
     fallbacks: tuple[str, ...] = ()
-    """Generations given up on the way to this plan, with the reason each."""
+    """Generations that could not be loaded on the way to this plan, each with the reason."""
     lost: Count = 0
-    """`restore` is None, although there were so many checkpoints: none of them could be loaded."""
+    """The number of checkpoints of which none could be loaded, so that `restore` is None."""
     replication: Replication | None = None
-    """For local rank 0 of a node that takes part."""
+    """For local rank 0 of a node that takes part in replication."""
 
 
 class Loaded(Message, frozen=True):
-    """This rank holds the restore choice (`ok`) or cannot (`reason`): then a new round is formed without it."""
+    """This rank has loaded the chosen generation (`ok`) or cannot (`reason`): then a new round is formed without that
+    generation."""
 
     job: str
     incarnation: str
@@ -227,11 +229,11 @@ class Loaded(Message, frozen=True):
     ok: bool
     reason: str = ""
     cuts: dict[str, dict[str, str]] = {}  # noqa: RUF012 - msgspec copies it for each struct
-    """By ledger and partition: ranges (encoded) that the loaded images say are in the model."""
+    """By ledger and partition: ranges (encoded) that are in the model according to the loaded images."""
 
 
 class Locate(Message, frozen=True):
-    """Which keepers of this round hold `rank`'s image of `generation`, as their nodes said when they attached?"""
+    """Request the keepers of this round that hold `rank`'s image of `generation`, as reported when they attached."""
 
     job: str
     incarnation: str
@@ -240,7 +242,7 @@ class Locate(Message, frozen=True):
 
 
 class Located(Message, frozen=True):
-    """`at`: the rank's own node first. `secret` opens their doors."""
+    """`at`: the rank's own node first. `secret` authenticates the connection to them."""
 
     secret: Secret = Secret()
     at: tuple[KeeperAddress, ...] = ()
@@ -258,9 +260,9 @@ class Vote(Message, frozen=True):
     step_s: Seconds = 0.0
     """Median seconds per optimizer step here, 0 if not known yet."""
     copy_s: Seconds = 0.0
-    """Seconds the save held up the step."""
+    """Seconds for which the save delayed the step."""
     passed: Step = 0
-    """Of steps before this one, this rank will vote MEMORY for none that it has not voted for by now."""
+    """This rank sends no further MEMORY votes for steps before this one."""
 
 
 class Voted(Message, frozen=True):
@@ -268,11 +270,12 @@ class Voted(Message, frozen=True):
     newest_committed: Generation | None = None
     cadence: Cadence = Cadence()
     may_complete: tuple[Step, ...] = ()
-    """Steps that may still become the newest complete one: somebody voted for them, and no rank has passed them by."""
+    """Steps that may still become the newest complete one: some rank voted for them, and none has passed them without a
+    vote."""
 
 
 class Unstored(Message, frozen=True):
-    """The newest generation that could not be made durable, because storage did not take a rank's file."""
+    """The newest generation that could not be made durable, because storage refused a rank's file."""
 
     generation: Generation
     rank: Rank

@@ -8,11 +8,11 @@ from dlrover_hooks.protocol.base_messages import Count, Message, Seconds
 
 
 class Change(enum.Enum):
-    """What becomes of a key."""
+    """How a key is changed."""
 
     SET = "set"
     ADD = "add"
-    """`value`, a decimal number, is added to the one that is there (none: to 0)."""
+    """Adds `value`, a decimal number, to the stored number (0 without one)."""
     SWAP = "swap"
     """Set, if the value is `expected`; with an empty `expected` also if there is none."""
     APPEND = "append"
@@ -27,7 +27,7 @@ class KeyChange(Message, frozen=True):
 
 
 class ChangeKeys(Message, frozen=True):
-    """Change keys of the store that lives as long as `round`, all or none. Only its members may."""
+    """Change keys of the store of `round`, all or none. Only members may. The store is deleted with the round."""
 
     job: str
     incarnation: str
@@ -36,7 +36,8 @@ class ChangeKeys(Message, frozen=True):
 
 
 class AwaitKeys(Message, frozen=True):
-    """Long-poll until all `keys` are there, or `timeout_s` passes. Stale where one can never come: the round broke."""
+    """Long-poll until all `keys` are there, or `timeout_s` passes. Raises Stale if the round broke: then a
+    missing key can no longer be set."""
 
     job: str
     incarnation: str
@@ -46,7 +47,7 @@ class AwaitKeys(Message, frozen=True):
 
 
 class KeyValues(Message, frozen=True):
-    """`values` None: not all keys are there, ask again. After changes: the new values, for DELETE `1` or nothing."""
+    """`values` None: a key is missing, send the request again. After changes: the new values; DELETE: `1` or empty."""
 
     values: tuple[bytes, ...] | None = None
 

@@ -8,7 +8,7 @@ from dlrover_hooks.protocol.base_messages import Count, Message, Rate, Seconds, 
 
 
 class Partition(Message, frozen=True):
-    """Positions `begin`, `begin + 1`, ... up to `end` (None: nobody knows yet) of one source."""
+    """Positions `begin`, `begin + 1`, ... up to `end` (None: not known yet) of one source."""
 
     name: str = ""
     begin: Size = 0
@@ -16,7 +16,8 @@ class Partition(Message, frozen=True):
 
 
 class OpenLedger(Message, frozen=True):
-    """Have the master lend out the positions of dataset `name`; the first caller makes the ledger, others must agree.
+    """Request that the master lends positions of dataset `name`. The first request creates the ledger; later ones must
+    agree with it.
 
     A bounded dataset is one partition of `epoch_length * epochs` positions. `free`: the holder is in no round and its
     work is not rolled back (asynchronous training: at least once between checkpoints).
@@ -26,21 +27,21 @@ class OpenLedger(Message, frozen=True):
     incarnation: str
     name: str
     fingerprint: str
-    """Everything that decides which sample a position is; two that differ are refused."""
+    """Everything that decides which sample a position is; a different one is refused."""
     partitions: tuple[Partition, ...]
     epoch_length: Size = 0
     """Positions of an epoch, 0 for a stream."""
     batch_size: Count = 1
-    """A lease is a multiple of it where it can be."""
+    """The length of a lease is a multiple of it where possible."""
     shard_size: Count = 0
-    """Positions of a lease; 0: from the measured speed."""
+    """Positions of a lease; 0: derived from the measured speed."""
     free: bool = False
 
 
 class Ledger(Message, frozen=True):
     """`fence` outdates every older lease. `done`: what the restored checkpoint holds, by partition, `encode`d.
 
-    Only rank 0 is told `done`: it keeps it in the next checkpoints for all.
+    Only rank 0 receives `done`: it writes it into the next checkpoints for all ranks.
     """
 
     fence: Count
@@ -50,7 +51,7 @@ class Ledger(Message, frozen=True):
 class Ack(Message, frozen=True, gc=False):
     """Positions of a lease before `upto` are in the model. Repeating one changes nothing.
 
-    `failed`: the position at `upto` could not be read, and why; the rest goes back. `back`: the rest goes back.
+    `failed`: why the position at `upto` could not be read; the rest is returned. `back`: the rest is returned.
     """
 
     lease: Count
@@ -62,9 +63,9 @@ class Ack(Message, frozen=True, gc=False):
 
 
 class TakeLeases(Message, frozen=True):
-    """Acknowledge, and ask for `count` more leases of `epoch` (0 for a stream). `rate`: positions per second here.
+    """Acknowledge, and request `count` more leases of `epoch` (0 for a stream). `rate`: positions per second here.
 
-    At most 64 leases and 64 acknowledgements, each lease once; all of them count or, with an error, none.
+    At most 64 leases and 64 acknowledgements, each lease once; either all of them take effect or, on an error, none.
     """
 
     job: str
@@ -88,7 +89,7 @@ class Lease(Message, frozen=True, gc=False):
 
 
 class LedgerState(enum.Enum):
-    """What is left of the epoch: something to take, only what others hold, or nothing."""
+    """What is left of the epoch: free positions, only positions that other workers hold, or nothing."""
 
     OPEN = "open"
     WAITING = "waiting"
@@ -96,7 +97,7 @@ class LedgerState(enum.Enum):
 
 
 class Quarantined(Message, frozen=True):
-    """Positions that failed again and again and are not handed out any more."""
+    """Positions that failed repeatedly and are no longer handed out."""
 
     partition: str
     lo: Size
@@ -105,7 +106,7 @@ class Quarantined(Message, frozen=True):
 
 
 class Leases(Message, frozen=True):
-    """`state` None: nothing new, ask again. `quarantined` is told when the epoch is finished."""
+    """`state` None: no change, send the request again. `quarantined` is filled when the epoch is finished."""
 
     state: LedgerState | None = None
     leases: tuple[Lease, ...] = ()
@@ -113,7 +114,7 @@ class Leases(Message, frozen=True):
 
 
 class AwaitShards(Message, frozen=True):
-    """Long-poll until there is something to take of `epoch` again, or it is finished, or `timeout_s` passes."""
+    """Long-poll until `epoch` has free positions again, or is finished, or `timeout_s` passes."""
 
     job: str
     incarnation: str

@@ -1,7 +1,7 @@
 """Sets of positions as sorted, disjoint, coalesced ranges `[lo, hi)`.
 
-What of a dataset is done, and what is to be handed out again, is a few long ranges with holes where leases are out.
-Pure: the worker's side and the master's machines share it. Positions are integers from 0 to 2**63 - 1.
+The done part of a dataset, and the part to hand out again, are a few long ranges with holes where leases are out.
+Pure: shared by the workers and the master's state machines. Positions are integers from 0 to 2**63 - 1.
 """
 
 from __future__ import annotations

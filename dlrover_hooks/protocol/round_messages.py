@@ -11,7 +11,7 @@ from dlrover_hooks.protocol.checkpoint_messages import Cadence, Generation
 
 
 class Seat(Message, frozen=True):
-    """One worker to be. `rank` is set only when a foreign launcher (torchrun) has already fixed it."""
+    """A worker that requests a rank. `rank` is set only if another launcher (torchrun) has already fixed it."""
 
     incarnation: str
     local_rank: Rank
@@ -28,9 +28,10 @@ class Departure(enum.Enum):
 
 
 class Join(Message, frozen=True):
-    """Ask for `seats` in the next round of `job`, created here if unknown. Reply at once; `AwaitRound` waits for ranks.
+    """Request ranks for `seats` in the next round of `job`. Creates the job if it is unknown. The reply comes at once;
+    `AwaitRound` waits for the ranks.
 
-    `incarnation` speaks for the seats: an agent, or the one worker itself.
+    `incarnation`: the sender, either an agent or the one worker itself.
     """
 
     job: str
@@ -39,24 +40,24 @@ class Join(Message, frozen=True):
     seats: tuple[Seat, ...]
     host: str
     port: Port
-    """A port on `host` that is free for the process group's store if a seat here gets rank 0."""
+    """A free port on `host`, for the process group's store if a worker here gets rank 0."""
     min_workers: Rank
     max_workers: Rank
-    """0, by agents that were seated before: both bounds as they are."""
+    """0, from agents that had ranks before: both bounds stay as they are."""
     proposed_run: str
     last_call_s: Seconds = 0.3
     fresh: bool = False
     """Start a new run even if older generations of this job are found."""
     again: bool = False
-    """The first word of a launch. A finished job that has a `save_to` goes on: it may be trained for longer."""
+    """The first join of a launch. A finished job with a `save_to` continues: it may be trained for longer."""
     sole: bool = False
-    """No other agent of this node lives (a launcher has made sure of that): their seats there are given up."""
+    """No other agent runs on this node (the launcher holds a lock): ranks of earlier agents there are released."""
     launcher: str = ""
-    """Who reaps the processes of these seats, if it is not `incarnation`: its `Exited` is believed."""
+    """The incarnation that reaps these processes, if it is not `incarnation`: its `Exited` is accepted."""
     shrinks: bool = False
-    """The job goes on with what is left and never grows: a newcomer is refused as long as anybody of it stands."""
+    """The job continues with the remaining workers and never grows: new workers are refused while it has members."""
     agents: bool = False
-    """The seats are agents, not workers: nobody attaches, their round trains as soon as it is formed."""
+    """The members are agents, not workers: they do not attach, and their round trains as soon as it is formed."""
 
 
 class Joined(Message, frozen=True):
@@ -67,7 +68,7 @@ class Joined(Message, frozen=True):
 
 
 class AwaitRound(Message, frozen=True):
-    """Long-poll until a round newer than `after` seats `incarnation`'s seats, or `timeout_s` passes."""
+    """Long-poll until a round newer than `after` has ranks for `incarnation`, or `timeout_s` passes."""
 
     job: str
     incarnation: str
@@ -76,11 +77,11 @@ class AwaitRound(Message, frozen=True):
 
 
 class Seated(Message, frozen=True):
-    """`round` None: nothing yet, ask again."""
+    """`round` None: no round yet, send the request again."""
 
     round: Count | None = None
     ranks: tuple[Rank, ...] = ()
-    """Global ranks in the order of the joined seats."""
+    """Global ranks in the order of `Join.seats`."""
     world_size: Rank = 0
     node_rank: Rank = 0
     node_count: Rank = 0
@@ -108,21 +109,21 @@ class Heartbeat(Message, frozen=True):
 class Beat(Message, frozen=True):
     round: Count = 0
     broken: bool = False
-    """The round lost a member: stop at the next step, the agent or launcher re-forms it."""
+    """The round lost a member: stop at the next step; the agent or launcher joins the next round."""
     newest_complete: Generation | None = None
     cadence: Cadence = Cadence()
     may_complete: tuple[Step, ...] = ()
     """See `Voted`."""
     parting: bool = False
-    """Somebody is preempted: answer with `Hold`."""
+    """A member is preempted: reply with `Hold`."""
     waiting: Rank = 0
     """See `Notice`."""
 
 
 class Notice(Message, frozen=True):
-    """What `Watch` tells: the round broke, the job is finished, or (only to who recovers) newcomers wait.
+    """The reply to `Watch`: the round broke, the job is finished, or (for workers that recover) new workers wait.
 
-    `waiting`: so many seats could be added to the round that trains now. It grows when a member joins again.
+    `waiting`: the number of workers that could be added to the current round. It grows when a member joins again.
     """
 
     round: Count
@@ -132,10 +133,10 @@ class Notice(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """One open connection per worker: its end is the worker's. Answered only when there is something to tell.
+    """One open connection per worker: when it closes, the worker is suspected. Answered only when there is a notice.
 
-    `after`: the round of the last notice of a break, so that it is told once and the connection stays open; `waiting`:
-    the newcomers that were told of last.
+    `after`: the round of the last notice of a break, so that it is sent once and the connection stays open. `waiting`:
+    the number of new workers in the last notice.
     """
 
     job: str
@@ -144,17 +145,17 @@ class Watch(Message, frozen=True):
     waiting: Rank = 0
 
     def told(self, notice: Notice) -> Watch:
-        """What to ask next, after `notice`."""
+        """The next request, after `notice`."""
         if notice.broken or notice.finished:
             return msgspec.structs.replace(self, after=notice.round, waiting=0)
         return msgspec.structs.replace(self, waiting=notice.waiting)
 
 
 class Exited(Message, frozen=True):
-    """An agent's waitpid: `worker` is dead, no need to wait for the suspicion to pass.
+    """The result of an agent's waitpid: `worker` is dead, so the suspicion period is not waited for.
 
-    `exit_code` < 0: a signal; 0: it was done, whether it said so or not (a script without hooks does not); 75: it was
-    preempted, and that is no failure.
+    `exit_code` < 0: a signal; 0: done, also without a `Leave` (a script without hooks sends none); 75: preempted, which
+    is no failure.
     """
 
     job: str
@@ -162,11 +163,11 @@ class Exited(Message, frozen=True):
     worker: str
     exit_code: ExitCode
     newcomer: bool = False
-    """It was started to ask for a seat by itself. If it never had one, its end is a failure of the job all the same."""
+    """It was started to request a rank by itself. If it never had one, its end still counts as a failure of the job."""
 
 
 class Ending(Message, frozen=True):
-    """An agent's verdict for the whole job: it is not to go on. `exit_code`: of every launcher."""
+    """An agent ends the whole job. `exit_code`: of every launcher."""
 
     exit_code: ExitCode
     why: str
@@ -178,11 +179,11 @@ class Leave(Message, frozen=True):
     reason: Departure
     step: Step = 0
     ending: Ending | None = None
-    """Said by an agent: no round is to form any more. The other agents hear `Notice.finished`, and see `JobView`."""
+    """From an agent: no further round is formed. The other agents receive `Notice.finished`, and read `JobView`."""
 
 
 class Preempt(Message, frozen=True):
-    """`node`, or one worker on it, is to go within `within_s`: all members of the round leave at one step.
+    """`node`, or one worker on it, is to be removed within `within_s`: all members of the round leave at one step.
 
     Sent by a member or an agent of the round.
     """
@@ -195,9 +196,9 @@ class Preempt(Message, frozen=True):
 
 
 class Hold(Message, frozen=True):
-    """This member has passed the quiet point of step `passed`, and passes no later one before it knows where to leave.
+    """This member has passed the boundary of step `passed`, and passes no later one before it has the step to leave at.
 
-    Its background thread promises it, so that no rank waits for another that is in a collective.
+    Sent by its background thread, so that no rank waits for another one that is in a collective.
     """
 
     job: str
@@ -206,10 +207,10 @@ class Hold(Message, frozen=True):
 
 
 class Parting(Message, frozen=True):
-    """Where all members of `round` leave: at the quiet point of `step` (None: not all have promised yet).
+    """Where all members of `round` leave: at the boundary of `step` (None: a `Hold` is still missing).
 
-    `round` 0: nobody is preempted, or the round broke before it was agreed. `nodes`: those that are to go.
-    `left_s`: until the first of them goes; in answers to events only.
+    `round` 0: no member is preempted, or the round broke before the step was agreed. `nodes`: those to be removed.
+    `left_s`: seconds until the first of them is removed; in replies to events only.
     """
 
     round: Count = 0
@@ -218,11 +219,11 @@ class Parting(Message, frozen=True):
     nodes: tuple[str, ...] = ()
     left_s: Seconds = 0.0
     again: bool = False
-    """Nothing yet, ask again."""
+    """Not agreed yet: send the request again."""
 
 
 class AwaitParting(Message, frozen=True):
-    """Long-poll until the step is agreed, or will not be, or `timeout_s` passes."""
+    """Long-poll until the step is agreed, or can no longer be agreed, or `timeout_s` passes."""
 
     job: str
     incarnation: str

@@ -1,8 +1,8 @@
-"""Is a restored value what dlrover-hooks saves in that place? Pure.
+"""Checks that a restored value has the form that dlrover-hooks saves. Pure.
 
-The hashes of a checkpoint only say that its bytes are those that were written. Anybody can make a file with valid
-hashes: so an adapter asks for the keys and types that it relies on before it uses them. What users' own objects have
-saved is not looked into: an error there is theirs, and no sign of damage.
+The hashes of a checkpoint only prove that its bytes are those that were written. A file with valid hashes can be
+forged. So an adapter checks the keys and types that it relies on before it uses them. State of users' own objects is
+not checked: an error there is an error of the object, not a sign of damage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlrover_hooks.errors import Corrupt
 
 
 def require(value: Any, form: Any, where: str) -> None:
-    """Compare `value` with `form`, a type that msgspec knows: a Struct with the keys that are needed.
+    """Compare `value` with `form`, a type that msgspec can convert to: a Struct with the required keys.
 
     Raises:
         Corrupt: it differs; names the place.

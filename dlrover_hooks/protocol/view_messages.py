@@ -1,4 +1,4 @@
-"""What the master shows of its jobs, and forgetting one."""
+"""Views of the master's jobs, and the request to delete one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ShowJob(Message, frozen=True):
 
 
 class DeleteJob(Message, frozen=True):
-    """Forget a job; its checkpoints stay. Refused (JobAlive) while it has workers, unless `force`."""
+    """Delete a job; its checkpoints stay. Refused (JobAlive) while it has workers, unless `force`."""
 
     job: str
     force: bool = False
@@ -38,10 +38,10 @@ class MemberView(Message, frozen=True):
     recovers: bool = False
     """See `Attach`."""
     gone: str = ""
-    """How it left: a `Departure`, `lost`, `replaced` (its agent has asked for its seat anew), or `exited` (its process
-    ended with 0 before it had left)."""
+    """How it left: a `Departure`, `lost`, `replaced` (its agent joined again for it), or `exited` (its process ended
+    with 0 without a `Leave`)."""
     exit_code: ExitCode | None = None
-    """As its launcher saw it."""
+    """As its launcher reported it."""
 
 
 class JobView(Message, frozen=True):
@@ -63,6 +63,6 @@ class JobView(Message, frozen=True):
     save_to: str | None = None
     parting: Parting = Parting()
     ending: Ending | None = None
-    """An agent has given the job up."""
+    """Set once an agent has ended the job."""
     failures: Count = 0
-    """Since the launch: rounds that broke of a death, and replacements that died before they had a seat."""
+    """Since the launch: rounds that broke because a worker died, and replacements that died before they had a rank."""

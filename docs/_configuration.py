@@ -1,0 +1,156 @@
+"""The tables of configuration.md, made from the code: the settings, and the flags of the commands.
+
+`tables` returns them by the name under which `configuration.md` includes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from dlrover_hooks.cli.main import main
+from dlrover_hooks.config import PREFIX, Config
+from dlrover_hooks.master.__main__ import command as master
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = ROOT / "dlrover_hooks/config/settings.py"
+CALLBACK = ROOT / "integrations/lightning/callback.py"
+OPERATE = ROOT / "docs/operate.md"
+_CODE = re.compile(r'`[^`]+`|"[^"]+"|(?<![\w-])--[a-z][\w-]*')
+"""Parts of a help text that are shown as code: else typography would change quotes and dashes in them."""
+
+
+def tables() -> dict[str, str]:
+    """Every table of the page, in Markdown."""
+    root = _context(main, "dlrover-hooks", None)
+    ckpt = main.commands["ckpt"]
+    assert isinstance(ckpt, click.Group)
+    below = _context(ckpt, "ckpt", root)
+    return {
+        "settings_table": settings_table(),
+        **{f"{name}_table": flag_table(main.commands[name], name, root) for name in ("run", "rehearse", "forget")},
+        "ckpt_table": _table(
+            ("command", "flag", "variable", "default", "meaning"),
+            ((f"`{name}`", *row) for name in ckpt.commands for row in flag_rows(ckpt.commands[name], name, below)),
+        ),
+        "master_table": flag_table(master, "python -m dlrover_hooks.master", None),
+    }
+
+
+def settings_table() -> str:
+    """One row for each keyword of `Config`. `named` is no keyword: `config.load` works it out."""
+    types, meant = _types(), meanings()
+    rows = []
+    for field in msgspec.structs.fields(Config):
+        if field.name != "named":
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            variable = PREFIX + field.name.upper()
+            shown = _code(repr(default).replace("'", '"'))
+            rows.append((_code(field.name), _code(variable), _code(types[field.name]), shown, meant[field.name]))
+    return _table(("keyword", "variable", "type", "default", "meaning"), rows)
+
+
+def flag_table(command: click.Command, name: str, parent: click.Context | None) -> str:
+    """One row for each option of a command."""
+    return _table(("flag", "variable", "default", "meaning"), flag_rows(command, name, parent))
+
+
+def flag_rows(command: click.Command, name: str, parent: click.Context | None) -> Iterator[tuple[str, ...]]:
+    """Flags, variables, default and help of each option of `command`."""
+    context = _context(command, name, parent)
+    for option in command.params:
+        if isinstance(option, click.Option):
+            flags = ", ".join(map(_code, (*option.opts, *option.secondary_opts)))
+            names = ", ".join(map(_code, variables(option, context)))
+            choices = f" One of {', '.join(option.type.choices)}." if isinstance(option.type, click.Choice) else ""
+            yield flags, names, _default(option), _text((option.help or "") + choices)
+
+
+def variables(option: click.Option, context: click.Context) -> list[str]:
+    """The variables from which click reads `option`: those it was given, then the one made of the command's name."""
+    given = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
+    if option.allow_from_autoenv and context.auto_envvar_prefix and option.name:
+        given.append(f"{context.auto_envvar_prefix}_{option.name.upper()}")
+    return list(dict.fromkeys(given))
+
+
+def meanings() -> dict[str, str]:
+    """The meaning of each setting in one line.
+
+    From the string below its field in `settings.py`; else from the arguments of `ElasticCallback`, which takes most of
+    them; else from the table of variables in operate.md.
+    """
+    return {**_rows(), **_arguments(), **_field_texts()}
+
+
+def _fields() -> Iterator[tuple[ast.AnnAssign, ast.stmt | None]]:
+    """The fields of `Config` in the source, each with the statement below it."""
+    module = ast.parse(SETTINGS.read_text())
+    found = next(one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "Config")
+    for at, line in enumerate(found.body):
+        if isinstance(line, ast.AnnAssign):
+            yield line, found.body[at + 1] if at + 1 < len(found.body) else None
+
+
+def _types() -> dict[str, str]:
+    return {ast.unparse(line.target): ast.unparse(line.annotation) for line, _ in _fields()}
+
+
+def _field_texts() -> dict[str, str]:
+    texts = {}
+    for line, below in _fields():
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            texts[ast.unparse(line.target)] = _text(below.value.value)
+    return texts
+
+
+def _arguments() -> dict[str, str]:
+    """The `Args:` section of `ElasticCallback`, read from the source: Lightning need not be installed."""
+    module = ast.parse(CALLBACK.read_text())
+    classes = (one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "ElasticCallback")
+    doc = ast.get_docstring(next(classes)) or ""
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)", doc.partition("Args:\n")[2], re.M | re.S)
+    return {name: _text(text) for name, text in found}
+
+
+def _rows() -> dict[str, str]:
+    """Meanings from the rows of operate.md, without their references to places on that page."""
+    rows = re.findall(rf"^\| `{PREFIX}(\w+)` \| (.*) \|$", OPERATE.read_text(), re.M)
+    return {name.lower(): re.sub(r"(, see )?\[[^]]*\]\([^)]*\)", "", text) for name, text in rows}
+
+
+def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
+    return click.Context(command, parent=parent, info_name=name, **command.context_settings)
+
+
+def _default(option: click.Option) -> str:
+    value = option.to_info_dict()["default"]
+    if option.required:
+        return "required"
+    if option.is_flag and not value:
+        return "off"
+    return "" if value is None or value == "" else _code(str(value))
+
+
+def _table(head: Sequence[str], rows: Any) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _text(text: str) -> str:
+    """A help text as one line of Markdown: flags and quoted values as code, other special characters escaped."""
+    text, parts, at = " ".join(text.replace("``", "`").split()), [], 0
+    for match in _CODE.finditer(text):
+        parts += [re.sub(r"([\\*_<\[\]])", r"\\\1", text[at : match.start()]), _code(match[0].strip("`"))]
+        at = match.end()
+    return "".join([*parts, re.sub(r"([\\*_<\[\]])", r"\\\1", text[at:])])
