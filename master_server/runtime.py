@@ -107,14 +107,7 @@ class Runtime:
         self.failed = False
         """A commit raised something other than `JournalFailed`: every request is refused from then on."""
         self.on_failure: Callable[[], None] = lambda: None
-        self.executors: dict[type[Effect], Callable[[Any], object]] = {
-            Wake: lambda effect: self._wake(effect.topic),
-            Deadline: self._set_deadline,
-            RoundFormed: lambda effect: self._liveness.round_formed(effect.job),
-            CommitGeneration: self._deposits.commit,
-            WriteFinished: self._deposits.finish,
-            ReleaseClaims: lambda effect: self._deposits.release(effect.job),
-        }
+        self.executors = self._executors()
         """Starts an effect of each type, in the loop, once its event is committed. A new effect needs a row here."""
 
     # ---- start and end ----------------------------------------------------------------------------------------------
@@ -482,6 +475,16 @@ class Runtime:
     def _do(self, effect: Effect) -> None:
         """Start `effect`. Called only after its event is committed."""
         self.executors[type(effect)](effect)
+
+    def _executors(self) -> dict[type[Effect], Callable[[Any], object]]:
+        return {
+            Wake: lambda effect: self._wake(effect.topic),
+            Deadline: self._set_deadline,
+            RoundFormed: lambda effect: self._liveness.round_formed(effect.job),
+            CommitGeneration: self._deposits.commit,
+            WriteFinished: self._deposits.finish,
+            ReleaseClaims: lambda effect: self._deposits.release(effect.job),
+        }
 
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:

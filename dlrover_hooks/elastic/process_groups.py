@@ -1,6 +1,6 @@
 """The process groups of one round: tracked while they are created, aborted when a peer is gone, destroyed at the end.
 
-Wraps two private functions of torch 2.13 meanwhile; tests/integrations/test_groups.py checks that torch still has them.
+Wraps two private functions of torch 2.13 meanwhile; tests/elastic/test_groups.py checks that torch still has them.
 """
 
 from __future__ import annotations
