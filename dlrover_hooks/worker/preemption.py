@@ -3,8 +3,8 @@
 The reporter thread sends the flag to the master, which sends it to the other ranks. Each rank's reporter promises for
 its training thread (`DepartureGate`) not to pass another step boundary without the master's approval. The master then
 names the step after the last one that any rank has passed (`master/core/rounds/preemption_agreement.py`). No rank can
-have passed that one, so the agreement is exact, whether or not ranks run in lock-step, and needs no collective. A preempted rank
-leaves alone only if there is no agreement.
+have passed that one, so the agreement is exact, whether or not ranks run in lock-step, and needs no collective. A
+preempted rank leaves alone only if there is no agreement.
 """
 
 from __future__ import annotations
