@@ -117,7 +117,7 @@ def _counts(command: Any) -> Any:
 @click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=2,
               show_default=True, help="Workers of each run.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=5), default=50, show_default=True,
-              help="End both runs at this optimizer step, unless the script ends before.")  # fmt: skip
+              help="End each run at this optimizer step, unless the script ends before.")  # fmt: skip
 @_counts
 @click.option("--faults", "file", type=click.Path(dir_okay=False, exists=True),
               help="A file of faults, one in a line: step=20 rank=1 kill.")  # fmt: skip

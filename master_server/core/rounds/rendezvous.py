@@ -157,7 +157,7 @@ def check(rounds: Rounds, join: Join) -> None:
         raise BadRequest(
             f"Job {join.job!r}: expected 1 <= min_workers <= max_workers, received {join.min_workers} and "
             f"{join.max_workers}.",
-            hint="Mend --nproc-min / --nproc-max (or --nnodes MIN:MAX).",
+            hint="Give --nproc-per-node or --nnodes as MIN:MAX with MIN <= MAX.",
         )
     if not 1 <= count <= join.max_workers:
         raise BadRequest(
