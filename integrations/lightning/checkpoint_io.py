@@ -167,9 +167,13 @@ def _leaves(path: str) -> bool | None:
 
 
 def _link_later(path: str, link: str) -> bool:
-    """Create `link` to `path` when that is written; False if `path` is not being written."""
+    """Create `link` to `path` when that is written; False if nothing is pending for either.
+
+    An earlier link of that name may be pending although `path` exists: two threads must not replace it at once.
+    """
     for io in _alive:
-        if io.leaves(path) and io._behind is not None and _spelled(path) != _spelled(link):
+        pending = io.leaves(path) or io.leaves(link) is not None
+        if pending and io._behind is not None and _spelled(path) != _spelled(link):
             io._behind.add(_spelled(link), lambda: whole_link(path, link))
             return True
     return False

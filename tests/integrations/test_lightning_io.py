@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
+from dlrover_hooks.checkpoint.storage.atomic_files import whole_link
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.integrations.lightning import ElasticCallback, checkpoint_io
 from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
@@ -145,6 +146,21 @@ KILLED = """
     print("saving", flush=True)
     threading.Event().wait()
 """
+
+
+def test_a_link_follows_an_earlier_one_that_is_pending(tmp_path: Path) -> None:
+    """Also where its own file is written already: Lightning would replace the link while the thread does."""
+    first, second, last = (tmp_path / name for name in ("first.ckpt", "second.ckpt", "last.ckpt"))
+    first.touch()
+    second.touch()
+    io = FlashCheckpointIO()
+    gate = held(io)
+    io._started().add(str(last), lambda: whole_link(str(first), str(last)))
+    assert checkpoint_io._link_later(str(second), str(last))
+    gate.set()
+    io.teardown()
+    assert last.resolve() == second
+    assert not checkpoint_io._link_later(str(first), str(last)), "nothing is pending: Lightning links by itself"
 
 
 def test_a_killed_process_leaves_the_older_file_whole(tmp_path: Path) -> None:
