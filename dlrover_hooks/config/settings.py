@@ -359,7 +359,7 @@ def gpu() -> str:
 
     `CUDA_VISIBLE_DEVICES` may list one GPU for each local rank, or one for this process alone.
     """
-    local_rank, visible = int(os.environ.get("LOCAL_RANK") or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    local_rank, visible = int(os.environ.get("LOCAL_RANK") or 0), visible_gpus()
     if visible is None:
         return str(local_rank)
     found = [one.strip() for one in visible.split(",")]

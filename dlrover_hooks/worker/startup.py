@@ -96,7 +96,7 @@ def elsewhere(config: Config) -> str | None:
     return url if ("/" in url or url != config.resume) and not config.fresh else None
 
 
-def anew(config: Config) -> bool:
+def starts_over(config: Config) -> bool:
     """Existing checkpoints are to be ignored."""
     return config.fresh or config.resume == "never"
 
@@ -111,7 +111,7 @@ def stored(config: Config) -> generations.Scan:
     url = elsewhere(config) or config.save_to
     if config.save_to is not None:
         _bounded(config.save_to, lambda save_to: _claimable(config, save_to))
-    if anew(config) or url is None:
+    if starts_over(config) or url is None:
         return generations.Scan()
     job = None if elsewhere(config) else config.job
     found = _bounded(url, lambda url: generations.scan(url, config.storage_options, job))
@@ -334,7 +334,7 @@ def take_seat(config: Config, engine: Checkpointer, plan: Plan, place: Place) ->
         UsageError: a living process of another launch saves with this rank.
     """
     engine.begin(plan.run, plan.attempt, place.rank, place.world_size)
-    fresh = anew(config) and plan.restore is None
+    fresh = starts_over(config) and plan.restore is None
     try:
         engine.drop() if fresh or plan.lost else engine.take_seat()
     except KeeperAway as away:  # the next save tries again

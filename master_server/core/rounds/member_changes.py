@@ -52,12 +52,12 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     rendezvous.check(job.rounds, event)
     predecessors = rendezvous.predecessors(job.rounds, event)
     launched = newcomer and not event.launcher  # the job is launched again
-    anew = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
+    relaunched = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
     job.proposed = event.proposed_run
     if not job.run:  # lease holders without a rank came first
         job.run, job.fresh = event.proposed_run, event.fresh
     broken = any([rendezvous.part(job.rounds, name, rendezvous.LOST) for name in predecessors])
-    job.failures = 0 if anew else job.failures + broken
+    job.failures = 0 if relaunched else job.failures + broken
     if launched:
         job.ending = None
     exited = job.rounds.round is not None and job.rounds.round.exited > 0
