@@ -13,12 +13,14 @@ BENCH_ARGS ?=
 SEEDS ?= 1:2000
 ROUNDS ?= 4
 
-PYTEST := $(BIN)/python -m pytest --durations=15
+PYTEST := $(BIN)/python -m pytest --durations=10
 PROOFS := build/requirements-tests.json
 IN_PROCESS := tests/unit tests/property tests/simulation
+# A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
+SPREAD := -n $(CORES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test requirements simulate chaos check structure format docs clean
+.PHONY: help setup demo test test-deep requirements simulate chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -29,19 +31,21 @@ setup: $(READY)  ## build .venv (every other target does it when needed)
 demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 works too)
 	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
-# What waits for no other process is shared out, a file to one worker, whose module fixtures it shares; tests/conftest.py
-# puts files with slow tests first. Real processes with deadlines then have the machine to themselves.
-test: $(READY)  ## run all tests, those of one process by CORES workers (TEST_ARGS="-k arena" for some)
+# First what waits for no other process and fails soonest, then what starts real ones.
+test: $(READY)  ## run all tests but those marked deep, by CORES workers (TEST_ARGS="-k arena" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
-	$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder $(IN_PROCESS)
-	$(PYTEST) tests $(IN_PROCESS:%=--ignore=%)
+	$(PYTEST) $(SPREAD) -m "not deep" $(IN_PROCESS)
+	$(PYTEST) $(SPREAD) -m "not deep" tests $(IN_PROCESS:%=--ignore=%)
 else
 	$(PYTEST) $(TEST_ARGS)
 endif
 
+test-deep: $(READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
+	$(PYTEST) $(SPREAD) -m deep tests
+
 requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
 	@rm -f $(PROOFS)
-	@status=0; $(MAKE) test PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
+	@status=0; $(MAKE) -k test test-deep PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
 		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
 
 simulate: $(READY)  ## the master and whole jobs in virtual time, with faults (SEEDS=FIRST:LAST)

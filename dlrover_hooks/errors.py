@@ -1,31 +1,31 @@
 """Every error this library raises, in one tree.
 
     HooksError
-    ├── UsageError                 the caller can correct it: a setting, an argument, a missing launcher
-    │   ├── DataMismatch           the data state does not fit this dataset (length, seed, order, batch)
-    │   ├── UnsupportedState       something in the state cannot be saved without pickle
-    │   └── MissingExtra           a framework's package is not installed
-    ├── MasterError                the master answered with an error; carries the HTTP status
-    │   ├── Unauthorized     401   wrong or missing token
-    │   ├── UnknownJob       404   this master has no such job
-    │   ├── UnknownDataset   404   that job has no ledger of this name; never to be read as "finished"
-    │   ├── Stale            409   an older incarnation, round or attempt: it must stop
-    │   ├── SaveToBusy       409   another live job owns that checkpoint URL
-    │   ├── JobAlive         409   the job still has workers; delete it with force
-    │   ├── GivenUp          410   a launcher ended the job for all nodes
-    │   ├── BadRequest       422   the message breaks a rule (min > max, negative rank ...)
-    │   ├── TooLarge         413   the body is over the limit
-    │   └── JournalFailed    503   the journal cannot be written; nothing was changed
-    ├── MasterAway                 no answer within the deadline
-    ├── JobFinished                the job was trained to its end and cannot be joined
-    ├── RoundEnded                 a member is lost or new workers wait: leave the loop, join the next round
-    ├── ShardsFailed               samples could not be read; it lists them and why
+    ├── UsageError
+    │   ├── DataMismatch
+    │   ├── UnsupportedState
+    │   └── MissingExtra
+    ├── MasterError
+    │   ├── Unauthorized       401
+    │   ├── UnknownJob         404
+    │   ├── UnknownDataset     404
+    │   ├── Stale              409
+    │   ├── SaveToBusy         409
+    │   ├── JobAlive           409
+    │   ├── GivenUp            410
+    │   ├── BadRequest         422
+    │   ├── TooLarge           413
+    │   └── JournalFailed      503
+    ├── MasterAway
+    ├── JobFinished
+    ├── RoundEnded
+    ├── ShardsFailed
     ├── CheckpointError
-    │   ├── NoCheckpoint           `resume="require"` found no complete generation
-    │   ├── Corrupt                a slot or file does not match its hash or size
-    │   ├── StorageFailed          the checkpoint URL cannot be written or read
-    │   └── KeeperAway             the keeper process is gone or does not answer
-    └── LaunchError                a worker, master or keeper could not be started
+    │   ├── NoCheckpoint
+    │   ├── Corrupt
+    │   ├── StorageFailed
+    │   └── KeeperAway
+    └── LaunchError
 
 Each message names what happened, the job, rank or generation, and what to do (the `hint`).
 """
@@ -39,6 +39,7 @@ class HooksError(Exception):
     """Base of all errors raised here. `hint`: what to do; it is part of `str(error)`."""
 
     status = 500
+    """Of the HTTP reply in which the master reports it."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -50,81 +51,110 @@ class HooksError(Exception):
 
 
 class UsageError(HooksError):
+    """The caller can correct it: a setting, an argument, a missing launcher. A restart does not help."""
+
     status = 400
 
 
 class DataMismatch(UsageError):
-    pass
+    """The data state does not fit this dataset: another length, seed, order or batch."""
 
 
 class UnsupportedState(UsageError):
-    pass
+    """Something in the state cannot be saved without pickle."""
 
 
 class MissingExtra(UsageError, ImportError):
-    pass
+    """A framework's package is not installed."""
 
 
 class MasterError(HooksError):
+    """The master answered with an error."""
+
     status = 500
 
 
 class Unauthorized(MasterError):
+    """The token is wrong or missing."""
+
     status = 401
 
 
 class UnknownJob(MasterError):
+    """This master has no such job."""
+
     status = 404
 
 
 class UnknownDataset(MasterError):
+    """The job has no ledger of this name. Never to be read as "finished"."""
+
     status = 404
 
 
 class Stale(MasterError):
+    """An older incarnation, round or attempt: it must stop."""
+
     status = 409
 
 
 class SaveToBusy(MasterError):
+    """Another live job owns that checkpoint URL."""
+
     status = 409
 
 
 class JobAlive(MasterError):
+    """The job still has workers; it can be deleted with force."""
+
     status = 409
 
 
 class GivenUp(MasterError):
+    """A launcher ended the job for all nodes."""
+
     status = 410
 
 
 class BadRequest(MasterError):
+    """The message breaks a rule: min > max, a negative rank."""
+
     status = 422
 
 
 class TooLarge(MasterError):
+    """The body is over the limit."""
+
     status = 413
 
 
 class JournalFailed(MasterError):
+    """The journal cannot be written; nothing was changed."""
+
     status = 503
 
 
 class MasterAway(HooksError):
+    """The master did not answer within the deadline."""
+
     status = 503
     reached = True
     """False: no connection was made, so the master cannot have received the request."""
 
 
 class JobFinished(HooksError):
-    pass
+    """The job was trained to its end and cannot be joined."""
 
 
 class RoundEnded(HooksError):
-    pass
+    """A member is lost or new workers wait: leave the loop and join the next round."""
 
 
 class ShardsFailed(HooksError):
-    """Raised after the last batch of an epoch. `quarantined`: the samples left out of it, with reasons."""
+    """Samples could not be read. Raised after the last batch of an epoch.
+
+    `quarantined`: the samples left out of it, with reasons.
+    """
 
     def __init__(self, message: str, *, hint: str = "", quarantined: tuple[Any, ...] = ()) -> None:
         super().__init__(message, hint=hint)
@@ -132,27 +162,27 @@ class ShardsFailed(HooksError):
 
 
 class CheckpointError(HooksError):
-    pass
+    """A checkpoint cannot be saved, read or used."""
 
 
 class NoCheckpoint(CheckpointError):
-    pass
+    """`resume="require"` or a URL was given, and no complete generation was found."""
 
 
 class Corrupt(CheckpointError):
-    pass
+    """A slot or file does not match its hash or size."""
 
 
 class StorageFailed(CheckpointError):
-    pass
+    """The checkpoint URL cannot be written or read."""
 
 
 class KeeperAway(CheckpointError):
-    pass
+    """The keeper process is gone or does not answer."""
 
 
 class LaunchError(HooksError):
-    pass
+    """A worker, master or keeper could not be started."""
 
 
 def named(name: str) -> type[HooksError]:

@@ -1,8 +1,7 @@
-"""A worker's session in a job: the only interface that adapters use.
+"""A worker's session in a job. `step_driver.StepDriver` makes its calls in the one order that every adapter needs.
 
-The calls, in the order of a run: `join`, `restore_plan`, then per step `stepped`, `batch_requested`, `cut`, at the end
-`finish` and `leave`; all on the training thread. No framework is used: state is a tree from the adapter, data sources
-are objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
+All calls are made on the training thread. No framework is used: state is a tree from the adapter, data sources are
+objects with `state_dict`, `load_state_dict`, `mark` and `commit`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dlrover_hooks import protocol as p
-from dlrover_hooks import rng, testing
+from dlrover_hooks import protocol as p, rng, testing
 from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
 from dlrover_hooks.checkpoint.restore.generation_loader import Fitting
 from dlrover_hooks.checkpoint.save.schedule import StepPace, save_due
 from dlrover_hooks.config import Config, Place, drill, use_seat
-from dlrover_hooks.data.session_datasets import Cut, DatasetPosition, Leased, united
+from dlrover_hooks.data.session_datasets import DatasetPosition, Leased, SessionDatasets, united
 from dlrover_hooks.errors import (
     CheckpointError,
     HooksError,
@@ -35,12 +33,12 @@ from dlrover_hooks.errors import (
     UsageError,
 )
 from dlrover_hooks.host.fork_guard import ForkGuard
-from dlrover_hooks.worker import session_parts, startup, surviving_process
-from dlrover_hooks.worker.deferred_errors import Surface
+from dlrover_hooks.worker import session_collaborators, startup, surviving_process
+from dlrover_hooks.worker.deferred_errors import DeferredErrors
 from dlrover_hooks.worker.emergency_save import EmergencySave
 from dlrover_hooks.worker.final_save import FinalSaveOutcome, LastSave, say_farewell
 from dlrover_hooks.worker.preemption import Preempted as Preempted
-from dlrover_hooks.worker.reporter import Courier
+from dlrover_hooks.worker.reporter import Reporter
 from dlrover_hooks.worker.startup import Restored as Restored
 
 if TYPE_CHECKING:
@@ -79,20 +77,22 @@ class Session:
         self.membership = surviving_process.entered(self, config)
         self.run, self.attempt = "", 0
         self._incarnation = place.incarnation or uuid.uuid4().hex
-        self._data = Cut()
+        self._data = SessionDatasets()
         self._restored: Restored | None = None
-        self.found = session_parts.Noted()  # notes found with the restored generation
+        self.found = session_collaborators.Noted()  # notes found with the restored generation
         self._rng: dict[str, Any] | None = None
         self._pace = StepPace()
         self.at_step_end = False  # a step was made, and no batch requested since
         self._prepared, self._cut_at, self._looked = False, -1, -1
         self._left, self._here, self._end = False, ForkGuard(), FinalSaveOutcome.DURABLE
-        self._caller = session_parts.caller(config, self._incarnation, self.membership)
-        self._engine = session_parts.engine(config, place, self, self.membership) if checkpoint else None
+        self._caller = session_collaborators.caller(config, self._incarnation, self.membership)
+        self._engine = session_collaborators.engine(config, place, self, self.membership) if checkpoint else None
         seat = (self._incarnation, place.rank, place.world_size)
-        self._courier = Courier(self._caller, config.job, seat, self._engine)
-        self._surface = Surface(config, place, self._engine, self._courier)
-        self.parting = EmergencySave(config, place, seat[0], self._courier, self.membership and self.membership.parting)
+        self._reporter = Reporter(self._caller, config.job, seat, self._engine)
+        self._surface = DeferredErrors(config, place, self._engine, self._reporter)
+        self.parting = EmergencySave(
+            config, place, seat[0], self._reporter, self.membership and self.membership.parting
+        )
         self._watcher: Watcher | InProcessWatch | None = None
 
     # ---- start ------------------------------------------------------------------------------------------------------
@@ -111,11 +111,11 @@ class Session:
         attached = startup.seated_alike(self._caller.call(attach, timeout_s=60.0), self.config.job, self.place)
         self.run = attached.run
         if kept is None:
-            self._watcher = self._caller.watch(self.config.job, self._noticed)
+            self._watcher = self._caller.watch(self.config.job, self._noticed, on_failure=self.met)
             return
         self._watcher = kept.took_seat(attached.round)
         if survives:  # the master already receives this process's heartbeats and expects them to continue
-            self._courier.start(p.Cadence())
+            self._reporter.start(p.Cadence())
 
     def restore_plan(
         self, fitting: Fitting | None = None, check: Callable[[Any], object] = lambda _: None
@@ -167,7 +167,7 @@ class Session:
     def draw_from(self, note: bytes) -> None:
         """Continue from `note`, this rank's random state as replicated to another node."""
         if self._restored is not None and self.membership is not None:
-            self._restored = session_parts.drawing(self._restored, note, self.place, self.attempt)
+            self._restored = session_collaborators.drawing(self._restored, note, self.place, self.attempt)
             self.membership.draws.took(note)
 
     def forget_restored(self) -> None:
@@ -209,7 +209,7 @@ class Session:
             self._surface.say(HooksError(f"process {os.getpid()} was forked from this worker: nothing of it is saved"))
             return False
         engine = self._engine
-        if self._courier.error is not None or (engine is not None and (engine.stale or engine.error) is not None):
+        if self._reporter.error is not None or (engine is not None and (engine.stale or engine.error) is not None):
             self._surface.raise_if_met()
         self._data.commit()
         self._time_step(step)
@@ -226,15 +226,15 @@ class Session:
         if self.parting.here:
             return self._part(step, state)
         self._prepared = True
-        if not save_due(self._courier.cadence, step):
+        if not save_due(self._reporter.cadence, step):
             self._engine.prepare(self._engine.image_bytes(self._tree(state)))
             return
         self._cut_at = step
         saved = self._engine.save(step, self._tree(state), behind=True)
         if saved is not None:
-            self._courier.saved(saved.generation, saved.copy_s)
+            self._reporter.saved(saved.generation, saved.copy_s)
         else:
-            self._courier.skipped(p.Generation(attempt=self.attempt, step=step, run=self.run))
+            self._reporter.skipped(p.Generation(attempt=self.attempt, step=step, run=self.run))
 
     def _part(self, step: int, state: Any) -> None:
         """Leave at this step on all ranks, saved as far as time allows. Raises Preempted, unless this rank may stay."""
@@ -265,7 +265,7 @@ class Session:
         self._data.commit()
         self._rng = None  # captured at the last fetch, not at the end
         generation = p.Generation(attempt=self.attempt, step=step, run=self.run)
-        last = LastSave(self._engine, self._courier, generation, lambda: self._committed(generation), self.place.rank)
+        last = LastSave(self._engine, self._reporter, generation, lambda: self._committed(generation), self.place.rank)
         self._end = FinalSaveOutcome.OWED
         try:
             last.make(self._tree(state))
@@ -288,9 +288,9 @@ class Session:
         self.parting.signals.give_back()
         if reason is p.Departure.DONE and self._end is FinalSaveOutcome.OWED:
             reason = p.Departure.FAILED
-        self._courier.stop()
+        self._reporter.stop()
         if not self.place.incarnation and not self.place.rank:  # a launcher prints its own final message
-            say_farewell(self.config, self._courier, self._end, self._cut_at, reason)
+            say_farewell(self.config, self._reporter, self._end, self._cut_at, reason)
         try:
             self._caller.call(p.Leave(self.config.job, self._incarnation, reason, step), timeout_s=5.0)
         except (MasterAway, MasterError) as error:
@@ -316,7 +316,7 @@ class Session:
         if self._engine is not None:
             self._engine.wait_copied()
             self._engine.parameters = tuple
-        self._courier.stop()
+        self._reporter.stop()
 
     def locate(self, generation: p.Generation, rank: int) -> p.Located:
         """Where that image is stored. Any thread."""
@@ -325,7 +325,11 @@ class Session:
     def heard(self, notice: SaveNotice) -> None:
         """Receives the keeper's notice of a save, on the keeper connection's thread."""
         if self.attempt:  # before that, the notice is of the previous round; voting for it would end this worker
-            self._courier.notice(notice)
+            self._reporter.notice(notice)
+
+    def met(self, error: HooksError) -> None:
+        """An error of a background thread: the next call raises it, or warns of it. Any thread."""
+        self._reporter.met(error)
 
     @property
     def skipped_saves(self) -> int:
@@ -350,7 +354,7 @@ class Session:
         else:
             self._restored = restored
             # before training resumes and overwrites the notes of dead processes
-            self.found = session_parts.noted(self._restored, self.place, self._engine, self.membership)
+            self.found = session_collaborators.noted(self._restored, self.place, self._engine, self.membership)
             ok, reason = True, ""
         said = p.Loaded(self.config.job, self._incarnation, plan.round, ok, reason, cuts)
         try:
@@ -361,19 +365,18 @@ class Session:
     def _begin(self, plan: p.Plan) -> None:
         self.run, self.attempt = plan.run, plan.attempt
         if plan.restore is None:
-            self._restored, self.found = None, session_parts.Noted()
+            self._restored, self.found = None, session_collaborators.Noted()
         if self._engine is not None:
             if self._restored is not None:
                 self._engine.fill()
             startup.take_seat(self.config, self._engine, plan, self.place)
-            self._engine.others.hopeless = frozenset()  # the master is reachable
         if self._restored is not None:
-            self._restored = session_parts.drawing(self._restored, self.found.note, self.place, self.attempt)
+            self._restored = session_collaborators.drawing(self._restored, self.found.note, self.place, self.attempt)
             startup.say(self._restored, self.config, self.place)
         if self.membership is not None:
-            session_parts.notes(plan, self.place, self._engine, self.membership, self.found.note)
+            session_collaborators.notes(plan, self.place, self._engine, self.membership, self.found.note)
         self.parting.begin(self._restored)
-        self._courier.start(plan.cadence)
+        self._reporter.start(plan.cadence)
         if orders := drill():
             testing.arm(self, orders)
 
@@ -382,7 +385,7 @@ class Session:
 
         Always after the first step: the memory that a cut needs is known then, and is allocated.
         """
-        due = not self._prepared or save_due(self._courier.cadence, step)
+        due = not self._prepared or save_due(self._reporter.cadence, step)
         return self._engine is not None and ((self.at_step_end and due) or self.parting.here)
 
     def _tree(self, state: Any) -> dict[str, Any]:
@@ -393,7 +396,7 @@ class Session:
         seconds = self._pace.at(step, time.monotonic())
         if self._engine is not None and seconds is not None and self._cut_at == step - 1:
             self._engine.took(seconds)
-        self._courier.step, self._courier.step_s = step, self._pace.step_s
+        self._reporter.step, self._reporter.step_s = step, self._pace.step_s
 
     def _committed(self, generation: p.Generation) -> bool:
         if self.membership is not None:

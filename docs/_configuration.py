@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,10 +21,8 @@ from dlrover_hooks.master.__main__ import command as master
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ROOT / "dlrover_hooks/config/settings.py"
-CALLBACK = ROOT / "integrations/lightning/callback.py"
-OPERATE = ROOT / "docs/operate.md"
-_CODE = re.compile(r'`[^`]+`|"[^"]+"|(?<![\w-])--[a-z][\w-]*')
-"""Parts of a help text that are shown as code: else typography would change quotes and dashes in them."""
+_CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
+"""Parts of a help text that are shown as code."""
 
 
 def tables() -> dict[str, str]:
@@ -45,14 +44,12 @@ def tables() -> dict[str, str]:
 
 def settings_table() -> str:
     """One row for each keyword of `Config`. `named` is no keyword: `config.load` works it out."""
-    types, meant = _types(), meanings()
-    rows = []
-    for field in msgspec.structs.fields(Config):
-        if field.name != "named":
-            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-            variable = PREFIX + field.name.upper()
-            shown = _code(repr(default).replace("'", '"'))
-            rows.append((_code(field.name), _code(variable), _code(types[field.name]), shown, meant[field.name]))
+    defaults = msgspec.to_builtins(Config())
+    rows = [
+        (_code(name), _code(PREFIX + name.upper()), _code(kind), _code(repr(defaults[name]).replace("'", '"')), meaning)
+        for name, kind, meaning in fields()
+        if name != "named"
+    ]
     return _table(("keyword", "variable", "type", "default", "meaning"), rows)
 
 
@@ -80,49 +77,15 @@ def variables(option: click.Option, context: click.Context) -> list[str]:
     return list(dict.fromkeys(given))
 
 
-def meanings() -> dict[str, str]:
-    """The meaning of each setting in one line.
-
-    From the string below its field in `settings.py`; else from the arguments of `ElasticCallback`, which takes most of
-    them; else from the table of variables in operate.md.
-    """
-    return {**_rows(), **_arguments(), **_field_texts()}
-
-
-def _fields() -> Iterator[tuple[ast.AnnAssign, ast.stmt | None]]:
-    """The fields of `Config` in the source, each with the statement below it."""
+def fields() -> Iterator[tuple[str, str, str]]:
+    """Name, type and meaning of each field of `Config`: the meaning is the string below it in the source."""
     module = ast.parse(SETTINGS.read_text())
     found = next(one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "Config")
-    for at, line in enumerate(found.body):
+    for line, below in itertools.pairwise(found.body):
         if isinstance(line, ast.AnnAssign):
-            yield line, found.body[at + 1] if at + 1 < len(found.body) else None
-
-
-def _types() -> dict[str, str]:
-    return {ast.unparse(line.target): ast.unparse(line.annotation) for line, _ in _fields()}
-
-
-def _field_texts() -> dict[str, str]:
-    texts = {}
-    for line, below in _fields():
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            texts[ast.unparse(line.target)] = _text(below.value.value)
-    return texts
-
-
-def _arguments() -> dict[str, str]:
-    """The `Args:` section of `ElasticCallback`, read from the source: Lightning need not be installed."""
-    module = ast.parse(CALLBACK.read_text())
-    classes = (one for one in module.body if isinstance(one, ast.ClassDef) and one.name == "ElasticCallback")
-    doc = ast.get_docstring(next(classes)) or ""
-    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)", doc.partition("Args:\n")[2], re.M | re.S)
-    return {name: _text(text) for name, text in found}
-
-
-def _rows() -> dict[str, str]:
-    """Meanings from the rows of operate.md, without their references to places on that page."""
-    rows = re.findall(rf"^\| `{PREFIX}(\w+)` \| (.*) \|$", OPERATE.read_text(), re.M)
-    return {name.lower(): re.sub(r"(, see )?\[[^]]*\]\([^)]*\)", "", text) for name, text in rows}
+            if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+                raise ValueError(f"{SETTINGS}:{line.lineno}: there must be a string below this field: what it means")
+            yield ast.unparse(line.target), ast.unparse(line.annotation), _text(str(below.value.value))
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
@@ -148,8 +111,8 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A help text as one line of Markdown: flags and quoted values as code, other special characters escaped."""
-    text, parts, at = " ".join(text.replace("``", "`").split()), [], 0
+    """A help text as one line of Markdown: flags as code, special characters escaped."""
+    text, parts, at = " ".join(text.split()), [], 0
     for match in _CODE.finditer(text):
         parts += [re.sub(r"([\\*_<\[\]])", r"\\\1", text[at : match.start()]), _code(match[0].strip("`"))]
         at = match.end()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import _configuration  # noqa: E402
+from sphinx.ext.napoleon import Config as NapoleonConfig, GoogleDocstring  # noqa: E402
 
 import dlrover_hooks  # noqa: E402
-import dlrover_hooks.errors  # noqa: E402
 import dlrover_hooks.protocol  # noqa: E402
 
 project = "dlrover-hooks"
@@ -20,7 +21,7 @@ author = "The dlrover-hooks authors"
 copyright = "2026, The dlrover-hooks authors"
 version = release = dlrover_hooks.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"dlrover-hooks {version}"
@@ -28,7 +29,12 @@ html_static_path = ["_static"]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "undoc-members": False}
+autodoc_inherit_docstrings = False  # else the hooks of Lightning's Callback would be repeated here
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {"Count": "int"}
+python_maximum_signature_line_length = 100
+default_role = "literal"  # docstrings write code in single backticks, as Markdown does
+smartquotes = False  # they would change the quotes of code, such as "auto", and the dashes of flags
 
 myst_enable_extensions = ["substitution", "colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -63,7 +69,23 @@ myst_substitutions = {
     "run_help": help_of(*cli, "run"),
     "rehearse_help": help_of(*cli, "rehearse"),
     "master_help": help_of("-m", "dlrover_hooks.master"),
-    "errors": f"```text\n{dlrover_hooks.errors.__doc__}\n```",
     "routes": routes(),
     **_configuration.tables(),
 }
+
+
+def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Makes reStructuredText of a docstring: sections `Args:` and `Raises:` as fields, an indented paragraph as code.
+
+    Napoleon's own extension would take the words before a colon in an attribute's text for a type.
+    """
+    for at in range(len(lines) - 1, 1, -1):
+        if lines[at].startswith("    ") and not lines[at - 1] and not lines[at - 2].startswith(" "):
+            lines[at:at] = ["::", ""]
+    if what not in ("attribute", "property"):
+        lines[:] = GoogleDocstring(lines, NapoleonConfig(), app, what, name, obj, options).lines()
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", as_rst)

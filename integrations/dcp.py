@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-from dlrover_hooks.pytorch.dcp_reader import FlashReader as FlashReader
-from dlrover_hooks.pytorch.dcp_reader import saved_values as saved_values
-from dlrover_hooks.pytorch.dcp_writer import FlashStager as FlashStager
-from dlrover_hooks.pytorch.dcp_writer import FlashWriter as FlashWriter
+from dlrover_hooks.pytorch.dcp_reader import FlashReader as FlashReader, saved_values as saved_values
+from dlrover_hooks.pytorch.dcp_writer import FlashStager as FlashStager, FlashWriter as FlashWriter

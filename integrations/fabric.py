@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric import Fabric
@@ -26,8 +26,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from dlrover_hooks import config as settings
-from dlrover_hooks import protocol as p
+from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.data.accumulation import hold_back
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
@@ -35,7 +34,12 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.pytorch.even_batches import Around
 from dlrover_hooks.pytorch.tensor_loading import left_alone
 from dlrover_hooks.pytorch.training_loop import TrainingLoop, Window, is_leased, is_training, keeps_own_state
-from dlrover_hooks.session import Preempted
+from dlrover_hooks.session import Preempted, Restored
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dlrover_hooks.config.shared_keywords import SharedKeywords
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -51,13 +55,19 @@ class ElasticFabric:
         fabric: a launched Fabric with which nothing was set up.
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
-        shared: the shared keywords, see `dlrover_hooks.config.Config`.
+        shared: see `SharedKeywords`; the meanings are those of `dlrover_hooks.config.Config`.
 
     All methods run on the training thread. Raises UsageError for settings that cannot work.
     """
 
-    def __init__(self, fabric: Fabric, save_to: str | None = None, *,
-                 on_preempt: Callable[[Preempted], object] | None = None, **shared: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        fabric: Fabric,
+        save_to: str | None = None,
+        *,
+        on_preempt: Callable[[Preempted], object] | None = None,
+        **shared: Unpack[SharedKeywords],
+    ) -> None:
         self.fabric, self.config = fabric, settings.load(save_to=save_to, **shared)
         self._on_preempt = on_preempt
         self.loop: TrainingLoop | None = None
@@ -65,6 +75,16 @@ class ElasticFabric:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["fabric"], name)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps in the model, over all restarts; 0 when the hooks are inactive."""
+        return self.loop.step if self.loop is not None else 0
+
+    @property
+    def restored(self) -> Restored | None:
+        """What this start resumed; None for a fresh start, and before the first `setup`."""
+        return self.loop.restored if self.loop is not None else None
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
@@ -105,7 +125,8 @@ class ElasticFabric:
     def include(self, *objects: Any) -> None:
         """Restore any other object with `state_dict` and `load_state_dict`, and keep it in every cut.
 
-        Call it always in the same order. A scheduler included here (or passed to `setup`) only steps where a step ends.
+        Objects of one class are restored by order. A scheduler included here (or passed to `setup`) only steps where a
+        step ends.
         """
         if (loop := self._come_up()) is None:
             return

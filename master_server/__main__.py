@@ -15,7 +15,6 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 from typing import Any
 
 import click
@@ -27,8 +26,9 @@ from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.config.token_file import read_token
 from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
-from dlrover_hooks.master.connections import Connection, Limits, Strangers
+from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
@@ -202,7 +202,7 @@ def _config(options: ServeOptions, app: App) -> uvicorn.Config:
     limits = Limits(strangers=max(16, min(Limits().strangers, files // 4)))
     return uvicorn.Config(
         app.asgi,
-        http=functools.partial(Connection, Strangers(limits)),  # type: ignore[arg-type]  # it is only called
+        http=functools.partial(Connection, UnauthenticatedConnections(limits)),  # type: ignore[arg-type]  # it is only called
         ws="none",
         lifespan="off",
         log_config=None,
@@ -255,7 +255,10 @@ def _end_with(life_fd: int, server: Server, loop: asyncio.AbstractEventLoop) -> 
             pass
         loop.call_soon_threadsafe(server.end)
 
-    threading.Thread(target=wait, name="dlrover-hooks-life", daemon=True).start()
+    def end(_: object) -> None:  # without this thread nothing would end the master with its owner
+        loop.call_soon_threadsafe(server.end)
+
+    BackgroundThread("dlrover-hooks-life", wait, where="the owner's pipe", on_error="warn", failed=end).start()
 
 
 def _listener(options: ServeOptions) -> socket.socket:

@@ -29,7 +29,7 @@ class Limits(msgspec.Struct, frozen=True):
     strangers: int = 2048
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """The connections that have not sent the token, oldest first. A new connection above the limit aborts the oldest:
     clients that have the token send it at once.
     """
@@ -54,7 +54,7 @@ class Strangers:
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with `Limits`. The app finds it as `state["connection"]` in a request's scope."""
 
-    def __init__(self, strangers: Strangers, **more: Any) -> None:
+    def __init__(self, strangers: UnauthenticatedConnections, **more: Any) -> None:
         super().__init__(**more)
         self._strangers, self._limits = strangers, strangers.limits
         self._unfinished_bytes, self._advanced, self._in_head = 0, False, False

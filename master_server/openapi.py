@@ -12,7 +12,7 @@ from dlrover_hooks.protocol import PROTOCOL, ROUTES, Problem, Route
 _REF = "#/components/schemas/{name}"
 
 
-def document(server_url: str = "/") -> dict[str, Any]:
+def document() -> dict[str, Any]:
     """The complete OpenAPI document, ready to be encoded as JSON."""
     types = [*(kind for route in ROUTES for kind in (route.request, route.reply)), Problem]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
@@ -23,7 +23,7 @@ def document(server_url: str = "/") -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "dlrover-hooks master", "version": str(PROTOCOL)},
-        "servers": [{"url": server_url}],
+        "servers": [{"url": "/"}],
         "security": [{"token": []}],
         "paths": paths,
         "components": {

@@ -1,8 +1,8 @@
 """Runs the pure core: an event is applied, then journaled, and only then answered and its effects are performed.
 
-Everything runs in one asyncio loop except the journal's commit (one thread) and storage (`storage_worker`). Events that
-arrive during a commit form the next batch (group commit). Queries read the applied state and are answered once all of
-it is durable.
+Everything runs in one asyncio loop except the journal's commit (one thread) and storage (`checkpoint_commits`). Events
+that arrive during a commit form the next batch (group commit). Queries read the applied state and are answered once all
+of it is durable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, MasterError
-from dlrover_hooks.master.checkpoint_store import Storage
+from dlrover_hooks.master.checkpoint_commits import CheckpointCommits
 from dlrover_hooks.master.clock import REAL, Clock, Uptime
 from dlrover_hooks.master.core import events, job_registry, views
 from dlrover_hooks.master.core.effects import (
@@ -38,7 +38,7 @@ from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
-from dlrover_hooks.master.storage_worker import Deposits
+from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
@@ -78,7 +78,7 @@ class Runtime:
         self.state = journal.load()
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
-        self._deposits = Deposits(
+        self._deposits = CheckpointCommits(
             storage, owner=journal.owner, inform=self._inform, writes=self._writes, wall=clock.wall
         )
         self._snapshot_every, self._forget_after_s = snapshot_every, forget_after_s

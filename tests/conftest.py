@@ -87,7 +87,7 @@ def live_master(tmp_path: Path) -> Iterator[LiveMaster]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Who runs the tests in the background may have Ctrl-C ignored, and what they start would inherit that."""
+    """A shell that runs the tests in the background may ignore Ctrl-C, and what they start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if (file := config.getoption("--requirements")) is not None:

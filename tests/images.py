@@ -10,12 +10,12 @@ from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
 from dlrover_hooks.checkpoint.state.safetensors_layout import Layout, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.protocol import Generation, Manifest
 
 
 def image_of(tensors: Mapping[str, Any], inside: Inside, *, threads: int = 1) -> bytearray:
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     header = b"".join(recipe.header(inside))
     data = bytearray(recipe.layout.total_bytes)
     data[: len(header)] = header

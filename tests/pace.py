@@ -35,7 +35,8 @@ def paced_save(self: Checkpointer, *args: Any, **options: Any) -> Saved | None:
 
 def _settled(engine: Checkpointer, before: Generation) -> bool:
     """It is complete, or never will be: it was dropped here, or another rank has left it out."""
-    return engine._newest_complete == before or engine.error is not None or before in (engine.others.hopeless or ())
+    hopeless = engine.generations.heard(alone=False).hopeless or ()
+    return engine.generations.complete_here == before or engine.error is not None or before in hopeless
 
 
 def pace() -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 
 from tests.e2e.master_process import LiveMaster
-from tests.warm import Forked
-from tests.warm import warm as warmed
+from tests.warm import Forked, warm as warmed
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +30,7 @@ def named_job(word: str) -> Iterator[str]:
 
 
 def left_of(job: str) -> list[psutil.Process]:
-    """Who has the job's name in its command line: its keepers."""
+    """Processes with the job's name in their command line: its keepers."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])

@@ -16,6 +16,7 @@ FOLDERS = {
     "integrations": "dlrover_hooks.integrations",
     "master_server": "dlrover_hooks.master",
 }
+"""The top-level folders of the product, and the packages as which they are imported."""
 
 
 def modules() -> dict[str, Path]:

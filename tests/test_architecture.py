@@ -16,7 +16,6 @@ import pytest
 from tests import structure
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("dlrover_hooks", "integrations", "master_server")
 LONGEST_FUNCTION = 50
 READS_ENVIRONMENT = {"dlrover_hooks/config/settings.py"}  # children get theirs from config.worker_environment
 PURE_IMPORTS = {
@@ -30,7 +29,7 @@ BINARY = {".png", ".svg", ".ico", ".gz"}
 @cache
 def package() -> dict[str, ast.Module]:
     """Parsed sources of the installed package, each once (rglob does not follow the links)."""
-    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    paths = [path for folder in structure.FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(), str(path)) for path in paths}
 
 
@@ -175,6 +174,29 @@ def test_no_debugging_is_left_behind() -> None:
     assert wrong == [], "log, or draw with rich; print only through click.echo"
 
 
+STARTS_THREADS = {
+    "dlrover_hooks/host/background_thread.py": "the one place",
+    "dlrover_hooks/checkpoint/memory/memcpy.py": "a copy's helpers: joined, and their errors raised, by the same call",
+    "dlrover_hooks/checkpoint/restore/shard_reader.py": "a read's helpers, likewise",
+    "dlrover_hooks/checkpoint/storage/stall_guard.py": "one call, whose error its caller raises; abandoned if it hangs",
+}
+
+
+def starts_a_thread(node: ast.AST) -> bool:
+    """`threading.Thread(...)` and what does the same, or a class derived from it."""
+    names = {"Thread", "Timer", "start_new_thread"}
+    of = node.bases if isinstance(node, ast.ClassDef) else [node.func] if isinstance(node, ast.Call) else []
+    return any(
+        (isinstance(one, ast.Attribute) and one.attr in names) or (isinstance(one, ast.Name) and one.id in names)
+        for one in of
+    )
+
+
+def test_no_thread_ends_silently() -> None:
+    found = {name for name, tree in package().items() if any(starts_a_thread(node) for node in ast.walk(tree))}
+    assert found == set(STARTS_THREADS), "use dlrover_hooks.host.background_thread; drop what is no exception any more"
+
+
 def test_tests_do_not_sleep() -> None:
     pattern = re.compile(r"\btime\.sleep\(|from time import .*\bsleep\b")
     wrong = [
@@ -184,6 +206,49 @@ def test_tests_do_not_sleep() -> None:
         if pattern.search(line)
     ]
     assert wrong == [], "wait for the event itself (a pipe, a socket, a condition), with a deadline"
+
+
+def polls(loop: ast.While) -> bool:
+    """It compares a clock with a deadline, or passes time with `select.select([], [], [], ...)`."""
+    clocks = ("time.monotonic()", "time.perf_counter()", "time.time()")
+    compared = {part for node in ast.walk(loop) if isinstance(node, ast.Compare) for part in ast.walk(node)}
+    called = {node: ast.unparse(node) for node in ast.walk(loop) if isinstance(node, ast.Call)}
+    return any(
+        text.startswith("select.select([], [], []") or (call in compared and text in clocks)
+        for call, text in called.items()
+    )
+
+
+def test_tests_wait_in_one_way() -> None:
+    trees = ((path, ast.parse(path.read_text())) for path in sorted((ROOT / "tests").rglob("*.py")))
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in trees
+        if path != ROOT / "tests" / "waiting.py"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.While) and polls(node)
+    ]
+    assert wrong == [], "use tests.waiting.until, which has a deadline and says what it waited for"
+
+
+def test_make_test_runs_a_case_of_each_matrix() -> None:
+    """A list of cases of which some are deep has one that is not."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        decorators = [one for node in ast.walk(tree) for one in getattr(node, "decorator_list", ())]
+        for one in decorators if "tests.deep" in imports(tree) else ():
+            for cases in [*one.args[1:], *(word.value for word in one.keywords)] if isinstance(one, ast.Call) else ():
+                parts = cases.elts if isinstance(cases, ast.List) else []
+                if parts and all("deep" in {n.id for n in ast.walk(part) if isinstance(n, ast.Name)} for part in parts):
+                    wrong.append(f"{path.relative_to(ROOT)}:{cases.lineno}")
+    assert wrong == [], "make test would leave the whole test out"
+
+
+def test_contributing_lists_each_folder_of_tests() -> None:
+    listed = re.findall(r"^\| `tests/(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*/*.py")}
+    assert sorted(listed) == sorted(folders)
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:

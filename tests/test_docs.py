@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import pydoc
 import re
 import shlex
 import subprocess
 import sys
+import zlib
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 
-import dlrover_hooks
-from dlrover_hooks.config import PREFIX, Config, interval
+from dlrover_hooks import errors
+from dlrover_hooks.config import Config, interval
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("dlrover_hooks", "integrations", "master_server")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 RUNNABLE = re.compile(r"<!-- runnable(?: with (\d+) workers)? -->$")
@@ -105,12 +112,6 @@ def test_console_commands_exist(place: str, line: str) -> None:
         assert {flag for flag in flags if flag not in text} == set(), place
 
 
-def test_every_setting_has_a_row() -> None:
-    page = (ROOT / "docs/operate.md").read_text()
-    names = [PREFIX + field.name.upper() for field in msgspec.structs.fields(Config) if field.name != "named"]
-    assert [name for name in names if f"| `{name}` |" not in page] == []
-
-
 def effective(name: str, default: object) -> str:
     """The default as the page shows it: None given means the setting's own default."""
     own = {field.name: field.default for field in msgspec.structs.fields(Config)}
@@ -134,20 +135,52 @@ def test_callback_arguments_are_the_documented_ones() -> None:
     assert shown == {one.name: effective(one.name, one.default) for one in named}
 
 
-def public() -> list[object]:
-    """What a user can import and is promised: the lazy names and each adapter's own."""
-    from dlrover_hooks.integrations.accelerate import ElasticAccelerator
-    from dlrover_hooks.integrations.accelerate.accelerator import PreparedLoader
-    from dlrover_hooks.integrations.fabric import ElasticFabric, SetUpLoader
-    from dlrover_hooks.integrations.lightning import ElasticCallback
+ADAPTERS = [path for path in sorted((ROOT / "integrations").iterdir()) if path.stem[0] != "_"]
+PUBLIC = [
+    *("dlrover_hooks", "dlrover_hooks.session", "dlrover_hooks.errors", "dlrover_hooks.data.leased.sources"),
+    *("dlrover_hooks.testing", "dlrover_hooks.testing.faults.fault_plan"),
+    *(f"dlrover_hooks.integrations.{path.stem}" for path in ADAPTERS),
+]
+"""The modules all of whose names are public."""
 
-    adapters = [ElasticAccelerator, PreparedLoader, ElasticCallback, ElasticFabric, SetUpLoader]
-    return [*adapters, *(getattr(dlrover_hooks, name) for name in dlrover_hooks._PUBLIC)]
+
+def names(module: ModuleType) -> list[str]:
+    """The names of its table or `__all__`; else what it defines or imports to be imported from it (`X as X`)."""
+    if (table := getattr(module, "_PUBLIC", None) or getattr(module, "__all__", None)) is not None:
+        return list(table)
+    found: list[str] = []
+    for line in ast.parse(inspect.getsource(module)).body:
+        if isinstance(line, ast.ClassDef | ast.FunctionDef) and line.name[0] != "_":
+            found.append(line.name)
+        elif isinstance(line, ast.ImportFrom):
+            found += [one.name for one in line.names if one.asname == one.name]
+    return found
+
+
+def public() -> dict[str, Any]:
+    """What a user can import and is promised, by module and name."""
+    modules = [importlib.import_module(name) for name in PUBLIC]
+    found = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in names(module)}
+    assert len(found) > 60  # not an empty table
+    return found
+
+
+def shown() -> dict[str, Any]:
+    """What the pages import from this library. The routes stand for the messages of `dlrover_hooks.protocol`."""
+    imports = [node for _, text, _ in blocks("python") for node in ast.parse(text).body]
+    imports = [node for node in imports if isinstance(node, ast.ImportFrom) and node.module != "dlrover_hooks.protocol"]
+    found = {
+        f"{node.module}.{one.name}": pydoc.locate(f"{node.module}.{one.name}")
+        for node in imports
+        for one in node.names
+        if (node.module or "").split(".")[0] == "dlrover_hooks"
+    }
+    return {name: thing for name, thing in found.items() if not inspect.ismodule(thing)}
 
 
 def test_every_public_name_has_its_contract_written_down() -> None:
     bare = []
-    for thing in public():
+    for thing in public().values():
         members = {} if not inspect.isclass(thing) else {n: m for n, m in vars(thing).items() if not n.startswith("_")}
         documented = {n: getattr(thing, n) for n, m in members.items() if callable(m) or isinstance(m, property)}
         everything = {"": thing, **documented}
@@ -155,6 +188,38 @@ def test_every_public_name_has_its_contract_written_down() -> None:
             f"{getattr(thing, '__name__', thing)}.{n}" for n, member in everything.items() if not inspect.getdoc(member)
         ]
     assert bare == []
+
+
+def quoted() -> list[str]:
+    """The messages in the first column of the tables of troubleshooting.md."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    tables = re.findall(r"^\| (?:message|symptom) \|.*\n\|[-|]*\n((?:\|.*\n)+)", page, re.M)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    return [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+
+
+@cache
+def texts() -> list[str]:
+    """Every string of the product's sources, docstrings excepted, and names of errors. A value in it is "..."."""
+    found = [name for name, thing in vars(errors).items() if inspect.isclass(thing)]
+    for path in [path for name in SOURCES for path in (ROOT / name).rglob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_quoted_messages_are_those_of_the_product(message: str) -> None:
+    """Each part is in one line of one string of the sources, in that order, with a value where the page has "..."."""
+    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+    assert any(re.search(r".*\.\.\..*".join(parts), text) for text in texts()), message
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -165,27 +230,33 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [name for name in files if not (page.parent / name).exists()] == []
 
 
-def test_the_manual_builds_without_warnings(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def manual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built manual."""
+    folder = tmp_path_factory.mktemp("manual")
+    flags = ["-W", "--keep-going", "-q", "-d", folder / "trees"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "sphinx",
-            "-W",
-            "--keep-going",
-            "-q",
-            "-d",
-            tmp_path / "trees",
-            ROOT / "docs",
-            tmp_path / "html",
-        ],
+        [sys.executable, "-m", "sphinx", *flags, ROOT / "docs", folder / "html"],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "html/index.html").is_file()
+    return folder / "html"
+
+
+def test_the_manual_builds_without_warnings(manual: Path) -> None:
+    assert (manual / "index.html").is_file()
+
+
+def test_the_reference_describes_every_public_name(manual: Path) -> None:
+    """Sphinx's inventory lists what it describes. A name counts under any path that leads to the same object."""
+    packed = (manual / "objects.inv").read_bytes().split(b"\n", 4)[4]  # after four lines of head
+    rows = [line.split() for line in zlib.decompress(packed).decode().splitlines()]
+    things = [row[0] for row in rows if row[1] in ("py:class", "py:function", "py:exception")]
+    described = {id(pydoc.locate(name)) for name in things}
+    assert [name for name, thing in (public() | shown()).items() if id(thing) not in described] == []
 
 
 def test_the_manual_says_what_ci_proves() -> None:

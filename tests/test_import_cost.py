@@ -40,7 +40,7 @@ def test_the_master_loads_no_framework() -> None:
     "module",
     [
         *("dlrover_hooks.checkpoint.keeper", "dlrover_hooks.cli.main", "dlrover_hooks.client"),
-        *("dlrover_hooks.launcher.launcher", "dlrover_hooks.launcher.warm.standby_pool"),
+        *("dlrover_hooks.launcher.node_supervisor", "dlrover_hooks.launcher.warm.standby_pool"),
     ],
 )
 def test_processes_beside_the_trainer_load_no_framework(module: str) -> None:

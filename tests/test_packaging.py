@@ -13,20 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from tests import structure
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {
-    "dlrover_hooks": "dlrover_hooks",
-    "dlrover_hooks/integrations": "integrations",
-    "dlrover_hooks/master": "master_server",
-}
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 HELPERS = {f"dlrover_hooks/checkpoint/{name}.abi3.so" for name in ("memory/_copy", "tensors/_look")}
-LINKS = {"dlrover_hooks/integrations": "../integrations", "dlrover_hooks/master": "../master_server"}
+LINKS = {name.replace(".", "/"): f"../{folder}" for folder, name in structure.FOLDERS.items() if folder != name}
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
@@ -37,7 +34,8 @@ def project() -> dict:
 def sources() -> dict[str, Path]:
     """Every file that belongs to the package: its path in the wheel, and where it lies here."""
     found = {}
-    for inside, folder in ROOMS.items():
+    for folder, name in structure.FOLDERS.items():
+        inside = name.replace(".", "/")
         for path in (ROOT / folder).rglob("*"):  # rglob does not follow the links
             if path.is_file() and path.suffix in {".py", ".pyi", ".typed", ".c"}:
                 found[f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"] = path
@@ -46,7 +44,7 @@ def sources() -> dict[str, Path]:
 
 def checkout(target: Path, *, links: bool) -> Path:
     """A copy of what packaging reads; without `links` they are text files, as git writes them where it may not link."""
-    for folder in set(ROOMS.values()):
+    for folder in structure.FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=IGNORED)
     for name in FILES:
         shutil.copy(ROOT / name, target / name)

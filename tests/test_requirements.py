@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import requirements
+from tests import requirements, structure
 from tests.requirements_report import summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +71,7 @@ def test_markers_name_known_rows_literally() -> None:
 
 def test_ids_stand_in_markers_only() -> None:
     """Not in the product, README.md or docs/; under tests/ in markers and in this machinery."""
-    product = [path for room in ("dlrover_hooks", "integrations", "master_server") for path in (ROOT / room).rglob("*")]
+    product = [path for folder in structure.FOLDERS for path in (ROOT / folder).rglob("*")]
     pages = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
     paths = [path for path in product if path.suffix in {".py", ".pyi", ".c"}] + pages
     found = [

@@ -146,7 +146,7 @@ def _serve(line: socket.socket) -> list[str]:
             return order["arguments"]
         for file in files:
             os.close(file)
-        while os.getsid(pid) != pid:  # who kills its group at once is to find it
+        while os.getsid(pid) != pid:  # a caller that kills its group at once is to find it
             os.sched_yield()
         line.sendall(str(pid).encode())
 

@@ -12,7 +12,6 @@ import operator
 import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,19 +21,20 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
 from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, Neighbours
-from dlrover_hooks.checkpoint.memory.segment import Arena
-from dlrover_hooks.checkpoint.memory.slot_policy import NO_SLOT, Heard, NoSlot, Others
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
+from dlrover_hooks.checkpoint.memory.slot_policy import NO_SLOT, NoSlot
 from dlrover_hooks.checkpoint.restore.generation_loader import Fitting, LoadedTree, Restorer
 from dlrover_hooks.checkpoint.save import progress_log
+from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
-from dlrover_hooks.checkpoint.save.segment_client import Room
-from dlrover_hooks.checkpoint.save.single_rank_image import WHOSE, Lone
-from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, SlotTarget, Writer
-from dlrover_hooks.checkpoint.save.successor_notes import Notes
+from dlrover_hooks.checkpoint.save.segment_client import SegmentClient
+from dlrover_hooks.checkpoint.save.single_rank_hash_wait import WHOSE, Lone
+from dlrover_hooks.checkpoint.save.slot_writer import Changed, SlotSave, SlotTarget, Writer
+from dlrover_hooks.checkpoint.save.successor_notes import SuccessorNotes
 from dlrover_hooks.checkpoint.state.pytree import Memo, OnUnsupported, flatten
 from dlrover_hooks.checkpoint.state.safetensors_layout import PARTS, Inside
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.errors import HooksError, KeeperAway, Stale, UsageError
 from dlrover_hooks.protocol import Generation, Held, Located, Message, Restore, Retention, Source
 
@@ -82,20 +82,15 @@ class Checkpointer:
         """The newest notice that a slot no longer holds what was copied into it. The next save copies all again."""
         self._master, self._keep = master, keep
         self._notify, self._start, self._linger_s = notify, start_keeper, linger_s
-        self._run, self._attempt, self._rank, self._world_size = "", 0, 0, 1
+        self._rank, self._world_size = 0, 1
+        self.generations = GenerationTracker()
         self._whose, self._lone = WHOSE, Lone()
-        self._held: tuple[Held, ...] = ()
         self._line = KeeperClient(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self.neighbours = Neighbours(self._line, node, locate)
-        self._room = Room(self._line, self._allocated, lambda: self._writer.unmapped())
-        self.notes = Notes(self._line, self._room)
-        self._recipe: Recipe | None = None
+        self._room = SegmentClient(self._line, self._allocated, lambda: self._writer.unmapped())
+        self.notes = SuccessorNotes(self._line, self._room)
+        self._recipe: CachedLayout | None = None
         self._memo: Memo = {}
-        self._newest_complete: Generation | None = None
-        self.others = Others()
-        self._persisting: set[Generation] = set()
-        self._ended = deque[Generation](maxlen=16)
-        """Generations that were persisted or failed: their notice may precede the reply that lists them as pending."""
         self.parameters: Callable[[], Iterable[Any]] = tuple
         """The models' parameters (torch). The frozen ones are not copied at every save."""
         self._writer = self._make_writer(mode)
@@ -141,9 +136,15 @@ class Checkpointer:
     def drop(self) -> None:
         """Discard what this node holds of other runs, except living processes' images. Calls `take_seat` first."""
         self.take_seat()
-        self._line.ask(lambda ref: keeper_messages.Drop(ref=ref, run=self._run))
-        if self._newest_complete is not None and self._newest_complete.run != self._run:
-            self._newest_complete = None
+        run = self.generations.run
+        self._line.ask(lambda ref: keeper_messages.Drop(ref=ref, run=run))
+        if self.generations.complete_here is not None and self.generations.complete_here.run != run:
+            self.generations.complete_here = None
+
+    def begin_session(self) -> GenerationTracker:
+        """A new session saves and votes from here on. Returns the tracker of its generations."""
+        self.generations = self.generations.next_session()
+        return self.generations
 
     def begin(self, run: str, attempt: int, rank: int, world_size: int) -> None:
         """Assign all following saves to this run (uuid hex), attempt and global rank."""
@@ -154,7 +155,8 @@ class Checkpointer:
         if not valid:
             raise UsageError(f"run {run!r} is not a uuid in hex", hint="use uuid.uuid4().hex")
         self._close_opened()
-        self._run, self._attempt, self._rank, self._world_size = run, attempt, rank, world_size
+        self.generations.begin(run, attempt)
+        self._rank, self._world_size = rank, world_size
         self._whose = rank, world_size
 
     def load(self, restore: Restore, fitting: Fitting | None = None) -> LoadedTree:
@@ -172,7 +174,7 @@ class Checkpointer:
         means = (self._line, self._writer.copier, *where, self.save_to, self.storage_options, self.neighbours.fetch)
         found = self._opened = Restorer(*means).load(restore, fitting)
         if restore.source is not Source.STORAGE:
-            self._newest_complete = restore.generation
+            self.generations.complete_here = restore.generation
         return found
 
     def fill(self) -> None:
@@ -247,7 +249,7 @@ class Checkpointer:
         For the last step boundary of a round that broke. It needs no votes. Of the other generations here, only the
         newest complete one and those being persisted are kept. False: it was not made, or not hashed `within_s`.
         """
-        self._lone.want(Generation(self._attempt, step, self._run))
+        self._lone.want(self.generations.at(step))
         before, self._whose = self._whose, WHOSE
         try:
             saved = self.save(step, tree, last=True)
@@ -255,35 +257,34 @@ class Checkpointer:
             self._whose = before
         return saved is not None and self._lone.wait(within_s)
 
-    def _write(self, shot: Shot, *, lazy: bool, last: bool) -> None:
+    def _write(self, shot: SlotSave, *, lazy: bool, last: bool) -> None:
         self._writer.check()
         arena = self._room.take(shot.recipe.layout.total_bytes)
-        hopeless = self.others.hopeless if self._world_size > 1 else None
+        slots, heard = arena.slots(), self.generations.heard(alone=self._world_size == 1)
         if self._whose != (self._rank, self._world_size):  # single-rank image: the other generations may be overwritten
-            hopeless = frozenset(slot.generation for slot in arena.slots() if slot.generation is not None)
-        heard = Heard(self._newest_complete, hopeless)
-        slot = self.others.choose_slot(arena.slots, heard, tuple(self._persisting), shot.generation, last=last)
+            heard = heard._replace(hopeless=frozenset(one.generation for one in slots if one.generation is not None))
+        slot = self.generations.choose_slot(slots, heard, shot.generation, last=last)
         if slot is None:
             raise NoSlot("no slot is free for this save: it is left out", hint=NO_SLOT)
         arena.begin(slot)
         self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
 
-    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None = None) -> Shot:
+    def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None = None) -> SlotSave:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
         tensors: dict[str, Any] = functools.reduce(operator.or_, (flat.tensors for flat in flats.values()), {})
-        generation = Generation(self._attempt, step, self._run)
+        generation = self.generations.at(step)
         skeletons = {part: msgspec.Raw(flat.skeleton) for part, flat in flats.items()}
         recipe = self._recipe
         found = recipe.settled(tensors) if recipe is not None else None
         if found is None and (recipe is None or not recipe.fits(tensors)):
-            recipe = Recipe(tensors, self._writer.seldom(tensors))
+            recipe = CachedLayout(tensors, self._writer.seldom(tensors))
         assert recipe is not None
         self._recipe = recipe
         header = recipe.header(Inside(generation, *self._whose, skeletons))
         holds = (lambda: recipe.holds(tensors)) if found is not None else None
-        return Shot(generation, recipe, header, found or recipe.sources(tensors), holds)
+        return SlotSave(generation, recipe, header, found or recipe.sources(tensors), holds)
 
-    def _target(self, arena: Arena, slot: int, shot: Shot) -> SlotTarget:
+    def _target(self, arena: SharedSegment, slot: int, shot: SlotSave) -> SlotTarget:
         size, (rank, world_size) = shot.recipe.layout.total_bytes, self._whose
 
         def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
@@ -315,9 +316,7 @@ class Checkpointer:
 
     def _allocated(self, reply: keeper_messages.Allocated) -> None:
         """Take over what the keeper reports together with new memory. Any thread."""
-        self._persisting |= set(reply.persisting).difference(self._ended)
-        if reply.complete is not None and self._newest_complete is None:
-            self._newest_complete = reply.complete
+        self.generations.allocated(reply.complete, reply.persisting)
 
     def _skip(self, error: Exception) -> None:
         """Count a save that was not made. Any thread."""
@@ -331,34 +330,22 @@ class Checkpointer:
 
     def complete(self, generation: Generation) -> None:
         """`generation` is complete in memory on all ranks. Any thread."""
-        self._newest_complete = generation
+        self.generations.complete_here = generation
         self._line.tell(keeper_messages.Complete(generation=generation))
-
-    def hold(self, generation: Generation, *, last: bool = False) -> bool:
-        """Reserve the slot of `generation`, which is about to be persisted, until its notice arrives. Any thread.
-
-        False: an older generation is still being persisted, and reserving two slots would stop the saves. That does not
-        apply to the `last` one, since no save follows it.
-        """
-        if self._persisting - {generation} and not last:
-            return False
-        self._persisting.add(generation)
-        if self._line.broken:
-            self._keeper_gone()
-        return True
-
-    def release(self, generation: Generation) -> None:
-        """`generation` will not be persisted after all. Any thread."""
-        self._persisting.discard(generation)
 
     def persist(self, generation: Generation) -> None:
         """Have the keeper write this rank's file of `generation`; a notice reports the result. Any thread."""
         if self.save_to is None:
             raise UsageError("nothing can be made durable without `save_to`")
-        self._persisting.add(generation)
+        self.generations.ordered(generation)
         which = {"generation": generation, "rank": self._rank, "world_size": self._world_size}
         if not self._line.tell(keeper_messages.Persist(**which, url=self.save_to, options=self.storage_options)):
             self._noticed(keeper_messages.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
+
+    def fail_if_keeper_gone(self) -> None:
+        """Report what is to be persisted as failed if the keeper is gone and none has taken its place. Any thread."""
+        if self._line.broken:
+            self._keeper_gone()
 
     def close(self, finished: bool = False) -> None:
         """Disconnect. `finished`: this node's images are not needed any more. Idempotent; does nothing in a fork."""
@@ -379,15 +366,15 @@ class Checkpointer:
 
     def _forget(self) -> None:
         """The keeper died, and everything it held is lost. Any thread."""
-        self._newest_complete = None
+        self.generations.complete_here = None
         self._keeper_gone()
         self._room.lose()
 
     def _hello(self, ref: int) -> keeper_messages.Hello:
         return keeper_messages.Hello(
-            ref=ref, seat=self.seat, job=self.job, master=self._master, run=self._run, attempt=self._attempt,
-            save_to=self.save_to, storage_options=self.storage_options, keep=self._keep,
-            replicate=self.neighbours.order,
+            ref=ref, seat=self.seat, job=self.job, master=self._master, run=self.generations.run,
+            attempt=self.generations.attempt, save_to=self.save_to, storage_options=self.storage_options,
+            keep=self._keep, replicate=self.neighbours.order,
         )  # fmt: skip
 
     def _noticed(self, notice: keeper_messages.Notice) -> None:
@@ -412,12 +399,11 @@ class Checkpointer:
         if isinstance(notice, keeper_messages.Storing) or self._lone.takes(notice):
             return
         if isinstance(notice, (keeper_messages.Persisted, keeper_messages.PersistFailed)):
-            self._ended.append(notice.generation)
-            self._persisting.discard(notice.generation)
-        if (notice.generation.run, notice.generation.attempt) == (self._run, self._attempt):
+            self.generations.ended(notice.generation, stored=isinstance(notice, keeper_messages.Persisted))
+        if self.generations.current(notice.generation):
             self._notify(notice)
 
     def _keeper_gone(self) -> None:
         """Report everything that was to be persisted as failed. Any thread."""
-        for generation in tuple(self._persisting):
+        for generation in self.generations.pending:
             self._noticed(keeper_messages.PersistFailed(generation=generation, reason="the keeper is gone", gone=True))

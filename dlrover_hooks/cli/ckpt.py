@@ -47,9 +47,7 @@ def _options(_: Any, __: Any, text: str | None) -> dict[str, Any]:
 
 def _tree(command: Callable[..., None]) -> Callable[..., None]:
     """Add the arguments that select a tree."""
-    command = click.option(
-        "--storage-options", "options", callback=_options, help="fsspec options of the URL, as JSON."
-    )(command)
+    command = click.option("--storage-options", callback=_options, help="fsspec options of the URL, as JSON.")(command)
     return click.argument("url")(command)
 
 
@@ -65,22 +63,18 @@ def _said() -> Iterator[None]:
 
 @ckpt.command(short_help="List the generations: which are whole, and why not.")
 @_tree
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of a table.")
-def ls(url: str, options: dict[str, Any], as_json: bool) -> None:
+@click.option("--json", is_flag=True, help="One JSON object a line instead of a table.")
+def ls(url: str, storage_options: dict[str, Any], json: bool) -> None:
     """List the generations at URL: which are complete, and what is wrong with the others."""
     from dlrover_hooks.checkpoint.storage import catalog
     from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
     with _said():
-        place = StorageFolder(url, options)
+        place = StorageFolder(url, storage_options)
         found = sorted(_rows(place), key=lambda one: (one.attempt, one.step))
         latest = catalog.load(place, catalog.LATEST, catalog.Latest)
         rows = [_row(one) | {"latest": latest is not None and latest.folder == one.folder} for one in found]
-        if as_json:
-            for row in rows:
-                click.echo(json.dumps(row))
-        else:
-            _draw(rows)
+        (_print if json else _draw)(rows)
 
 
 def _row(one: Listed) -> dict[str, Any]:
@@ -97,6 +91,11 @@ def _state(one: Listed) -> str:
     if one.unread:
         return "unreadable"
     return "not committed" if not one.committed else "damaged" if one.fault else "whole"
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        click.echo(json.dumps(row))
 
 
 def _draw(rows: list[dict[str, Any]]) -> None:
@@ -134,7 +133,7 @@ def _age(seconds: float) -> str:
 @ckpt.command(short_help="Read everything and compare it with its hashes.")
 @_tree
 @click.option("--step", type=int, help="Only this step.")
-def verify(url: str, options: dict[str, Any], step: int | None) -> None:
+def verify(url: str, storage_options: dict[str, Any], step: int | None) -> None:
     """Read every file of every generation at URL and compare each chunk with its hash.
 
     Without --step, the files beside the generations, such as latest.json, are checked, too. Exit code 1 if anything is
@@ -143,12 +142,12 @@ def verify(url: str, options: dict[str, Any], step: int | None) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from dlrover_hooks.checkpoint.restore.verification import faults, tree_faults
     from dlrover_hooks.checkpoint.save.progress_log import readable
+    from dlrover_hooks.checkpoint.storage.damage_scan import faults, tree_faults
     from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 
     with _said():
-        place = StorageFolder(url, options)
+        place = StorageFolder(url, storage_options)
         rows = _rows(place)
         found = [one for one in rows if step in (None, one.step) and one.committed]
         if not found:
@@ -174,7 +173,7 @@ def verify(url: str, options: dict[str, Any], step: int | None) -> None:
 @_tree
 @click.option("--keep", required=True, help='What stays: "2", or "last=2,every_steps=1000,every=1h".')
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
+def prune(url: str, storage_options: dict[str, Any], keep: str, dry_run: bool) -> None:
     """Remove generations of the newest run at URL that --keep does not keep, and older uncommitted ones.
 
     Never removed: the newest complete generation, one that is being read, one that is a link, and uncommitted ones that
@@ -186,9 +185,9 @@ def prune(url: str, options: dict[str, Any], keep: str, dry_run: bool) -> None:
 
     with _said():
         rules = config.retention(keep, name="--keep")
-        place = StorageFolder(url, options)
-        newest = _chosen(place, options, None)
-        claim = None if dry_run else url_claim.UrlClaim.take(url, options, newest.job, "ckpt prune")
+        place = StorageFolder(url, storage_options)
+        newest = _chosen(place, storage_options, None)
+        claim = None if dry_run else url_claim.UrlClaim.take(url, storage_options, newest.job, "ckpt prune")
         try:
             if not _prune(place, newest, rules, dry_run):
                 click.echo(f"nothing to remove at {place.url}: --keep {keep} keeps what is there")
@@ -224,9 +223,9 @@ def _prune(place: StorageFolder, newest: Manifest, rules: int | Retention, dry_r
 @ckpt.command(short_help="Write one in a form that other tools read.")
 @_tree
 @click.argument("dest", type=click.Path())
-@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="The form to write.")
+@click.option("--to", type=click.Choice(FORMS), required=True, help="The form to write.")
 @click.option("--step", type=int, help="The step to export; the newest whole one if not given.")
-def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | None) -> None:
+def export(url: str, storage_options: dict[str, Any], dest: str, to: str, step: int | None) -> None:
     """Write a generation at URL to DEST in a format that other tools read without dlrover-hooks.
 
     \b
@@ -242,10 +241,10 @@ def export(url: str, options: dict[str, Any], dest: str, form: str, step: int | 
             from dlrover_hooks.pytorch import export as forms
         except ImportError as error:
             raise UsageError(f"export needs torch: {error}", hint="pip install dlrover-hooks[torch]") from None
-        place = StorageFolder(url, options)
-        manifest = _chosen(place, options, step)
+        place = StorageFolder(url, storage_options)
+        manifest = _chosen(place, storage_options, step)
         try:
-            forms.export(url, options, manifest, form, dest)
+            forms.export(url, storage_options, manifest, to, dest)
         except Corrupt as error:
             raise Corrupt(error.message, hint=_others(place, manifest.generation.step)) from error
         click.echo(f"step {manifest.generation.step} of job {manifest.job} is in {dest}")

@@ -11,7 +11,7 @@ import click
 
 from dlrover_hooks import __version__
 from dlrover_hooks.cli.ckpt import ckpt
-from dlrover_hooks.cli.forget import forget
+from dlrover_hooks.cli.forget_job import forget
 from dlrover_hooks.cli.rehearse import command as rehearse
 from dlrover_hooks.cli.run import run
 

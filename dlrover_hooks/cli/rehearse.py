@@ -62,7 +62,9 @@ def _relaunched(plan: RehearsalPlan, folder: Path, last: int) -> Trial | None:
     if not plan.relaunched:
         return None
     step = max(2, min(plan.steps, last) // 2)
-    return Trial("relaunched", folder, plan, (Fault(step=step, kind=Kind.KILL, of=Target.LAUNCHER, at=Moment.QUIET),))
+    return Trial(
+        "relaunched", folder, plan, (Fault(step=step, kind=Kind.KILL, of=Target.LAUNCHER, at=Moment.BOUNDARY),)
+    )
 
 
 def _refuse_useless(calm: Trial) -> None:
@@ -114,12 +116,12 @@ def _counts(command: Any) -> Any:
 
 @click.command("rehearse", short_help="Run a script under faults, and compare the results.",
                context_settings={"ignore_unknown_options": True})  # fmt: skip
-@click.option("--nproc-per-node", "--workers", "-n", "workers", type=click.IntRange(min=1), default=2,
+@click.option("--nproc-per-node", "--workers", "-n", type=click.IntRange(min=1), default=2,
               show_default=True, help="Workers of each run.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=5), default=50, show_default=True,
               help="End each run at this optimizer step, unless the script ends before.")  # fmt: skip
 @_counts
-@click.option("--faults", "file", type=click.Path(dir_okay=False, exists=True),
+@click.option("--faults", type=click.Path(dir_okay=False, exists=True),
               help="A file of faults, one in a line: step=20 rank=1 kill.")  # fmt: skip
 @click.option("--seed", type=int, help="Draws steps, ranks and moments of the faults; it is printed.")
 @click.option(
@@ -128,13 +130,13 @@ def _counts(command: Any) -> Any:
     metavar="M",
     help="Workers of the second launch of the third run; 0: no third run.  [default: N - 1, at least 1]",
 )
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, show_default=True,
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True,
               help="Seconds for each run.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False), help="Keep traces, checkpoints and logs in this new folder.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(workers: int, steps: int, file: str | None, seed: int | None, relaunch: int | None, timeout_s: float,
+def command(nproc_per_node: int, steps: int, faults: str | None, seed: int | None, relaunch: int | None, timeout: float,
             out: str | None, module: bool, script: str, arguments: tuple[str, ...], **counts: int) -> None:  # fmt: skip
     """Run SCRIPT three times with N workers and compare the runs step by step.
 
@@ -170,14 +172,14 @@ def command(workers: int, steps: int, file: str | None, seed: int | None, relaun
     try:
         worker_command(script, arguments, module=module)
         menu = [(kind, of) for name, kind, of, _ in _COUNTS for _ in range(counts[name.replace("-", "_")])]
-        if not menu and file is None:
+        if not menu and faults is None:
             menu = [(Kind.KILL, Target.WORKER)] * 3
         plan = RehearsalPlan(
-            command=(*(["-m"] if module else []), script, *arguments), workers=workers, steps=steps,
-            faults=fault_plan.read(file) if file is not None else (), menu=tuple(menu), seed=seed, timeout_s=timeout_s,
-            relaunched=max(1, workers - 1) if relaunch is None else relaunch,
+            command=(*(["-m"] if module else []), script, *arguments), workers=nproc_per_node, steps=steps,
+            faults=fault_plan.read(faults) if faults is not None else (), menu=tuple(menu), seed=seed,
+            timeout_s=timeout, relaunched=max(1, nproc_per_node - 1) if relaunch is None else relaunch,
         )  # fmt: skip
-        what = f"{workers} workers, {steps} steps, {len(plan.faults) + len(menu)} faults (seed {seed})"
+        what = f"{nproc_per_node} workers, {steps} steps, {len(plan.faults) + len(menu)} faults (seed {seed})"
         console.print(f"{' '.join(plan.command)}: {what}")
         kept = _rehearsed(plan, out, console)
     except HooksError as error:

@@ -272,7 +272,7 @@ _SAME = (
 
 
 def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:
-    from dlrover_hooks.launcher import launcher
+    from dlrover_hooks.launcher import node_supervisor
     from dlrover_hooks.launcher.options import LaunchOptions, Level, check
     from dlrover_hooks.launcher.processes.log_files import Streams, streams
 
@@ -285,4 +285,4 @@ def _launch(command: tuple[str, ...], flags: dict[str, Any]) -> int:
         **{name: flags[name] for name in _SAME},
     )  # fmt: skip
     check(options)
-    return launcher.Launcher(options).run()
+    return node_supervisor.Launcher(options).run()

@@ -7,7 +7,5 @@ from __future__ import annotations
 
 from dlrover_hooks.client.http_client import (
     Caller as Caller,
-)
-from dlrover_hooks.client.http_client import (
     MasterClient as MasterClient,
 )

@@ -38,7 +38,7 @@ _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its 
 
 
 class Caller(Protocol):
-    """A `MasterClient`, or the master's core in this process (`Alone`)."""
+    """A `MasterClient`, or the master's core in this process (`InProcessMaster`)."""
 
     def call(
         self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
@@ -136,14 +136,16 @@ class MasterClient:
         job: str,
         on_notice: Callable[[Notice], None],
         on_error: Callable[[MasterError], None] | None = None,
+        on_failure: Callable[[HooksError], object] | None = None,
     ) -> Watcher:
         """Keep the liveness connection open from a daemon thread, across restarts of the master, until closed.
 
         That thread calls `on_notice` once for each broken round and for the end of the job. It calls `on_error` if the
-        master refuses this incarnation because it was declared dead; the watch then ends.
+        master refuses this incarnation because it was declared dead; the watch then ends. It calls `on_failure` with an
+        unexpected error, also one of a callback, and goes on.
         """
         wire = MasterAddress(url=self.url, headers=dict(self._headers), tls=self._tls)
-        watcher = Watcher(wire, job, self.incarnation, on_notice, on_error)
+        watcher = Watcher(wire, job, self.incarnation, on_notice, on_error, on_failure)
         self._watchers.add(watcher)
         return watcher
 

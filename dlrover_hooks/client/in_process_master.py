@@ -11,17 +11,16 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 from dlrover_hooks.errors import HooksError, MasterError
-from dlrover_hooks.master.checkpoint_store import HeldUrl, NoStorage, Storage, release
 from dlrover_hooks.master.core import heartbeats, job_registry, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Tick
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.master.manifest_storage import HeldUrl, NoStorage, Storage, release
 from dlrover_hooks.protocol import (
     Attach,
     Heartbeat,
@@ -66,7 +65,7 @@ class WallClock:
 class InProcessWatch:
     """One watch; `close` ends it, as closing a liveness connection does."""
 
-    def __init__(self, alone: Alone, request: Watch, on_notice: Callable[[Notice], None]) -> None:
+    def __init__(self, alone: InProcessMaster, request: Watch, on_notice: Callable[[Notice], None]) -> None:
         self.alone, self.request, self.on_notice = alone, request, on_notice
 
     def close(self) -> None:
@@ -74,7 +73,7 @@ class InProcessWatch:
         self.alone.unwatch(self)
 
 
-class Alone:
+class InProcessMaster:
     """A complete master in this process.
 
     Args:
@@ -136,11 +135,12 @@ class Alone:
         job: str,
         on_notice: Callable[[Notice], None],
         on_error: Callable[[MasterError], None] | None = None,
+        on_failure: Callable[[HooksError], object] | None = None,
         *,
         incarnation: str = "",
     ) -> InProcessWatch:
         """Report broken rounds and the end of `job`. Callbacks run in the thread that caused them, without locks."""
-        del on_error
+        del on_error, on_failure  # no request can fail, and a callback's error is raised to the call that caused it
         ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation), on_notice)
         with self._changed:
             self._ears.append(ear)
@@ -254,8 +254,13 @@ class Alone:
     def _finish(self, effect: WriteFinished) -> None:
         try:
             self._storage.finish(effect.url, effect.options, effect.job, effect.run, effect.step)
-        except Exception as error:  # the job is over regardless; the log has the reason
-            log.warning("job %s: its end is not written down: %s", effect.job, error)
+        except (
+            Exception
+        ) as error:  # no error for the job: its last step is durable, only the note of its end is missing
+            log.warning(
+                "job %s is finished, but that could not be recorded at %s: %s; started again, it restores step %d and "
+                "ends there", effect.job, effect.url, error, effect.step,
+            )  # fmt: skip
             return
         with self._changed:
             self._apply(FinishWritten(job=effect.job))

@@ -21,11 +21,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dlrover_hooks.config import Tls
-from dlrover_hooks.errors import MasterError, named
+from dlrover_hooks.errors import HooksError, MasterError, named
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import Notice, Problem, Routes, Watch
 
 _CONNECT_S = 5.0
 _AGAIN = (500, 502, 503, 504)
+_AGAIN_S = 1.0
+"""Pause after an unexpected error."""
 
 
 class MasterAddress(msgspec.Struct, frozen=True):
@@ -130,7 +133,10 @@ def context(tls: Tls) -> ssl.SSLContext:
 
 
 class Watcher:
-    """Keeps the liveness connection open in the daemon thread `dlrover-hooks-watch`. Its callbacks must be short."""
+    """Keeps the liveness connection open in the daemon thread `dlrover-hooks-watch`. Its callbacks must be short.
+
+    `on_failure` is called with an unexpected error, also one of a callback; the watch then goes on.
+    """
 
     def __init__(
         self,
@@ -139,30 +145,43 @@ class Watcher:
         incarnation: str,
         on_notice: Callable[[Notice], None],
         on_error: Callable[[MasterError], None] | None = None,
+        on_failure: Callable[[HooksError], object] | None = None,
     ) -> None:
         self.error: MasterError | None = None
         self.away_since: float | None = None
         """Since when the master has been unreachable (monotonic seconds); None: it is reachable."""
         self._wire, self._request = wire, Watch(job=job, incarnation=incarnation)
-        self._on_notice, self._on_error = on_notice, on_error
+        self._on_notice, self._on_error, self._on_failure = on_notice, on_error, on_failure
         self._line: LivenessConnection | None = None
-        self._closed = threading.Event()
         _WATCHERS.add(self)
-        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-watch", daemon=True)
+        self._thread = BackgroundThread(
+            "dlrover-hooks-watch",
+            self._run,
+            where=f"job {job}, the liveness connection",
+            on_error="warn",
+            again_s=_AGAIN_S,
+            failed=self._failed,
+            wake=self._hang_up,
+        )
         self._thread.start()
 
     def close(self) -> None:
         """End the watch. Idempotent; any thread."""
-        self._closed.set()
+        self._thread.stop(_CONNECT_S)
+
+    def _hang_up(self) -> None:
         line = self._line
         if line is not None:
             line.hang_up()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_CONNECT_S)
+
+    def _failed(self, error: HooksError) -> None:
+        self._drop()
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     def _run(self) -> None:
         pause_s = 0.02
-        while not self._closed.is_set():
+        while not self._thread.stopping.is_set():
             try:
                 notice = self._ask()
                 pause_s = 0.02
@@ -177,14 +196,14 @@ class Watcher:
                 if notice.finished:
                     break
             else:
-                self._closed.wait(pause_s * random.uniform(0.5, 1.0))
+                self._thread.stopping.wait(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(1.0, 2 * pause_s)
         self._drop()
 
     def _refused(self, refusal: MasterError) -> None:
         self._drop()
         self.error = refusal
-        if self._on_error is not None and not self._closed.is_set():
+        if self._on_error is not None and not self._thread.stopping.is_set():
             self._on_error(refusal)
 
     def _ask(self) -> Notice | None:
@@ -194,7 +213,7 @@ class Watcher:
             if self._line is None:
                 self._line = LivenessConnection(self._wire)
             self._line.connect()
-            if self._closed.is_set():  # `close` ran before there was a connection to shut down
+            if self._thread.stopping.is_set():  # `close` ran before there was a connection to shut down
                 return None
             self.away_since = None
             status, body = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
@@ -217,8 +236,6 @@ class Watcher:
 
     def let_go_in_child(self) -> None:
         """After a fork, in the child: drop the parent's connection."""
-        self._closed = threading.Event()  # a thread missing in the child may hold the old one's lock
-        self._closed.set()
         line, self._line = self._line, None
         if line is not None:
             line.let_go_in_child()

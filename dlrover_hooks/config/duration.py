@@ -35,9 +35,11 @@ def interval(value: Duration, *, name: str) -> int | str:
     return _seconds(float(match[1]) * _UNITS[match[2]], name, value)
 
 
-def seconds(value: str, *, name: str) -> float:
-    """A time that a flag gives: plain seconds (`"25"`, `"2.5"`) or a duration (`"90s"`, `"10m"`). Raises UsageError."""
-    text = value.strip().lower()
+def seconds(value: timedelta | str | float, *, name: str) -> float:
+    """A time: plain seconds (`25`, `"2.5"`) or a duration (`"90s"`, `"10m"`, a timedelta). Raises UsageError."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    text = str(value).strip().lower()
     plain = re.fullmatch(r"\d+(\.\d*)?|\.\d+", text)
     try:
         return float(text) if plain else float(str(interval(text, name=name)).removesuffix("s"))

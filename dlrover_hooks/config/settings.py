@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
-from dlrover_hooks.config.duration import interval, retention
+from dlrover_hooks.config.duration import interval, retention, seconds
 from dlrover_hooks.config.spelling import refuse_unknown, warn_of_unknown
 from dlrover_hooks.config.validation import WANTED, check
 from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
@@ -37,34 +37,60 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The shared keywords of every adapter, checked and in canonical units."""
 
     save_to: str | None = None
+    """Folder or fsspec URL of the durable checkpoints. None: they are kept in memory only."""
     storage_options: dict[str, Any] = {}
+    """fsspec options of `save_to`. The journal of the master holds them: put no secrets into them."""
     save_every: int | str = "auto"
+    """Interval of snapshots into memory: optimizer steps, or a duration such as `"90s"`. `"auto"`: as often as costs at
+    most 3.5 % of the step time, and at most each 0.25 s."""
     persist_every: int | str = "600s"
+    """Interval of durable copies: optimizer steps, or a duration. The default is ten minutes."""
     keep: int | Retention = 2
+    """Durable generations to keep: the newest so many, or rules such as `"last=2,every_steps=1000,every=1h"`."""
     snapshot: str = "auto"
+    """How a snapshot is copied: `"eager"` at once, `"lazy"` during the next forward and backward, `"auto"` by whichever
+    was measured to cost less."""
     resume: str = "auto"
+    """`"auto"`: the newest complete generation of this job, if there is one. `"never"`: none. `"require"`: refuse to
+    begin at step 0. A URL or folder: the newest run there, of any job. `"weights"` or `"weights:URL"`: the model."""
     job: str = ""
+    """Name of the job, under which a later start finds its checkpoints. By default that of launcher, torchrun or SLURM;
+    if there is none, a new name for each start."""
     named: bool = False
     """False: `job` was generated for this start, so no later start can find it."""
     global_batch_size: int | None = None
+    """Samples of an optimizer step over all ranks. None: as at the first start, the batch size times the world size."""
     master: str | None = None
+    """Address of the master, such as `http://127.0.0.1:8780`. None: the launcher's; without a launcher one worker needs
+    none."""
     token: str | None = None
+    """The master's bearer token. None: none is sent."""
     on_error: str = "raise"
+    """When storage fails: `"raise"` stops the run at its next step, `"warn"` logs it once and trains on."""
     replicas: int = 0
     """1: each node's keeper also holds the images of another node, in another failure domain if there is one."""
     replica_mb_per_s: int = 0
+    """Limit for replication in millions of bytes per second. 0: no limit."""
     disable: bool = False
+    """True: every hook does nothing."""
     fresh: bool = False
+    """True: start a new run even if there is something to resume."""
     preempt_signals: str = "SIGTERM,SIGUSR1"
-    """Comma-separated signal names, or empty. Such a signal announces that this worker will be preempted."""
-    grace_s: float = 25.0
-    """Seconds from the first such signal until the worker is killed."""
+    """Signals that announce that this worker will be removed: names with commas between them, or `"none"`."""
+    grace: str = "25s"
+    """Time from the first such signal until the worker is killed: a duration, or seconds. `dlrover-hooks run` sets it
+    to its `--grace`."""
 
     @property
     def signals(self) -> list[str]:
         """`preempt_signals` as a list."""
         names = self.preempt_signals.upper().replace(" ", "").split(",")
         return [name for name in names if name not in ("", "NONE")]
+
+    @property
+    def grace_s(self) -> float:
+        """`grace` in seconds."""
+        return float(self.grace.removesuffix("s"))
 
     @property
     def linger_s(self) -> float:
@@ -121,6 +147,8 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     for name in ("save_every", "persist_every"):
         if name in values:
             values[name] = interval(values[name], name=said.get(name, name))
+    if "grace" in values:
+        values["grace"] = f"{seconds(values['grace'], name=said.get('grace', 'grace')):g}s"
     if "keep" in values:
         values["keep"] = retention(values["keep"], name=said.get("keep", "keep"))
     if home:
@@ -163,7 +191,7 @@ def _launched(env: Mapping[str, str]) -> bool:
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """A keyword's value as its type; paths become text. Intervals and retention are parsed later."""
-    if name in ("save_every", "persist_every", "keep"):
+    if name in ("save_every", "persist_every", "keep", "grace"):
         return value
     if isinstance(value, os.PathLike):  # a path given to `resume` is never one of its keywords
         path = cast("os.PathLike[str]", value)
@@ -312,9 +340,9 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
 
-def tls(environ: Mapping[str, str] | None = None) -> Tls:
+def tls() -> Tls:
     """From `DLROVER_HOOKS_CA_FILE`, `_CLIENT_CERT` and `_CLIENT_KEY`; the CA also from variables of other programs."""
-    env = os.environ if environ is None else environ
+    env = os.environ
     cas = (PREFIX + "CA_FILE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
     return Tls(
         ca=next((env[name] for name in cas if env.get(name)), ""),
@@ -323,9 +351,9 @@ def tls(environ: Mapping[str, str] | None = None) -> Tls:
     )
 
 
-def seats_itself(environ: Mapping[str, str] | None = None) -> bool:
+def seats_itself() -> bool:
     """A launcher started this process, but the process itself requests its rank from the master."""
-    return (os.environ if environ is None else environ).get(PREFIX + "JOIN") == "1"
+    return os.environ.get(PREFIX + "JOIN") == "1"
 
 
 def use_seat(environ: MutableMapping[str, str] | None = None) -> None:
@@ -343,9 +371,9 @@ def slurm_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
 
 
-def preload_file(environ: Mapping[str, str] | None = None) -> str | None:
+def preload_file() -> str | None:
     """The file where the launcher's first worker lists the modules it has imported, for workers started later."""
-    return (os.environ if environ is None else environ).get(PREFIX + "PRELOAD") or None
+    return os.environ.get(PREFIX + "PRELOAD") or None
 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
@@ -465,10 +493,9 @@ def _own_dir() -> str:
     return os.path.join(tempfile.gettempdir(), f"dlrover-hooks-{os.getuid()}")
 
 
-def drill(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def drill() -> dict[str, str]:
     """This worker's instructions in a drill, see `dlrover_hooks.testing.faults.drill`; empty outside a drill."""
-    env = os.environ if environ is None else environ
-    return {name: env[PREFIX + name.upper()] for name in _DRILL if env.get(PREFIX + name.upper())}
+    return {name: os.environ[PREFIX + name.upper()] for name in _DRILL if os.environ.get(PREFIX + name.upper())}
 
 
 def global_seed() -> int:

@@ -27,7 +27,7 @@ WANTED = {
     "disable": "True or False",
     "fresh": "True or False",
     "preempt_signals": 'names of signals, such as "SIGTERM,SIGUSR1", or "none"',
-    "grace_s": "seconds",
+    "grace": 'seconds, or a duration such as "25s"',
 }
 
 
@@ -58,7 +58,7 @@ def check(config: Config, said: Mapping[str, str]) -> None:
     if config.replica_mb_per_s < 0:
         refuse("replica_mb_per_s", "cannot be done", f"give {WANTED['replica_mb_per_s']}")
     if not config.grace_s > 0:
-        refuse("grace_s", "leaves no time to save", "give the seconds from the signal to the kill, such as 25")
+        refuse("grace", "leaves no time to save", 'give the time from the signal to the kill, such as "25s"')
     if not set(config.signals) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
         refuse("preempt_signals", "names no signals", f"give {WANTED['preempt_signals']}")
     if config.on_error not in ("raise", "warn"):

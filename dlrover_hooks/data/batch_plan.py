@@ -13,7 +13,7 @@ If G does not divide n, `tail` defines the epoch's last step:
   full, every sample is used once per epoch, but epochs differ in length by a step: `BatchPlan.fixed_length` is False,
   and loops that compare counts with `len(loader)` cannot use it.
 
-Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.pytorch.ddp.weigh_gradients`), given a
+Weights are for a gradient hook that SUMs over ranks (`dlrover_hooks.pytorch.ddp_exactness.weigh_gradients`), given a
 training loop that takes the mean loss of each micro-batch and divides it by m_r, as Lightning, Accelerate and
 Transformers do:
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from dlrover_hooks.data.sample_seeds import Dice, PickedArray, SeededIds, WatchedDice
+from dlrover_hooks.data.sample_seeds import PickedArray, SampleSeeds, SeededIds, SharedSampleSeeds
 from dlrover_hooks.rng.generators import generators
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class Batches(BatchSampler):
     def __init__(self, sampler: ElasticSampler, *, seeded: bool, workers: bool) -> None:
         super().__init__(sampler, sampler.plan.batch_size, drop_last=False)
         self.elastic = sampler
-        self.watch = WatchedDice(sampler.seed) if seeded and not workers else None
-        self._dice = self.watch or (Dice(sampler.seed, generators()) if seeded else None)
+        self.watch = SharedSampleSeeds(sampler.seed) if seeded and not workers else None
+        self._dice = self.watch or (SampleSeeds(sampler.seed, generators()) if seeded else None)
         self._again = False
 
     def __iter__(self) -> Iterator[Any]:

@@ -63,10 +63,12 @@ def elastic_loader(
         optimizer: its steps mark; without it, call `sampler.mark()`.
         accumulation: "auto": the loop steps after each batch, see `Accumulation`; "manual": it steps at `step_ends`.
         global_batch_size: samples per step over all ranks; None = from the environment, else as at the first start.
-        order, block, window: see `dlrover_hooks.data.order`; None = as the loader shuffles.
+        order, block, window, seed: see `dlrover_hooks.data.order`; None = as the loader shuffles.
         tail: None = "drop" if the loader has drop_last, else "ghost"; "carry" for loops that need no fixed length.
         seed_samples: random numbers drawn by the dataset come from (seed, position), see `data.sample_seeds`.
         fixed_length: refuse a loader whose epochs differ in length.
+        name: of the loader, in the checkpoint; different for each of several loaders.
+        num_replicas, rank: None = from the process group or the environment.
 
     A present ElasticSampler is kept, with its sizes, order, seed and tail. Raises UsageError, see `supports`.
     """
@@ -111,7 +113,7 @@ class ElasticLoader:
     array: `dataset.__getitems__(ids)` if the dataset has that (a returned list is collated, anything else is a batch),
     else `dataset[ids]`.
 
-    before_batch: called at every step boundary, after the commit and before the next batch is fetched.
+    `before_batch`: functions called at every step boundary, after the commit and before the next batch is fetched.
     """
 
     def __init__(self, inner: DataLoader[Any], sampler: ElasticSampler, *, name: str = "train") -> None:
@@ -321,8 +323,11 @@ class ElasticLoader:
         self.sampler.rollback()
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed state: see `ElasticSampler.state_dict`."""
-        return self.sampler.state_dict()
+        """The position after the last optimizer step, which belongs to the model as it is now.
+
+        So it may be saved beside the state of the model at any point of the loop, also right after `optimizer.step()`.
+        """
+        return self.sampler.state_dict() | {"cursor": self.sampler.progress.marked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ElasticSampler.load_state_dict`."""

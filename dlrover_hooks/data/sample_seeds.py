@@ -32,7 +32,7 @@ _SAMPLE, _BATCH = 0x5A3D, 0xBA7C
 _value = attrgetter("value")
 
 
-class Dice:
+class SampleSeeds:
     """Seeds generators for a position. key: the order's seed."""
 
     def __init__(self, key: int, seeded: list[Generator]) -> None:
@@ -53,7 +53,7 @@ class Dice:
             generator.seed(seed)
 
 
-class WatchedDice(Dice):
+class SharedSampleSeeds(SampleSeeds):
     """The dice of a process that also uses its generators for other things: a loop that fetches itself (0 workers)."""
 
     def __init__(self, key: int) -> None:
@@ -130,7 +130,7 @@ class SeededIds(list[int]):
 
     __slots__ = ("dice", "first")
 
-    def __init__(self, ids: list[int], first: int, dice: Dice) -> None:
+    def __init__(self, ids: list[int], first: int, dice: SampleSeeds) -> None:
         super().__init__(ids)
         self.first, self.dice = first, dice
 
@@ -160,12 +160,12 @@ class PickedArray(np.ndarray[Any, Any]):
         return _arrived_array, (np.asarray(self), self.first, self.key)
 
 
-_worker_dice: dict[int, Dice] = {}
+_worker_dice: dict[int, SampleSeeds] = {}
 
 
-def _dice_here(key: int) -> Dice:
+def _dice_here(key: int) -> SampleSeeds:
     if key not in _worker_dice:
-        _worker_dice[key] = Dice(key, generators())
+        _worker_dice[key] = SampleSeeds(key, generators())
     return _worker_dice[key]
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import DistributedSampler
 from dlrover_hooks import config
 from dlrover_hooks.data.batch_plan import BatchPlan, Slice, Tail, fitting
 from dlrover_hooks.data.cursor import Progress
+from dlrover_hooks.data.data_mismatch import refuse_other
 from dlrover_hooks.data.feistel import Indices
-from dlrover_hooks.data.fingerprint import refuse_other
 from dlrover_hooks.data.order import Kind, Order
 from dlrover_hooks.errors import UsageError
 
@@ -35,13 +35,19 @@ log = logging.getLogger(__name__)
 class ElasticSampler(DistributedSampler[Any]):
     """This rank's samples, a step of `global_batch_size` at a time, in an order that does not depend on the world size.
 
-    dataset_or_len: anything with a length, or the length. batch_size: samples per micro-batch and rank; smaller if more
-    ranks must share the global batch, or if it was another at the first start.
-    global_batch_size: samples per optimizer step over all ranks; None = as at the first start (batch_size * world
-    size), or from a loaded state. order, block, window: see `dlrover_hooks.data.order`; None = according to `shuffle`.
-    tail: the last step of an epoch, see `dlrover_hooks.data.batch_plan`. yield_batches: yield micro-batches, each an
-    int64 array of at most batch_size ids, for `DataLoader(dataset, batch_size=None, sampler=sampler)` and a dataset
-    that takes arrays. num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
+    Args:
+        dataset_or_len: anything with a length, or the length.
+        batch_size: samples per micro-batch and rank; smaller if more ranks must share the global batch, or if it was
+            another at the first start.
+        global_batch_size: samples per optimizer step over all ranks; None = as at the first start (batch_size * world
+            size), or from a loaded state.
+        shuffle: another order in every epoch.
+        order, block, window: see `dlrover_hooks.data.order`; None = according to `shuffle`.
+        seed: of the order.
+        tail: the last step of an epoch, see `dlrover_hooks.data.batch_plan`.
+        yield_batches: yield micro-batches, each an int64 array of at most batch_size ids, for
+            `DataLoader(dataset, batch_size=None, sampler=sampler)` and a dataset that takes arrays.
+        num_replicas, rank: None = torch's process group, else WORLD_SIZE and RANK, else one process.
 
     The caller must call `on_batch()` for each micro-batch the loop received, `mark()` after each optimizer step and
     `commit()` at each step boundary. `elastic_loader` and the framework callbacks do that. After an epoch with at least

@@ -15,7 +15,7 @@ import msgspec
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Step
 from dlrover_hooks.protocol.ranges import Ranges
-from dlrover_hooks.protocol.shapes import require
+from dlrover_hooks.protocol.restored_form import require
 
 
 class DatasetPosition(Protocol):
@@ -41,7 +41,7 @@ class _LeaseForm(msgspec.Struct):
     epoch: Step = 0
 
 
-class Cut:
+class SessionDatasets:
     """The datasets of one session. Training thread only."""
 
     def __init__(self) -> None:

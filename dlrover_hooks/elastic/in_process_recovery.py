@@ -27,9 +27,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import msgspec
 import torch.distributed as dist
 
-from dlrover_hooks import config as settings
-from dlrover_hooks import protocol as p
-from dlrover_hooks import rng
+from dlrover_hooks import config as settings, protocol as p, rng
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.elastic.process_groups import Groups
 from dlrover_hooks.errors import HooksError, JobFinished, RoundEnded, UsageError
@@ -49,15 +47,23 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     reason: str
+    """What broke the last round, or why it ended."""
     round: int
+    """The number of the new round."""
     rank: int
+    """Of this process in it."""
     world_size: int
+    """Of the new round."""
     world_size_before: int
+    """Of the last round."""
     step: int = 0
     """Training continues from here: the number of optimizer steps in the model."""
     destroyed_s: float = 0.0
+    """The process groups of the last round were gone."""
     joined_s: float = 0.0
+    """The new round had formed, with this process in it."""
     restored_s: float = 0.0
+    """Model and data were those of `step` again."""
 
 
 class RecoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,12 +95,11 @@ def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
     Args:
         fn: creates its process group, model, loader and checkpointer itself, and trains. Leave it out to use
             this as a decorator with options.
-        options:
-            max_recoveries: in a row without a step in between, 5 by default; then the fault is raised.
-            fault_s: how long to wait for the master's confirmation of an error that a lost peer may have caused (5).
-            rejoin_s: how long to wait for the next round (900).
-            on_recover: called with a `Recovery` at the first step boundary of each round but the first.
-            on_resize: called before it if the world size changed.
+        max_recoveries: in a row without a step in between, 5 by default; then the fault is raised.
+        fault_s: seconds to wait for the master's confirmation of an error that a lost peer may have caused (5).
+        rejoin_s: seconds to wait for the next round (900).
+        on_recover: called with a `Recovery` at the first step boundary of each round but the first.
+        on_resize: called before it if the world size changed.
 
     If the other workers have finished the job meanwhile, this worker ends with SystemExit(0).
 
@@ -112,7 +117,7 @@ def elastic_run(fn: Callable[P, T] | None = None, /, **options: Any) -> Any:
         if (reason := _why_not(config, place)) is not None:
             log.info("elastic_run: %s", reason)
             return function(*args, **kwargs)
-        return Lives(config, place, chosen).run(lambda: function(*args, **kwargs))
+        return RoundLoop(config, place, chosen).run(lambda: function(*args, **kwargs))
 
     return run
 
@@ -128,7 +133,7 @@ def _why_not(config: Config, place: Place) -> str | None:
     return None
 
 
-class Lives:
+class RoundLoop:
     """One call of the decorated function: runs it once per round until it returns or fails."""
 
     def __init__(self, config: Config, place: Place, options: RecoveryOptions) -> None:
@@ -136,7 +141,7 @@ class Lives:
         self._newcomer = not place.incarnation
         if self._newcomer:
             place = msgspec.structs.replace(place, incarnation=uuid.uuid4().hex)
-        self._membership = Membership(config, place, lambda: self._groups.cut(), self._quiet)
+        self._membership = Membership(config, place, lambda: self._groups.cut(), self._boundary)
         self._groups = Groups(self._check)
         self._hook = sys.excepthook
         self._in_a_row = 0
@@ -268,7 +273,7 @@ class Lives:
     def _regroup(self) -> None:
         membership, news = self._membership, self._news
         assert news is not None
-        if membership.outlived():  # reference cycles keep the model alive, and its memory is needed for the next one
+        if membership.holds_memory:  # reference cycles keep the model alive, and its memory is needed for the next one
             gc.collect()
         seated = membership.join(self._options.rejoin_s)
         membership.survives = True
@@ -285,7 +290,7 @@ class Lives:
     def _check(self) -> None:
         self._membership.check(step_ends=False)
 
-    def _quiet(self, step: int) -> None:
+    def _boundary(self, step: int) -> None:
         """Called by the adapter at each step boundary; `step` is the number of steps in the model."""
         news = self._news
         if news is None:

@@ -1,6 +1,6 @@
 """The process groups of one round: tracked while they are created, aborted when a peer is gone, destroyed at the end.
 
-Wraps two private functions of torch 2.13 meanwhile; tests/elastic/test_groups.py checks that torch still has them.
+Wraps two private functions of torch 2.13 meanwhile; tests/elastic/test_process_groups.py checks that they are there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import importlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dlrover_hooks.elastic.collective_abort import Connections
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -43,21 +43,21 @@ class Groups:
     def __init__(self, check: Callable[[], None]) -> None:
         self.connections = Connections()
         self._check = check
-        self._over = threading.Event()
-        self._cutter: threading.Thread | None = None
+        self._cutter = BackgroundThread(
+            "dlrover-hooks-cut",
+            self._cut,
+            where="the process groups of a broken round",
+            on_error="warn",  # it is tried again, until the collectives have failed and `stop` is called
+            again_s=_AGAIN_S,
+        )
 
     def cut(self) -> None:
         """Make every collective of this round fail, pending ones at once. Returns at once. Idempotent."""
-        if self._cutter is None:
-            cutter = threading.Thread(target=self._cut, name="dlrover-hooks-cut", daemon=True)
-            cutter.start()
-            self._cutter = cutter  # set after `start`, because `stop` may join it at this moment
+        self._cutter.start()
 
     def stop(self) -> None:
         """Stop aborting. Idempotent."""
-        self._over.set()
-        if self._cutter is not None:
-            self._cutter.join(5.0)
+        self._cutter.stop()
 
     def destroy(self) -> None:
         """Destroy all groups at the end of the round, and reset torch's count of groups.
@@ -78,7 +78,7 @@ class Groups:
         _abort_nccl()
         while True:
             self.connections.cut()
-            if self._over.wait(_AGAIN_S):
+            if self._cutter.stopping.wait(_AGAIN_S):
                 return
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ class Groups:
             self._check()
             with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0):
                 return
-            self._over.wait(0.01)
+            self._cutter.stopping.wait(0.01)
 
     def _dial(self, connect: Callable[[timedelta], Any], timeout: timedelta) -> Any:
         """Connect a client's store in short attempts: rank 0 may die after `_await_store` has reached it."""

@@ -28,7 +28,7 @@ _FIXED = {type(None), bool, int, float, complex, str, bytes}
 """Immutable types, which need no copy."""
 
 
-class SmallSet:
+class StepSnapshot:
     """The step snapshot of one round. Training thread.
 
     Args:

@@ -33,7 +33,7 @@ from dlrover_hooks.launcher.failures import (
     trained_elsewhere,
 )
 from dlrover_hooks.launcher.master_events import MasterEvents
-from dlrover_hooks.launcher.master_requests import FORM_S, Speaker, Station
+from dlrover_hooks.launcher.master_requests import FORM_S, AgentAddress, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.launcher.processes.workers import Workers
 from dlrover_hooks.launcher.restart_budget import Budget, Over, say_echoes
@@ -78,7 +78,7 @@ class Agent:
     def __init__(
         self,
         options: LaunchOptions,
-        station: Station,
+        station: AgentAddress,
         client: MasterClient,
         workers: Workers,
         selector: selectors.BaseSelector,
@@ -89,7 +89,7 @@ class Agent:
         self.options, self.job, self.workers = options, station.job, workers
         self._station, self._selector, self._look, self._fresh = station, selector, look, fresh
         self._ear = MasterEvents(client, self.job, selector)
-        self._speaker = Speaker(options, station, client, look, lambda: self._ear.away_since)
+        self._speaker = MasterRequests(options, station, client, look, lambda: self._ear.away_since)
         self._local_ranks = list(range(options.workers.most))
         self.budget = Budget(options, station.node, self._speaker)
         self._round = 0

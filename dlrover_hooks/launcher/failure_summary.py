@@ -46,7 +46,7 @@ class Failure(msgspec.Struct, frozen=True):
     resumed: int | None = None
 
 
-class Story(msgspec.Struct, frozen=True):
+class FailureSummary(msgspec.Struct, frozen=True):
     """The contents of the summary. `code`: the launcher's exit code; `command`: resumes the job."""
 
     job: str
@@ -86,7 +86,7 @@ def again(arguments: Sequence[str], job: str) -> str:
     return shlex.join(["dlrover-hooks", *rest[:1], *([] if named else ["--job", job]), *rest[1:]])
 
 
-def screen(story: Story, *, colour: bool = False) -> str:
+def screen(story: FailureSummary, *, colour: bool = False) -> str:
     """The text, at most 80 columns wide unless a word is longer, with a final newline."""
     first, later = story.failures[0], story.failures[1:]
     rows = [("who", _who(first)), ("why", _why(first)), ("", _where(first)), ("when", _when(first))]

@@ -108,7 +108,7 @@ def judge(
     Args:
         view: the job; None if the master did not answer.
         began_at: the step.
-        again: it repeats the last failure, and no step was made in between, see `Repeats`.
+        again: it repeats the last failure, and no step was made in between, see `RepeatedFailures`.
     """
     code = cause.exit_code or -1
     what = str(cause)
@@ -141,7 +141,7 @@ def reached(cause: WorkerExit, view: JobView) -> int:
     return max(view.step, cause.words.step if cause.words is not None else 0)
 
 
-class Repeats:
+class RepeatedFailures:
     """Detects a repeated failure: the same exit code, error and place in the script, at the same step.
 
     Such a script fails there every time, even though it was restored from an older step and repeated some steps.
@@ -168,7 +168,7 @@ def gave_up(what: str, max_restarts: int) -> str:
     return f"{what}; gave up after {counted(max_restarts, 'restart')} (--max-restarts) of the job, on whatever node"
 
 
-class Blame:
+class BadNodes:
     """Detects a bad node: counts how often in a row its workers broke the round without a new step in between.
 
     Only once the job has made steps, and with several nodes: on a single node, node and script cannot be distinguished.

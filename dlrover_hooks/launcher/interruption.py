@@ -42,7 +42,7 @@ class Eviction:
         self._job, self._node, self._grace_s, self._slurm = job, node, grace_s, slurm
         self._told = False
         source = interruption_notices.source(preemption)
-        self._poller = interruption_notices.Poller(source, self.hear) if source is not None else None
+        self._poller = interruption_notices.NoticePoller(source, self.hear) if source is not None else None
 
     def hear(self, notice: InterruptionNotice) -> None:
         """Record a notice; only the first one counts. Any thread, signal handlers too."""

@@ -1,6 +1,6 @@
 """Notices that this node will be interrupted: from a cloud's metadata service, or by touching a file.
 
-The parsers are pure and follow the documented answers; `Poller` polls in its own thread. The services and their
+The parsers are pure and follow the documented answers; `NoticePoller` polls in its own thread. The services and their
 answers:
 
 - AWS: a token (IMDSv2), then `spot/instance-action`: 404 until two minutes before; hibernation comes at once
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -27,6 +26,7 @@ import msgspec
 import requests
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -218,7 +218,7 @@ def source(text: str) -> NoticeSource | None:
     )
 
 
-class Poller:
+class NoticePoller:
     """Owns the daemon thread `dlrover-hooks-notices`. It calls `heard` once and then ends."""
 
     def __init__(
@@ -226,25 +226,30 @@ class Poller:
     ) -> None:
         fast = isinstance(source, (NoticeFile, Gcp))
         self._source, self._heard, self._every_s = source, heard, every_s or (0.5 if fast else _ASK_S)
-        self._closed, self._warned = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-notices", daemon=True)
+        self._warned = False
+        self._thread = BackgroundThread(
+            "dlrover-hooks-notices",
+            self._run,
+            where=f"--preemption {source.name}",
+            on_error="warn",  # workers train on without notices
+            again_s=self._every_s,
+        )
         self._thread.start()
 
     def close(self) -> None:
         """Stop polling. A request in progress is abandoned with its daemon thread. Idempotent."""
-        self._closed.set()
-        self._thread.join(0.2)
+        self._thread.stop(0.2)
 
     def _run(self) -> None:
         with requests.Session() as http:
             http.trust_env = False  # no proxy between a machine and its metadata service
-            while not self._closed.wait(self._every_s):
+            while not self._thread.stopping.wait(self._every_s):
                 try:
                     notice = self._source.ask(http)
                 except (NoAnswer, requests.RequestException, OSError) as error:
                     self._warn(error)
                     continue
-                if notice is not None and not self._closed.is_set():
+                if notice is not None and not self._thread.stopping.is_set():
                     self._heard(notice)
                     return
 

@@ -26,7 +26,7 @@ from dlrover_hooks.errors import (
 from dlrover_hooks.host.ports import held_port
 from dlrover_hooks.launcher.failures import WorkerExit
 from dlrover_hooks.launcher.options import LaunchOptions, Level
-from dlrover_hooks.worker.acquire_rank import deserted
+from dlrover_hooks.worker.round_join import deserted
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -38,7 +38,7 @@ _POLL_S = 0.5
 """Longest delay of a signal during a request to the master."""
 
 
-class Station(msgspec.Struct, frozen=True):
+class AgentAddress(msgspec.Struct, frozen=True):
     """Identity and address of an agent. `host`: for other nodes. `serves`: its launcher serves the master."""
 
     job: str
@@ -47,7 +47,7 @@ class Station(msgspec.Struct, frozen=True):
     serves: bool = True
 
 
-class Speaker:
+class MasterRequests:
     """Main thread only.
 
     Args:
@@ -59,7 +59,7 @@ class Speaker:
     """
 
     def __init__(
-        self, options: LaunchOptions, station: Station, client: MasterClient, look: Callable[[], None],
+        self, options: LaunchOptions, station: AgentAddress, client: MasterClient, look: Callable[[], None],
         away_since: Callable[[], float | None],
     ) -> None:  # fmt: skip
         self._options, self._station, self._client, self._look = options, station, client, look

@@ -7,8 +7,17 @@ import sys
 from collections.abc import Sequence
 
 from dlrover_hooks.launcher.failure_summary import FailureRecord
-from dlrover_hooks.launcher.failures import GAVE_UP, Blame, FailureVerdict, Repeats, WorkerExit, culprit, gave_up, judge
-from dlrover_hooks.launcher.master_requests import Speaker
+from dlrover_hooks.launcher.failures import (
+    GAVE_UP,
+    BadNodes,
+    FailureVerdict,
+    RepeatedFailures,
+    WorkerExit,
+    culprit,
+    gave_up,
+    judge,
+)
+from dlrover_hooks.launcher.master_requests import MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 
@@ -36,15 +45,15 @@ def say_echoes(ends: Sequence[WorkerExit]) -> None:
 class Budget:
     """The restart budget, as one agent sees it. Main thread only."""
 
-    def __init__(self, options: LaunchOptions, node: str, speaker: Speaker) -> None:
+    def __init__(self, options: LaunchOptions, node: str, speaker: MasterRequests) -> None:
         self.restarts = 0
         """Of the job, on all nodes, as far as the master has reported."""
         self.record = FailureRecord(node)
         """Failures, for the final summary."""
         self.began_at = 0
         """Step of the job when the workers of this node were started."""
-        self._repeats = Repeats()
-        self._most, self._node, self._speaker, self._blame = options.max_restarts, node, speaker, Blame(node)
+        self._repeats = RepeatedFailures()
+        self._most, self._node, self._speaker, self._blame = options.max_restarts, node, speaker, BadNodes(node)
 
     def started(self, view: JobView | None) -> None:
         """Call when workers are about to be started."""

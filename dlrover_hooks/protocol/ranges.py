@@ -86,12 +86,6 @@ class Ranges(msgspec.Struct, forbid_unknown_fields=True):
         rest_highs = [lo] * (left < lo) + [right] * (hi < right)
         lows[first:last], highs[first:last] = rest_lows, rest_highs
 
-    def without(self, lo: int, hi: int) -> Ranges:
-        """A set of its own that lacks `[lo, hi)`."""
-        rest = self.copy()
-        rest.remove(lo, hi)
-        return rest
-
     def update(self, other: Ranges) -> None:
         """Put all of `other` in: O(k) over both, or O(m log k) for a small one."""
         if 16 * len(other.lows) < len(self.lows):

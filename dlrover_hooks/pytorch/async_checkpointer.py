@@ -10,33 +10,37 @@ with AsyncCheckpointer("saved", model=model, optimizer=optimizer, loader=loader)
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_hooks import config as settings
-from dlrover_hooks import protocol as p
+from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.state.pytree import flatten
 from dlrover_hooks.data.accumulation import Accumulation
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
-from dlrover_hooks.elastic.round_survivor import Survivor
+from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.shapes import require
-from dlrover_hooks.pytorch.ddp import BucketOrder, SyncAtEnds, weigh_gradients
+from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful
 from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
 from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, own_state, refuse
 from dlrover_hooks.pytorch.training_loaders import keeps_own_state
 from dlrover_hooks.session import Preempted, Restored, Session
+from dlrover_hooks.step_driver import StepDriver
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dlrover_hooks.config.shared_keywords import SharedKeywords
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -71,10 +75,11 @@ class AsyncCheckpointer:
             names. `even_batches.leader` chooses the loader whose weights apply to the step. A loader with its own
             `state_dict` and `load_state_dict` is kept as it is; if there is no other, a step is over at the next
             forward.
-        extra: anything else with `state_dict` and `load_state_dict`, always in the same order; or by name, in a dict.
-            Parts that class and optimizer do not distinguish (two moving averages) need names.
+        extra: anything else with `state_dict` and `load_state_dict`, in a list or by name in a dict. In a list the
+            class is the name, of a scheduler also its optimizer; two moving averages need a dict.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
-        shared: the shared keywords, see `dlrover_hooks.config.Config`. `global_batch_size` belongs to the loader.
+        shared: see `SharedKeywords`; the meanings are those of `dlrover_hooks.config.Config`. `global_batch_size`
+            belongs to the loader.
 
     All methods run on the training thread.
     """
@@ -88,7 +93,7 @@ class AsyncCheckpointer:
         loader: Loader | Stateful | Sequence[Loader | Stateful],
         extra: Iterable[Stateful] | Mapping[str, Stateful] = (),
         on_preempt: Callable[[Preempted], object] | None = None,
-        **shared: Any,
+        **shared: Unpack[SharedKeywords],
     ) -> None:
         self.step = 0
         self._ddp = _ddp(model)
@@ -115,14 +120,13 @@ class AsyncCheckpointer:
         self.config = settings.load(save_to=save_to, **shared)
         if shared.get("global_batch_size") is not None:
             _refuse_batch(self.config.global_batch_size, self._loaders)
-        self.session = None if self.config.disable else Session(self.config, self._place())
-        self.restored: Restored | None = None
-        self._survivor: Survivor | None = None
-        if self.session is not None:
-            self.session.parting.on_preempt = on_preempt
-            self._say_unsupported(self.session, leased)
-            self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
-            self._come_up(self.session)
+        self._buckets: BucketOrder | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sync: SyncAtEnds | None = None
+        self._driver: StepDriver | None = None
+        if not self.config.disable:
+            self._driver = StepDriver(self, self.config, self._place(), on_preempt=on_preempt)
+            self._come_up(self._driver, leased)
         elif self._ddp is not None:
             self._share_gradients(self._ddp)
 
@@ -132,77 +136,93 @@ class AsyncCheckpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(p.Departure.DONE if kind is None else p.Departure.FAILED)
+        if kind is None:
+            self.finish()
+        else:
+            self.close()
         if isinstance(error, AssertionError) and "No inf checks" in str(error) and self._accumulations:
             raise UsageError(
                 "a GradScaler found no gradients: in a step of several micro-batches they are kept apart until it ends",
                 hint="AsyncCheckpointer(..., extra=[scaler])",
             ) from error
 
+    @property
+    def restored(self) -> Restored | None:
+        """What this start resumed; None for a fresh start."""
+        return self._driver.restored if self._driver is not None else None
+
+    @property
+    def session(self) -> Session | None:
+        """The membership in the job; None when the hooks are disabled."""
+        return self._driver.session if self._driver is not None else None
+
     def wait_copied(self) -> None:
         """Return when the last snapshot is copied. Call it before you change weights yourself, outside a step."""
-        if self.session is not None:
-            self.session.wait_copied()
+        if self._driver is not None:
+            self._driver.session.wait_copied()
 
-    def close(self, reason: p.Departure = p.Departure.DONE) -> None:
-        """End. DONE makes the last step durable first. Safe to call twice.
+    def finish(self) -> None:
+        """Training is over: make the last step durable and leave the job. Safe to call twice."""
+        if self._driver is None or not self._driver.alive:
+            return self._unshare_gradients()
+        try:
+            for first in self._loaders[:1]:
+                first.finish()
+            self._driver.finish(self.step, self._state())
+        finally:
+            self.close(p.Departure.DONE)
+
+    def close(self, reason: p.Departure = p.Departure.FAILED) -> None:
+        """Leave the job unfinished, to be resumed. Safe to call twice.
 
         Under `elastic_run`, FAILED keeps the rank assignment, because `elastic_run` handles the cause itself.
         """
-        if self.session is None or not self._end.alive:
-            self._unshare_gradients()
+        self._unshare_gradients()
+        if self._driver is None or not self._driver.alive:
             return
-        try:
-            if reason is p.Departure.DONE:
-                for first in self._loaders[:1]:
-                    first.finish()
-                self.session.finish(self.step, self._state(self._extra_state()))
-        finally:
-            self._end.detach()
-            for hook in self._hooks:
-                hook.remove()
-            if self._survivor is not None:
-                self._survivor.close()
-            self._unshare_gradients()
-            for loader in self._loaders:
-                loader.before_batch.remove(self._quiet)
-                if isinstance(loader, LeasedLoader):
-                    loader.close()
-            if self._survivor is None or reason is p.Departure.DONE:
-                self.session.leave(reason, self.step)
+        for hook in self._hooks:
+            hook.remove()
+        for loader in self._loaders:
+            if self._boundary in loader.before_batch:
+                loader.before_batch.remove(self._boundary)
+            if isinstance(loader, LeasedLoader):
+                loader.close()
+        self._driver.close(reason, self.step)
 
-    def _come_up(self, session: Session) -> None:
+    def _come_up(self, driver: StepDriver, leased: list[str]) -> None:
         try:
-            session.join()
-            self.restored = session.restore_plan(self._fit)
+            self._say_unsupported(driver.session, leased)
+            restored = driver.start(self._fit)
             for loader in self._loaders:
                 if isinstance(loader, LeasedLoader):
-                    session.lease(loader.name, loader)
+                    driver.session.lease(loader.name, loader)
                 else:
-                    session.watch(loader.name, loader.sampler)
+                    driver.session.watch(loader.name, loader.sampler)
+            self._begin(driver, restored)
         except BaseException:
-            if session.membership is None:
-                session.leave(p.Departure.FAILED)
+            self.close()
             raise
+
+    def _begin(self, driver: StepDriver, restored: Restored | None) -> None:
+        session = driver.session
         session.frozen_among(self._whole.model.parameters)
         saved: list[str] = []
-        if self.restored is not None and self.restored.weights_only:
-            self._whole.load(self.restored.state, weights_only=True)
-        elif self.restored is not None:
-            self._load(self.restored.state)
-            saved = self.restored.state["bucket_order"]
-        self._buckets: BucketOrder | None = None
+        if restored is not None and restored.weights_only:
+            self._whole.load(restored.state, weights_only=True)
+        elif restored is not None:
+            self._load(restored.state)
+            saved = restored.state["bucket_order"]
         if self._ddp is not None:
             self._share_gradients(self._ddp)
             self._buckets = keep_buckets(self._ddp, saved)
-        self._hooks = [self._optimizer.register_step_post_hook(lambda *_: self._stepped(session))]
+        self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._stepped(driver)))
         for loader in self._loaders:
-            loader.before_batch.append(self._quiet)
+            loader.before_batch.append(self._boundary)
         if not self._loaders:
             self._hooks.append(self._whole.model.register_forward_pre_hook(lambda *_: self._before_forward()))
         if session.membership is not None:
             models, ends = [self._whole.model], [loader.close for loader in self._loaders]
-            self._survivor = Survivor(session, models, [self._optimizer], self._extra_state, self._state, ends)
+            driver.begin(AdapterRecovery(session, models, [self._optimizer], self._extra_state, self._state, ends))
 
     def _say_unsupported(self, session: Session, leased: list[str]) -> None:
         """Report what cannot be recovered in process."""
@@ -270,7 +290,7 @@ class AsyncCheckpointer:
         return lambda: lead.step_ends if (lead := leader(loaders)) is not None else True
 
     def _unshare_gradients(self) -> None:
-        if self._ddp is not None:
+        if self._sync is not None:
             self._sync.close()
 
     def _fit(self, opening: Opening) -> Filling:
@@ -310,38 +330,34 @@ class AsyncCheckpointer:
         for loader, saved in zip(self._own, self._own_states, strict=True):
             loader.load_state_dict(saved)
 
-    def _stepped(self, session: Session) -> None:
+    def _stepped(self, driver: StepDriver) -> None:
         self.step += 1
         if self._own:
             self._own_states = [one.state_dict() for one in self._own]
         self._asked = True
-        session.stepped()
+        driver.stepped()
 
     def _before_forward(self) -> None:
         """Without an elastic loader, the first forward after a step is the step boundary."""
         if self._asked and self._whole.model.training and torch.is_grad_enabled():
             self._asked = False
-            self._quiet()
+            self._boundary()
 
-    def _quiet(self) -> None:
-        assert self.session is not None
-        ended = self.session.at_step_end
-        self.session.before_fetch(self.step)
-        due = self.session.batch_requested(self.step)
-        if self._survivor is not None:
-            self._survivor.quiet(self.step, step_ends=ended)
-        if due:
-            self.session.cut(self.step, self._state(self._extra_state()))
+    def _boundary(self) -> None:
+        assert self._driver is not None
+        self._driver.before_fetch(self.step)
+        self._driver.boundary(self.step, self._state)
 
     def _extra_state(self) -> dict[str, Any]:
         """The state that changes outside of an optimizer step."""
         return {"extra": self._extra.states(), **({"own": self._own_states} if self._own else {})}
 
-    def _state(self, beside: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, beside: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The `state` part of a cut; `beside` replaces the current result of `_extra_state`."""
         return {
             "step": self.step,
             **self._whole.save(),
-            **beside,
+            **(self._extra_state() if beside is None else beside),
             "extra_names": self._extra.names,
             "bucket_order": self._buckets.names if self._buckets is not None else [],
         }

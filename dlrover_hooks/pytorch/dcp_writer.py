@@ -27,7 +27,7 @@ from torch.futures import Future
 
 import dlrover_hooks.elastic.gloo_exit_wait  # noqa: F401  # a script's last save may be its end
 from dlrover_hooks import config as settings
-from dlrover_hooks.checkpoint.save.staging import Copies
+from dlrover_hooks.checkpoint.save.state_tree_copies import StateTreeCopies
 from dlrover_hooks.checkpoint.state.pytree import flatten
 from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, WholeTensor
@@ -51,7 +51,7 @@ class FlashStager(AsyncStager):
     _synchronize_after_execute = False  # what `stage` returns is complete
 
     def __init__(self) -> None:
-        self._copies = Copies()
+        self._copies = StateTreeCopies()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """An independent copy on the CPU."""

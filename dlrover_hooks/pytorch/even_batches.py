@@ -25,7 +25,7 @@ from dlrover_hooks.data.accumulation import leader as leader
 from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.pytorch.ddp import weighs
+from dlrover_hooks.pytorch.ddp_exactness import weighs
 
 
 class Around:

@@ -22,7 +22,7 @@ class Stateful(Protocol):
 
 
 class Extras:
-    """The parts of `extra`, in order, with their names.
+    """The parts of `extra` with their names, by which their states are found again, in whatever order they are given.
 
     In a mapping the keys are the names. In a sequence a part is named by its class, a scheduler also by its optimizer.
 
@@ -31,17 +31,16 @@ class Extras:
     """
 
     def __init__(self, extra: Iterable[Stateful] | Mapping[str, Stateful], model: nn.Module) -> None:
-        self._keyed = isinstance(extra, Mapping)
-        given: Any = extra
+        given: Any = extra  # pyright narrows an Iterable to a Mapping of unknown values
         named: list[tuple[str, Stateful]] = (
-            [*given.items()] if self._keyed else [(_name(one, model), one) for one in given]
+            [*given.items()] if isinstance(extra, Mapping) else [(_name(one, model), one) for one in given]
         )
         self.names = [name for name, _ in named]
         self.parts = [_by_names(part, model) for _, part in named]
         alike = [f"{count} times {name}" for name, count in Counter(self.names).items() if count > 1]
         if alike:
             raise UsageError(
-                f"`extra` has {' and '.join(alike)}: in another order they would load each other's state",
+                f"`extra` has {' and '.join(alike)}: nothing tells which state belongs to which",
                 hint='name them: extra={"teacher": teacher, "student": student}',
             )
 
@@ -58,13 +57,13 @@ class Extras:
         states, names = saved["extra"], saved.get("extra_names")
         if len(states) != len(self.parts):
             counts = f"`extra` had {len(states)} parts, here it has {len(self.parts)}"
-            refuse([counts], "give the same parts in the same order, or start over (resume='never')")
+            refuse([counts], "give the same parts, or start over (resume='never')")
         if names is None:  # saved by an older version: by order
             return list(enumerate(self.parts))
-        if sorted(names) != sorted(self.names) or (names != self.names and not self._keyed):
+        if sorted(names) != sorted(self.names):
             refuse(
                 [f"`extra` was {', '.join(names)}; here it is {', '.join(self.names)}"],
-                "give the same parts in the same order, or start over (resume='never')",
+                "give the same parts, or start over (resume='never')",
             )
         return [(names.index(name), part) for name, part in zip(self.names, self.parts, strict=True)]
 

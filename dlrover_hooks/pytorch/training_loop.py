@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
@@ -20,21 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.state import pytree
 from dlrover_hooks.config import Config, Place
-from dlrover_hooks.data.leased.leased_loader import LeasedLoader
-from dlrover_hooks.data.leased.leased_loader import is_leased as is_leased
+from dlrover_hooks.data.leased.leased_loader import LeasedLoader, is_leased as is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
-from dlrover_hooks.elastic.round_survivor import Survivor
+from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.shapes import require
+from dlrover_hooks.protocol.restored_form import require
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
-from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import leader
 from dlrover_hooks.pytorch.extra_state import Stateful
 from dlrover_hooks.pytorch.state_dict import OptimizerForm, exact_optimizer_states, refuse_other_class
 from dlrover_hooks.pytorch.tensor_loading import listed, own_state, refuse_sharded
-from dlrover_hooks.pytorch.training_loaders import is_training as is_training
-from dlrover_hooks.pytorch.training_loaders import keeps_own_state as keeps_own_state
-from dlrover_hooks.session import Preempted, Restored, Session
+from dlrover_hooks.pytorch.training_loaders import is_training as is_training, keeps_own_state as keeps_own_state
+from dlrover_hooks.session import Preempted, Restored
+from dlrover_hooks.step_driver import StepDriver
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -142,16 +140,13 @@ class TrainingLoop:
 
     def __init__(self, config: Config, place: Place, on_preempt: Callable[[Preempted], object] | None = None) -> None:
         self.config, self.place, self.window = config, place, Window()
-        self.session = Session(config, place)
-        self.session.parting.on_preempt = on_preempt
-        self._end = weakref.finalize(self, self.session.leave, p.Departure.FAILED)
+        self._driver = StepDriver(self, config, place, on_preempt=on_preempt)
+        self.session = self._driver.session
+        restored = self._driver.start(check=_check_state)
         try:
-            self.session.join()
-            self.restored: Restored | None = self.session.restore_plan(check=_check_state)
-            self._saved = _taken(self.restored)
-        except BaseException:
-            if self.session.membership is None:
-                self.close(p.Departure.FAILED)
+            self._saved = _taken(restored)
+        except UsageError:
+            self._driver.close(p.Departure.FAILED)
             raise
         self.step: int = self._saved.get("step", 0)
         self.first_world: int = self._saved.get("first_world", place.world_size)
@@ -167,17 +162,30 @@ class TrainingLoop:
         self._loaders: list[ElasticLoader] = []
         self.session.frozen_among(self._parameters)
         self._checked, self._asked = False, True
-        self._survivor: Survivor | None = None
+
+    @property
+    def restored(self) -> Restored | None:
+        """What this start resumed; None for a fresh start."""
+        return self._driver.restored
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def add(self, kind: str, part: Stateful) -> None:
-        """Add `part` to every cut as the next of its kind, and load its restored state."""
+        """Add `part` to every cut, and load its restored state: schedulers and objects by class, others by order."""
         parts = self._parts.setdefault(kind, [])
         saved = self._saved.get("parts", {}).get(kind, [])
-        if len(parts) < len(saved):
-            part.load_state_dict(saved[len(parts)])
+        names = self._saved.get("classes", {}).get(kind)
+        if names is None:
+            places = list(range(len(saved)))[len(parts) :]
+        else:
+            of_class = [place for place, name in enumerate(names) if name == type(part).__name__]
+            places = of_class[self._classes(kind).count(type(part).__name__) :]
+        if places:
+            part.load_state_dict(saved[places[0]])
         parts.append(part)
+
+    def _classes(self, kind: str) -> list[str]:
+        return [type(one).__name__ for one in self._parts.get(kind, [])]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for model in self._parts.get("model", []):
@@ -235,7 +243,7 @@ class TrainingLoop:
         )
         made.accumulate_by_hand()  # `Window` does it
         self.session.watch(name, made.sampler)
-        calls = [functools.partial(_refuse_evaluation, made), self.quiet]
+        calls = [functools.partial(_refuse_evaluation, made), self.boundary]
         made.before_batch += calls
         self._undo += [functools.partial(made.before_batch.remove, call) for call in calls]
         made.leads = not self._loaders
@@ -261,8 +269,8 @@ class TrainingLoop:
         if self.session.membership is not None:
             self.session.membership.refuse(f"leased dataset {made.name!r}")
         self.session.lease(made.name, made)
-        made.before_batch.append(self.quiet)
-        self._undo.append(lambda: made.before_batch.remove(self.quiet))
+        made.before_batch.append(self.boundary)
+        self._undo.append(lambda: made.before_batch.remove(self.boundary))
         self.window.loaders.append(made)
         return made
 
@@ -292,19 +300,14 @@ class TrainingLoop:
             yield epoch
             self._epoch, self._epoch_over = epoch + 1, True
 
-    def quiet(self) -> None:
+    def boundary(self) -> None:
         """Called at a step boundary: the last step is entirely over, the next batch is not fetched yet."""
-        if not self._end.alive:
+        if not self._driver.alive:
             return
         if not self._checked:
             self._check()
-        ended = self.session.at_step_end
-        self.session.before_fetch(self.step)
-        due = self.session.batch_requested(self.step)
-        if self._survivor is not None:
-            self._survivor.quiet(self.step, step_ends=ended)
-        if due:
-            self.session.cut(self.step, self.state())
+        self._driver.before_fetch(self.step)
+        self._driver.boundary(self.step, self.state)
 
     def _check(self) -> None:
         self._checked = True
@@ -312,13 +315,19 @@ class TrainingLoop:
             if len(saved) != len(self._parts.get(kind, [])):
                 raise UsageError(
                     f"the checkpoint has {len(saved)} of kind {kind!r}, here are {len(self._parts.get(kind, []))}",
-                    hint="prepare everything before the loop, always in the same order, or start over (resume='never')",
+                    hint="prepare the same objects before the loop, or start over (resume='never')",
+                )
+        for kind, names in self._saved.get("classes", {}).items():
+            if sorted(names) != sorted(self._classes(kind)):
+                raise UsageError(
+                    f"the checkpoint has of kind {kind!r}: {listed(names)}; here are: {listed(self._classes(kind))}",
+                    hint="prepare the same objects before the loop, or start over (resume='never')",
                 )
         refuse_sharded(pytree.flatten(self.state()).tensors)  # refuse unsupported state before training starts
         if self.session.membership is not None:
             models, optimizers = (cast(Any, self._parts.get(kind, [])) for kind in ("model", "optimizer"))
             ends = [loader.close for loader in self.window.loaders] + [self._let_go]
-            self._survivor = Survivor(self.session, models, optimizers, self._extra, self.state, ends)
+            self._driver.begin(AdapterRecovery(self.session, models, optimizers, self._extra, self.state, ends))
 
     def _let_go(self) -> None:
         self.window.forget()
@@ -329,7 +338,7 @@ class TrainingLoop:
         """Without an elastic loader, the first forward after a step is the step boundary."""
         if self._asked and not self.window.loaders and model.training and torch.is_grad_enabled():
             self._asked = False
-            self.quiet()
+            self.boundary()
 
     def _stepped(self) -> None:
         self.step += 1
@@ -338,7 +347,7 @@ class TrainingLoop:
         self.left_out = ""
         self._asked, self._epoch_over = True, False
         self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
-        self.session.stepped()
+        self._driver.stepped()
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """The `state` part of a cut; `extra` replaces the current result of `_extra`."""
@@ -348,7 +357,8 @@ class TrainingLoop:
             **extra,
             "step": self.step,
             "first_world": self.first_world,
-            "optimizer_classes": [type(one).__name__ for one in self._parts.get("optimizer", [])],
+            "optimizer_classes": self._classes("optimizer"),
+            "classes": {kind: self._classes(kind) for kind in ("scheduler", "object") if kind in self._parts},
             "parts": {kind: (parts | extra["parts"])[kind] for kind in self._parts if kind != "loader" or self._own},
             "bucket_orders": [order.names for order in self._buckets],
         }
@@ -367,7 +377,7 @@ class TrainingLoop:
 
         Leased data is not included, because the master keeps its ledger.
         """
-        return {one.name: one.state_dict() | {"cursor": one.sampler.progress.marked} for one in self._loaders}
+        return {one.name: one.state_dict() for one in self._loaders}
 
     def place_at(self, states: dict[str, dict[str, Any]]) -> None:
         """Set the elastic loaders to the positions in a checkpoint of the user's own."""
@@ -379,32 +389,31 @@ class TrainingLoop:
                     "leased dataset %r: the model goes back to a checkpoint of your own, the master's ledger does not: "
                     "samples trained since that save are not handed out again", one.name,
                 )  # fmt: skip
-        self.session.forget_restored()
+        self._driver.forget_restored()
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """End training: make the last step durable, then leave as DONE."""
-        if not self._end.alive:
+        if not self._driver.alive:
             return
         try:
             if self.window.loaders:
                 self.window.loaders[0].finish()
-            self.session.finish(self.step, self.state())
+            self._driver.finish(self.step, self.state())
         finally:
             self.close(p.Departure.DONE)
 
     def close(self, reason: p.Departure) -> None:
         """Give up the rank assignment without saving. Safe to call twice."""
-        if self._end.detach() is None:
+        if not self._driver.alive:
             return
         for loader in self.window.loaders:
             if isinstance(loader, LeasedLoader):
                 loader.close()
-        while getattr(self, "_undo", None):
+        while self._undo:
             self._undo.pop()()
-        if getattr(self, "_survivor", None) is None or reason is p.Departure.DONE:
-            self.session.leave(reason, getattr(self, "step", 0))
+        self._driver.close(reason, self.step)
 
 
 def _refuse_evaluation(loader: ElasticLoader) -> None:
@@ -432,6 +441,7 @@ class _LoopForm(msgspec.Struct):
     parts: dict[str, list[Any]]
     first_world: p.World = 1
     optimizer_classes: list[str] = []
+    classes: dict[str, list[str]] = {}
     bucket_orders: list[list[str]] = []
     epoch: p.Step = 0
     epoch_over: bool = False

@@ -208,7 +208,7 @@ def recovered(evidence: Evidence) -> Verdict:
 
 
 def _again_s(evidence: Evidence, row: Mapping[str, Any]) -> float | None:
-    again = evidence.hit.again_at(row["at"], row["now"] + (" at=quiet" in row["fault"]), row["rank"])
+    again = evidence.hit.again_at(row["at"], row["now"] + (" at=boundary" in row["fault"]), row["rank"])
     return None if again is None else again - row["at"]
 
 

@@ -19,7 +19,7 @@ from rich.progress import Progress, TaskID
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.host.parent_death import die_with_parent
-from dlrover_hooks.rehearsal import footprint
+from dlrover_hooks.rehearsal import duplicate_output
 from dlrover_hooks.testing.faults import fault_plan as faults
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
 from dlrover_hooks.testing.faults.step_trace import RunTrace
@@ -75,7 +75,7 @@ class Trial:
 
     def go(self, progress: Progress) -> None:
         """Run it to its end. If interrupted, none of its processes is left running."""
-        bar, before = progress.add_task(self.name, total=self._plan.steps), footprint.look(os.getcwd())
+        bar, before = progress.add_task(self.name, total=self._plan.steps), duplicate_output.look(os.getcwd())
         with self._launched(self._plan.workers) as launcher:
             self.code = self._watch(launcher, progress, bar)
         if any(fault.of is Target.LAUNCHER for fault in self.faults) and self.struck():
@@ -83,7 +83,7 @@ class Trial:
                 self.code = self._watch(launcher, progress, bar)
         progress.update(bar, completed=self.run.read().step, total=self.run.step)
         self._tell(progress)
-        self.lines = footprint.added(os.getcwd(), before)
+        self.lines = duplicate_output.added(os.getcwd(), before)
 
     @contextlib.contextmanager
     def _launched(self, workers: int) -> Iterator[subprocess.Popen[bytes]]:

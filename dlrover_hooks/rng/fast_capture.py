@@ -24,7 +24,7 @@ _numpy: Any = np.random
 _python: Any = random
 
 
-class States:
+class RngCapture:
     """Reads the states. Create it once per process; use it on the thread that draws, or while that thread waits.
 
     Most steps draw nothing here, so the last state read is still current. A few bytes at both ends of each generator's

@@ -12,7 +12,7 @@ statistics, which all ranks continue with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,7 +27,7 @@ Statistics = tuple[tuple[str, bytes], ...]
 """Small buffers: a name and its bytes for each."""
 
 
-class Drawn(msgspec.Struct, frozen=True, array_like=True):
+class RngEntry(msgspec.Struct, frozen=True, array_like=True):
     """One rank's random state after the step of `generation`, or within the next one (`ahead`).
 
     `statistics`: batch statistics of the same moment; only rank 0 has them.
@@ -43,10 +43,29 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 _FIELDS = b"\x96"
 """The first byte of a msgpack array of six elements."""
-_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Drawn).decode
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(RngEntry).decode
 
 
-class Draws:
+class StateSource(Protocol):
+    """What the notes of a round are made of. Methods are called by the threads that call `RngJournal`."""
+
+    def random_state(self) -> process_state.Taken: ...
+    def statistics(self) -> Statistics: ...
+
+
+class ProcessState:
+    """The random state of this process, without batch statistics."""
+
+    def random_state(self) -> process_state.Taken:
+        """Capture it now."""
+        return process_state.take()
+
+    def statistics(self) -> Statistics:
+        """None are known."""
+        return ()
+
+
+class RngJournal:
     """The notes of one process, over all rounds in which it takes part.
 
     `write(place, head, body)` stores a note, `head + body`, in memory that outlives the process. The body holds the
@@ -64,10 +83,11 @@ class Draws:
         """The step noted last in this round."""
         self._bound = False
         self._told = dict[int, tuple[bytes, ...]]()
-        self.statistics: Callable[[], Statistics] = tuple
-        """Returns the batch statistics of rank 0 in this round."""
-        self.take: Callable[[], process_state.Taken] = process_state.take
-        """Returns the current random state."""
+        self._source: StateSource = ProcessState()
+
+    def read(self, source: StateSource) -> None:
+        """From here on notes are made of `source`; rank 0 adds its statistics."""
+        self._source = source
 
     @property
     def notes(self) -> list[bytes]:
@@ -141,11 +161,11 @@ class Draws:
         """
         if self._seat is not None and not (unless_noted and self._bound):
             self._bound = True
-            self._note(_AHEAD, self.take().packed)
+            self._note(_AHEAD, self._source.random_state().packed)
 
     def _note(self, place: int, random: process_state.Packed) -> None:
         assert self._seat is not None
-        statistics = self.statistics() if self._seat[1] == 0 else ()
+        statistics = self._source.statistics() if self._seat[1] == 0 else ()
         if self._body[0] is not random or self._body[1] != statistics:
             self._body = random, statistics, _encode(random) + _encode(statistics)
         self._put(place, _head(*self._seat, place == _AHEAD), self._body[2])
@@ -156,7 +176,7 @@ class Draws:
 
 
 def _head(*fields: Any) -> bytes:
-    """The encoding of a `Drawn` up to its state; the remaining fields are encoded separately."""
+    """The encoding of a `RngEntry` up to its state; the remaining fields are encoded separately."""
     return _FIELDS + _encode(fields)[1:]
 
 
@@ -203,7 +223,7 @@ def _just_before(one: Generation, other: Generation) -> bool:
     return (one.run, one.attempt) == (other.run, other.attempt) and one.step < other.step
 
 
-def _read(note: bytes) -> Drawn | None:
+def _read(note: bytes) -> RngEntry | None:
     try:
         return _decode(note)
     except msgspec.DecodeError:  # written by another version of this library

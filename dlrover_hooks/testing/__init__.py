@@ -6,19 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover_hooks.testing.fakes import ManualClock as ManualClock
-    from dlrover_hooks.testing.fakes import MasterFake as MasterFake
-    from dlrover_hooks.testing.fakes import StorageFake as StorageFake
-    from dlrover_hooks.testing.fakes import StorageFakeClaim as StorageFakeClaim
+    from dlrover_hooks.testing.fakes import (
+        ManualClock as ManualClock,
+        MasterFake as MasterFake,
+        StorageFake as StorageFake,
+        StorageFakeClaim as StorageFakeClaim,
+    )
     from dlrover_hooks.testing.faults.drill import arm as arm
     from dlrover_hooks.testing.faults.fault_actions import InjectedFault as InjectedFault
-    from dlrover_hooks.testing.faults.fault_plan import Fault as Fault
-    from dlrover_hooks.testing.faults.fault_plan import Kind as Kind
-    from dlrover_hooks.testing.faults.fault_plan import Moment as Moment
-    from dlrover_hooks.testing.faults.fault_plan import Target as Target
-    from dlrover_hooks.testing.object_store import Bucket as Bucket
-    from dlrover_hooks.testing.object_store import FaultyStore as FaultyStore
-    from dlrover_hooks.testing.object_store import faulty_store as faulty_store
+    from dlrover_hooks.testing.faults.fault_plan import Fault as Fault, Kind as Kind, Moment as Moment, Target as Target
+    from dlrover_hooks.testing.object_store import (
+        Bucket as Bucket,
+        FaultyStore as FaultyStore,
+        faulty_store as faulty_store,
+    )
     from dlrover_hooks.testing.tcp_proxy import Proxy as Proxy
 
 _PUBLIC = {

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover_hooks.client.in_process_master import Alone
+from dlrover_hooks.client.in_process_master import InProcessMaster
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
-from dlrover_hooks.master.checkpoint_store import Storage
+from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.protocol import Manifest, Retention
 
 
@@ -72,8 +72,8 @@ class StorageFake:
         return StorageFakeClaim(self, url)
 
 
-class MasterFake(Alone):
-    """`Alone` with leases, a manual clock and in-memory storage; any number of incarnations may call it."""
+class MasterFake(InProcessMaster):
+    """A master in this process: the real core, a manual clock, storage in memory. Any incarnation may call it."""
 
     def __init__(self, *, clock: ManualClock | None = None, storage: Storage | None = None) -> None:
         self.hand = clock or ManualClock()

@@ -8,12 +8,16 @@ with Proxy(master_url) as proxy:
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from urllib.parse import urlsplit
+
+from dlrover_hooks.errors import HooksError
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 _CONNECT_S = 5.0
 
@@ -31,7 +35,8 @@ class Proxy:
         self._changed = threading.Event()
         self._closed = False
         self._cut_until = self._clogged_until = self._delay_s = 0.0
-        self._threads: list[threading.Thread] = []
+        self._threads: list[BackgroundThread] = []
+        self._error: HooksError | None = None
         self._start(self._accept)
 
     def cut(self, seconds: float = 0.0) -> None:
@@ -48,7 +53,7 @@ class Proxy:
         self._delay_s = seconds
 
     def close(self) -> None:
-        """Stop the proxy. Safe to call twice."""
+        """Stop the proxy; raise the first unexpected error of its threads. Safe to call twice."""
         self._closed = True
         self._changed.set()
         with contextlib.suppress(OSError):
@@ -56,7 +61,10 @@ class Proxy:
         self._listener.close()
         self._end_all()
         for thread in self._threads:
-            thread.join(_CONNECT_S)
+            thread.stop(_CONNECT_S)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Proxy:
         return self
@@ -67,9 +75,13 @@ class Proxy:
         self.close()
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, name="dlrover-hooks-proxy", daemon=True)
-        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        run = functools.partial(target, *args)
+        thread = BackgroundThread("dlrover-hooks-proxy", run, where=f"the proxy {self.url}", failed=self._met)
+        self._threads = [one for one in self._threads if one.alive] + [thread]
         thread.start()
+
+    def _met(self, error: HooksError) -> None:
+        self._error = self._error or error
 
     def _accept(self) -> None:
         while not self._closed:

@@ -17,6 +17,7 @@ import msgspec
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import HooksError, MasterAway, MasterError, Stale, UnknownJob
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.ports import Port
 
 log = logging.getLogger("dlrover_hooks.rendezvous")
@@ -199,8 +200,13 @@ class AgentIncarnation:
         self.over = self.outdated = False
         self._lock = threading.Lock()
         self._broken, self._newcomers = 0, (0, 0)
-        self._ended = threading.Event()
-        self._beating: threading.Thread | None = None
+        self._beating = BackgroundThread(
+            "dlrover-hooks-agent",
+            self._beat,
+            where=f"job {terms.job}, agent of node {terms.node}",
+            on_error="warn",  # a later heartbeat may succeed; if none does, the master's refusal is reported
+            again_s=BEAT_S,
+        )
 
     def ask(self, request: p.Message, patience_s: float) -> Any:
         """The master's reply. Raises MasterAway after `patience_s`, MasterError."""
@@ -209,13 +215,12 @@ class AgentIncarnation:
     @property
     def listens(self) -> bool:
         """The watch and the heartbeats have started."""
-        return self._beating is not None
+        return self._beating.started
 
     def listen(self) -> None:
         """Start the watch and the heartbeats. Only the first call has an effect."""
-        if self._beating is None:
+        if not self._beating.started:
             self.client.watch(self.terms.agents, self._noticed, self._refused)
-            self._beating = threading.Thread(target=self._beat, name="dlrover-hooks-agent", daemon=True)
             self._beating.start()
 
     def reasons_to_meet(self) -> int:
@@ -227,13 +232,12 @@ class AgentIncarnation:
 
     def end(self) -> None:
         """Idempotent."""
-        self._ended.set()
+        self._beating.stopping.set()  # before the client is closed: what the beat then meets is no refusal
         self.client.close()
-        if self._beating is not None:
-            self._beating.join(_FAREWELL_S)
+        self._beating.stop(_FAREWELL_S)
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
+        while not self._beating.stopping.wait(BEAT_S):
             try:
                 beat = self.client.call(p.Heartbeat(self.terms.agents, self.incarnation), timeout_s=BEAT_S)
             except MasterAway:
@@ -254,6 +258,6 @@ class AgentIncarnation:
 
     def _refused(self, refusal: MasterError) -> None:
         """The master declared this agent dead (or lost its state): the workers here belong to no round any more."""
-        if not self._ended.is_set():
+        if not self._beating.stopping.is_set():
             log.warning("job %s: %s", self.terms.job, refusal.message)
             self.outdated = True

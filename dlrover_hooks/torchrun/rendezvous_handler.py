@@ -19,14 +19,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from dlrover_hooks import config as settings
-from dlrover_hooks import protocol as p
+from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.config.spelling import refuse_unknown
 from dlrover_hooks.errors import MasterAway, MasterError, Unauthorized, UsageError
 from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.torchrun.agent_rounds import JobOver, Meeting, NotFormed, Terms
 from dlrover_hooks.torchrun.entry_point import BACKEND
-from dlrover_hooks.torchrun.rank_agreement import RankStore
+from dlrover_hooks.torchrun.rank_exchange_store import RankStore
 
 log = logging.getLogger("dlrover_hooks.rendezvous")
 

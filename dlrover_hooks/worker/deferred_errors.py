@@ -8,19 +8,19 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.memory.slot_policy import NoSlot
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import HooksError, Stale, StorageFailed
-from dlrover_hooks.worker.reporter import Courier
+from dlrover_hooks.worker.reporter import Reporter
 
 log = logging.getLogger("dlrover_hooks")
 WITHOUT_S = 10.0
 """Seconds without a save after which a missing free slot is logged as a warning."""
 
 
-class Surface:
+class DeferredErrors:
     """Training thread only. `said`: the texts logged so far."""
 
-    def __init__(self, config: Config, place: Place, engine: Checkpointer | None, courier: Courier) -> None:
+    def __init__(self, config: Config, place: Place, engine: Checkpointer | None, reporter: Reporter) -> None:
         self.said = set[str]()
-        self._config, self._place, self._engine, self._courier = config, place, engine, courier
+        self._config, self._place, self._engine, self._reporter = config, place, engine, reporter
 
     def raise_if_met(self, *, ending: bool = False) -> None:
         """Raise (or warn of) an error of a background thread. A skipped save only causes one warning.
@@ -33,7 +33,7 @@ class Surface:
         """
         if self._engine is not None and self._engine.stale is not None:
             raise self._engine.stale
-        error, self._courier.error = self._courier.error, None
+        error, self._reporter.error = self._reporter.error, None
         if ending and isinstance(error, StorageFailed):
             error = None
         if error is not None and (self._config.on_error == "raise" or isinstance(error, Stale)):

@@ -12,7 +12,7 @@ from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.worker.preemption import Preempted, Preemption, Signals, affordable
-from dlrover_hooks.worker.reporter import Courier
+from dlrover_hooks.worker.reporter import Reporter
 from dlrover_hooks.worker.startup import Restored
 
 if TYPE_CHECKING:
@@ -32,23 +32,23 @@ class EmergencySave:
     """
 
     def __init__(
-        self, config: Config, place: Place, incarnation: str, courier: Courier, before: EmergencySave | None = None
+        self, config: Config, place: Place, incarnation: str, reporter: Reporter, before: EmergencySave | None = None
     ) -> None:
         self.here = False
         """All ranks leave at this step boundary."""
         self.on_preempt: Callable[[Preempted], object] | None = None
         """The user's hook, called when all is saved and the process is about to end."""
         self.signals = before.signals if before is not None else Signals(config.signals, self._flag)
-        self._config, self._place, self._courier = config, place, courier
+        self._config, self._place, self._reporter = config, place, reporter
         self._preemption = Preemption(config.job, incarnation, place.node, config.grace_s)
-        courier.preemption = self._preemption
+        reporter.preemption = self._preemption
         if before is not None:
             self.signals.flag = self._flag
             self._preemption.inherit(before._preemption)
 
     def _flag(self, name: str) -> None:
         self._preemption.flag(name)
-        self._courier.wake()
+        self._reporter.wake()
 
     def begin(self, restored: Restored | None) -> None:
         """Training starts after the restored step: from here on a signal no longer ends the process at once."""
@@ -84,7 +84,7 @@ class EmergencySave:
             def view() -> Any:
                 return caller.call(p.ShowJob(self._config.job), timeout_s=1.0)
 
-            save = HastySave(engine, self._courier, generation, view, lambda: preemption.left_s)
+            save = HastySave(engine, self._reporter, generation, view, lambda: preemption.left_s)
             durable = save.make(tree, alone=preemption.alone)
         return self._gone(generation.step, durable=durable)
 
@@ -109,10 +109,10 @@ class HastySave:
     """
 
     def __init__(
-        self, engine: Checkpointer, courier: Courier, generation: p.Generation, view: Callable[[], p.JobView],
+        self, engine: Checkpointer, reporter: Reporter, generation: p.Generation, view: Callable[[], p.JobView],
         left_s: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._engine, self._courier, self._generation = engine, courier, generation
+        self._engine, self._reporter, self._generation = engine, reporter, generation
         self._view, self._left_s = view, left_s
 
     def make(self, tree: dict[str, Any], *, alone: bool = False) -> bool:
@@ -126,8 +126,8 @@ class HastySave:
                 return False
             time.sleep(_PAUSE_S)
         wanted = not alone and self._engine.save_to is not None
-        durable = wanted and affordable(nbytes, self._courier.stored_bytes_per_s, self._left_s())
-        self._courier.saved(saved.generation, saved.copy_s, durable=durable)
+        durable = wanted and affordable(nbytes, self._reporter.stored_bytes_per_s, self._left_s())
+        self._reporter.saved(saved.generation, saved.copy_s, durable=durable)
         while not alone and self._left_s() > _WAY_OUT_S:
             if (answer := self._look(durable)) is not None:
                 return answer
@@ -141,11 +141,11 @@ class HastySave:
         except HooksError:
             return None
         if view.newest_committed is not None and view.newest_committed >= self._generation:
-            self._courier.newest_committed = view.newest_committed
+            self._reporter.newest_committed = view.newest_committed
             return True
         if view.newest_complete is None or view.newest_complete < self._generation:
             return False if _lacks_ranks(view) else None
-        return None if durable and self._generation not in self._courier.failed else False
+        return None if durable and not self._reporter.generations.failed(self._generation) else False
 
 
 def _lacks_ranks(view: p.JobView) -> bool:

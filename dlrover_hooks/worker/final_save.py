@@ -12,7 +12,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.config import Config
 from dlrover_hooks.errors import KeeperAway, MasterAway, StorageFailed
-from dlrover_hooks.worker.reporter import Courier
+from dlrover_hooks.worker.reporter import Reporter
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -59,21 +59,26 @@ def farewell(
     return f"{memory}, and is being written to {place}; {again}"
 
 
-def say_farewell(config: Config, courier: Courier, end: FinalSaveOutcome, last_cut: int, reason: p.Departure) -> None:
+def say_farewell(config: Config, reporter: Reporter, end: FinalSaveOutcome, last_cut: int, reason: p.Departure) -> None:
     """Log the farewell, unless the run has finished or saved nothing."""
-    kept = courier.newest_complete
+    kept = reporter.generations.newest_complete
     if (reason is p.Departure.DONE and end is FinalSaveOutcome.DURABLE) or (kept is None and last_cut < 0):
         return
-    log.warning("job %s: %s", config.job, farewell(config, kept, courier.newest_committed, end, last_cut))
+    log.warning("job %s: %s", config.job, farewell(config, kept, reporter.newest_committed, end, last_cut))
 
 
 class LastSave:
     """The last generation of a run. `committed`: queries the master, and raises errors of background threads."""
 
     def __init__(
-        self, engine: Checkpointer, courier: Courier, generation: p.Generation, committed: Callable[[], bool], rank: int
+        self,
+        engine: Checkpointer,
+        reporter: Reporter,
+        generation: p.Generation,
+        committed: Callable[[], bool],
+        rank: int,
     ) -> None:
-        self._engine, self._courier = engine, courier
+        self._engine, self._reporter = engine, reporter
         self._generation, self._committed, self._rank = generation, committed, rank
         self._deadline = time.monotonic() + FINISH_S
 
@@ -88,12 +93,11 @@ class LastSave:
         self._save(tree)
         stored_at: float | None = None
         while not self._committed():
-            if (broken := self._courier.broken.get(self._generation)) is not None:
+            if (broken := self._reporter.broken.get(self._generation)) is not None:
                 raise broken
-            if self._generation in self._courier.failed:  # its keeper died: the next save goes to a new one
-                self._courier.failed.discard(self._generation)
+            if self._reporter.generations.retry(self._generation):  # its keeper died: the next save goes to a new one
                 self._save(tree)
-            if self._rank == 0 and self._courier.newest_stored == self._generation:
+            if self._rank == 0 and self._reporter.newest_stored == self._generation:
                 stored_at = stored_at or time.monotonic()
                 self._await_manifest(stored_at)
             self._pause(f"{self._generation} to become durable")
@@ -107,7 +111,7 @@ class LastSave:
                 assert error is not None
                 raise error
             self._pause(f"a free slot for {self._generation}")
-        self._courier.saved(saved.generation, saved.copy_s, durable=True)
+        self._reporter.saved(saved.generation, saved.copy_s, durable=True)
 
     def _await_manifest(self, stored_at: float) -> None:
         if time.monotonic() > stored_at + MANIFEST_S:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 import weakref
 from collections import deque
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
-from dlrover_hooks.checkpoint.memory.slot_policy import Others
-from dlrover_hooks.checkpoint.save.schedule import Durable, Passing
+from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.config import step_for_last_words
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.worker import imported_modules
 from dlrover_hooks.worker.preemption import Preemption
 from dlrover_hooks.worker.resource_usage import Sampler
@@ -49,17 +48,16 @@ class _Woken(NamedTuple):
     """Something is to be sent at once."""
 
 
-class Courier:
-    """Owns the thread `dlrover-hooks-courier`; the session calls `start` and `stop`."""
+class Reporter:
+    """Owns the thread `dlrover-hooks-reporter`; the session calls `start` and `stop`."""
 
     def __init__(self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None) -> None:
         self.error: HooksError | None = None
-        self.newest_complete: p.Generation | None = None
+        self.generations = engine.begin_session() if engine is not None else GenerationTracker()
+        self.generations.votes = True
         self.newest_committed: p.Generation | None = None
-        self.failed: set[p.Generation] = set()
-        """Generations that this rank could not make durable; the last one of a run is saved again (`LastSave`)."""
         self.broken: dict[p.Generation, StorageFailed] = {}
-        """Those of `failed` that the storage refused, so that saving again would not help."""
+        """Generations that the storage refused, so that saving again would not help."""
         self.newest_stored: p.Generation | None = None
         """The newest generation whose file, written by this rank, was acknowledged by the master."""
         self.cadence = p.Cadence()
@@ -74,30 +72,31 @@ class Courier:
         self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | None] = queue.SimpleQueue()
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
-        self._durable = Durable()
-        self._hashed: deque[p.Generation] = deque(maxlen=16)
-        self._passing = Passing()
-        self._voted: deque[p.Generation] = deque(maxlen=16)
-        """The master has acknowledged that they are in this rank's memory."""
-        self._to_persist: list[p.Generation] = []
         self._vitals = Sampler()
         self._reached, self._outage = False, Outage()
-        self._doubtful: p.Generation | None = None
-        """An unanswered vote for this generation may have reached the master."""
         self._next_beat, self._ended = 0.0, False
-        self._thread = threading.Thread(target=self._run, name="dlrover-hooks-courier", daemon=True)
+        self._thread = BackgroundThread(
+            "dlrover-hooks-reporter",
+            self._run,
+            where=f"rank {self._rank} of job {job}",
+            again_s=BEAT_S,  # without this thread the worker would be declared dead without a reason
+            failed=self.met,
+            wake=lambda: self._notices.put(None),
+        )
 
     def start(self, cadence: p.Cadence) -> None:
         """Start the thread, or set the cadence if it runs."""
         self.cadence, this = cadence, weakref.ref(self)
         step_for_last_words(lambda: one.step if (one := this()) is not None and one.step else -1)
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        self._notices.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        """Send what is left and end the thread; it is abandoned after `timeout_s`."""
+        self._thread.stop(timeout_s)
+
+    def met(self, error: HooksError) -> None:
+        """Keep the error of a background thread until the session's next call; the first one counts. Any thread."""
+        self.error = self.error or error
 
     def notice(self, notice: Keepers) -> None:
         """Called by the keeper connection's reader thread."""
@@ -120,15 +119,7 @@ class Courier:
 
     def _run(self) -> None:
         while not self._ended:
-            try:
-                self._turn()
-            except Exception as error:  # without this thread the worker would be declared dead without a reason
-                log.exception("rank %d of job %s: the thread that reports to the master failed", self._rank, self._job)
-                self.error = self.error or HooksError(
-                    f"rank {self._rank} of job {self._job}: the thread that reports to the master met "
-                    f"{type(error).__name__}: {error}",
-                    hint="its traceback is in the log; please report it",
-                )
+            self._turn()
 
     def _turn(self) -> None:
         try:
@@ -151,18 +142,14 @@ class Courier:
         if isinstance(notice, _Woken):
             return
         if isinstance(notice, _Skipped):
-            self._passing.skipped(notice.generation.step)
+            self.generations.skipped(notice.generation)
             self._left_out(notice.generation)
         elif isinstance(notice, _Saved):
-            self._passing.saved(notice.generation.step)
-            self._durable.saved(notice.generation)
-            if notice.durable:
-                self._plan_persist(notice.generation, last=True)
-            self._persist_if_due()
+            self.generations.saved(notice.generation)
+            self._persist_if_due(notice.generation if notice.durable else None)
         elif isinstance(notice, Hashed):
             copy_s = self._copy_s.pop(notice.generation, 0.0)
-            self._passing.voted(notice.generation.step)
-            self._hashed.append(notice.generation)
+            self.generations.hashed(notice.generation)
             self._unsent.append(self._vote(notice.generation, p.VoteKind.MEMORY, copy_s=copy_s))
             self._persist_if_due()
         elif isinstance(notice, Persisted):
@@ -179,9 +166,6 @@ class Courier:
         self._unsent.append(self._vote(generation, p.VoteKind.SKIPPED))
 
     def _failed(self, generation: p.Generation, reason: str, *, gone: bool, hint: str = "") -> None:
-        self.failed.add(generation)
-        if generation in self._to_persist:
-            self._to_persist.remove(generation)
         kind = p.VoteKind.FAILED if gone else p.VoteKind.REFUSED
         self._unsent.append(self._vote(generation, kind, reason=reason))
         if not gone:
@@ -189,15 +173,7 @@ class Courier:
                 f"rank {self._rank} could not make {generation} durable: {reason}",
                 hint=f'{hint or "mend the checkpoint URL"}; on_error="warn" trains on, kept safe by memory alone',
             )
-            self.error = self.error or self.broken[generation]
-
-    def _plan_persist(self, generation: p.Generation, *, last: bool = False) -> None:
-        if self._engine is None or generation in self._to_persist:
-            return
-        if self._engine.hold(generation, last=last):
-            self._to_persist.append(generation)
-        else:
-            self._failed(generation, "an older one is still being written", gone=True)
+            self.met(self.broken[generation])
 
     def _vote(self, generation: p.Generation, kind: p.VoteKind, *, file: p.ShardFile | None = None, reason: str = "",
               copy_s: float = 0.0) -> p.Vote:  # fmt: skip
@@ -212,7 +188,7 @@ class Courier:
             reason,
             self.step_s,
             copy_s,
-            self._passing.step,
+            self.generations.passed,
         )
 
     def _deliver(self) -> None:
@@ -222,33 +198,23 @@ class Courier:
                 continue
             reply = self._call(self._unsent[0], "vote")
             if reply is None:
-                self._not_delivered(self._unsent[0].generation)
+                self.generations.not_delivered(self._unsent[0].generation, may_have_arrived=self._reached)
+                self._drop_withdrawn()
                 return
             vote = self._unsent.popleft()
             if isinstance(reply, p.Voted):
-                if vote.kind is p.VoteKind.STORED:
-                    self.newest_stored = vote.generation
-                elif vote.kind is p.VoteKind.MEMORY:
-                    self._voted.append(vote.generation)
+                self.newest_stored = vote.generation if vote.kind is p.VoteKind.STORED else self.newest_stored
                 self.newest_committed = reply.newest_committed or self.newest_committed
-                self._heard(reply)
+                self._heard(reply, vote.generation if vote.kind is p.VoteKind.MEMORY else None)
 
     def _stands(self, vote: p.Vote) -> bool:
         """False if the vote's slot was overwritten meanwhile, which may happen while the master is away."""
-        return self._engine is None or vote.kind is not p.VoteKind.MEMORY or self._engine.others.vote(vote.generation)
-
-    def _not_delivered(self, generation: p.Generation) -> None:
-        """Withdraws an undelivered vote unless it may have reached the master; only then its slot is kept."""
-        if self._reached:
-            self._doubtful = generation
-        elif self._engine is not None and generation != self._doubtful:
-            self._engine.others.unvote(generation)
-        self._drop_withdrawn()
+        return vote.kind is not p.VoteKind.MEMORY or self.generations.sending(vote.generation)
 
     def _drop_withdrawn(self) -> None:
         """Drops withdrawn votes: later votes report that this rank has passed those steps."""
-        others = self._engine.others if self._engine is not None else Others()
-        votes = [one for one in self._unsent if one.kind is not p.VoteKind.MEMORY or not others.forget(one.generation)]
+        drop = self.generations.drop_vote
+        votes = [one for one in self._unsent if one.kind is not p.VoteKind.MEMORY or not drop(one.generation)]
         self._unsent = deque(votes)
 
     def _beat(self) -> None:
@@ -260,29 +226,23 @@ class Courier:
                 self.preemption.summon(reply.parting)
             self._heard(reply)
 
-    def _heard(self, reply: p.Voted | p.Beat) -> None:
-        self.cadence, newest = reply.cadence, reply.newest_complete
-        if newest is not None and newest != self.newest_complete:
-            self.newest_complete = newest
-            if self._engine is not None:
-                self._engine.complete(newest)
-        if self._engine is not None:
-            newer = (one for one in self._voted if newest is None or one > newest)
-            self._engine.others.hopeless = frozenset(one for one in newer if one.step not in reply.may_complete)
+    def _heard(self, reply: p.Voted | p.Beat, counted: p.Generation | None = None) -> None:
+        self.cadence = reply.cadence
+        complete = self.generations.replied(reply.newest_complete, reply.may_complete, counted)
+        if complete is not None and self._engine is not None:
+            self._engine.complete(complete)
         self._persist_if_due()
 
-    def _persist_if_due(self) -> None:
-        """Persist due generations once the keeper has hashed them; fail those whose slot was reused before that."""
-        if (generation := self._durable.due(self.cadence)) is not None:
-            self._plan_persist(generation)
-        for generation in list(self._to_persist):
-            if self._engine is not None and generation in self._hashed:
-                self._to_persist.remove(generation)
-                self._engine.persist(generation)
-            elif self._engine is not None and self._hashed and self._hashed[-1] > generation:
-                self._to_persist.remove(generation)
-                self._engine.release(generation)
-                self._failed(generation, "its slot was used again before it was hashed", gone=True)
+    def _persist_if_due(self, last: p.Generation | None = None) -> None:
+        """Persist due generations, and `last`, once the keeper has hashed them."""
+        if self._engine is None:
+            return
+        orders = self.generations.plan(self.cadence, last)
+        for generation in orders.ordered:
+            self._engine.persist(generation)
+        for generation, reason in orders.failed:
+            self._failed(generation, reason, gone=True)
+        self._engine.fail_if_keeper_gone()
 
     def _call(self, request: p.Message, channel: str) -> p.Message | None:
         """The reply; None if the master is away, or cannot write its journal and so has changed nothing.
@@ -301,10 +261,10 @@ class Courier:
             self._hear(failed)
             return None
         except Stale as stale:
-            self.error = self.error or stale
+            self.met(stale)
             return p.Done()
         except HooksError as error:
-            self.error = self.error or error
+            self.met(error)
             return p.Done()
         self._hear(None)
         return reply
@@ -315,8 +275,7 @@ class Courier:
             log.warning("rank %d of job %s trains on without its master: %s", self._rank, self._job, away.message)
         if ended:
             log.warning("rank %d of job %s is connected to its master again", self._rank, self._job)
-        if self._engine is not None:
-            self._engine.others.away = away is not None
+        self.generations.away = away is not None
 
 
 class Outage:

@@ -19,9 +19,8 @@ from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
 from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, host_towards
 from dlrover_hooks.checkpoint.restore.generation_loader import LoadedTree as Opened
 from dlrover_hooks.checkpoint.storage import catalog, generations
-from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder as Tree
-from dlrover_hooks.checkpoint.storage.filesystem import absolute
-from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder as Tree, absolute
+from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import KeeperAway, MasterAway, NoCheckpoint, UsageError
 from dlrover_hooks.protocol import (
@@ -39,7 +38,7 @@ from dlrover_hooks.protocol import (
     Secret,
     Source,
 )
-from dlrover_hooks.protocol.shapes import require
+from dlrover_hooks.protocol.restored_form import require
 
 _T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")
@@ -287,7 +286,7 @@ def _claimable(config: Config, save_to: str) -> None:
 
 def _bounded(url: str, look: Callable[[str], _T]) -> _T:
     """Runs `look` with a timeout, so that a store that does not answer cannot block the start for ever."""
-    return Patience().run(lambda _: look(url), f"open {url}")
+    return StallGuard().run(lambda _: look(url), f"open {url}")
 
 
 def instead(plan: Plan) -> str:

@@ -12,16 +12,19 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from dlrover_hooks import protocol as p
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
+from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.client.liveness_connection import Watcher
 from dlrover_hooks.config import Config, Place, change_environment
 from dlrover_hooks.errors import HooksError, JobFinished, MasterAway, MasterError, RoundEnded, Stale, UsageError
 from dlrover_hooks.host.fork_guard import ForkGuard
-from dlrover_hooks.rng.rank_journal import Draws, Statistics
-from dlrover_hooks.worker.acquire_rank import POLL_S, join_request, seat_environment, take_seat
+from dlrover_hooks.rng.rank_journal import ProcessState, RngJournal, StateSource
+from dlrover_hooks.worker.emergency_save import EmergencySave
+from dlrover_hooks.worker.round_join import POLL_S, join_request, seat_environment, take_seat
 
 log = logging.getLogger("dlrover_hooks")
 _WORD_S = 5.0
@@ -32,6 +35,35 @@ _LOOK_S = 0.2
 """Interval between two checks of the members of a round that may have lost one."""
 
 
+class RecoverySupport(StateSource, Protocol):
+    """What an adapter adds to a round so that this process can outlive it."""
+
+    def replicate(self, ranks: int) -> None:
+        """Replicate the newest note within a step, if all of `ranks` ranks do. The thread that reduces gradients."""
+        ...
+
+    def salvage(self) -> None:
+        """The round is over: save the state of the last step boundary, and release the model. Training thread."""
+        ...
+
+    @property
+    def holds_memory(self) -> bool:
+        """True while the models of the round still exist."""
+        ...
+
+
+class RoundSession(Protocol):
+    """The session of one round, see `dlrover_hooks.session.Session`."""
+
+    @property
+    def parting(self) -> EmergencySave: ...
+    def part(self) -> None: ...
+    def leave(self, reason: p.Departure, step: int = 0) -> None: ...
+    def locate(self, generation: p.Generation, rank: int) -> p.Located: ...
+    def heard(self, notice: SaveNotice) -> None: ...
+    def met(self, error: HooksError) -> None: ...
+
+
 class Membership:
     """This process's membership in a job, over all rounds that it survives.
 
@@ -39,7 +71,7 @@ class Membership:
         config: from the environment. The sessions' own must name the same job and master.
         place: rank, node and launcher at the start; `place.incarnation` identifies this process.
         on_broken: called on the watch's thread, once for each round that breaks.
-        on_quiet: called on the training thread with the step, at each step boundary.
+        on_boundary: called on the training thread with the step, at each step boundary.
     """
 
     def __init__(
@@ -47,7 +79,7 @@ class Membership:
         config: Config,
         place: Place,
         on_broken: Callable[[], None],
-        on_quiet: Callable[[int], None] = lambda _: None,
+        on_boundary: Callable[[int], None] = lambda _: None,
     ) -> None:
         assert config.master is not None
         self.config, self.place, self.incarnation = config, place, place.incarnation
@@ -59,25 +91,21 @@ class Membership:
         """The round in which a session attached last; what the attach reported is valid for that round only."""
         self.survives = False
         """It has survived a round already."""
-        self.engine: Any = None
+        self.engine: Checkpointer | None = None
         """The checkpoint engine, which keeps its memory and its connection to the keeper."""
-        self.session: Any = None
+        self.session: RoundSession | None = None
         """The session of the current round, once there is one."""
-        self.parting: Any = None
+        self.parting: EmergencySave | None = None
         """The `EmergencySave` of the last round. Its signal handlers stay installed, for signals between two rounds."""
-        self.salvage: Callable[[], None] = lambda: None
-        """Saves what the adapter has of the last step boundary, and releases it. Training thread."""
-        self.draws = Draws(self._note)
+        self._support: RecoverySupport | None = None
+        self._ended: RecoverySupport | None = None
+        self.draws = RngJournal(self._note)
         """Notes of the random state, for the process that has this rank next."""
-        self.tell: Callable[[int], None] = lambda _: None
-        """Replicates the newest note within a step; argument: how many ranks do. The thread that reduces gradients."""
-        self.outlived: Callable[[], bool] = lambda: False
-        """True while objects of the last round still exist although its training function has returned."""
         self.left_at: float | None = None
         """When the training function of this round was left, by `time.monotonic`."""
         self.unsupported = ""
         """Why the current round cannot be recovered in process; empty if it can."""
-        self.on_quiet = on_quiet
+        self.on_boundary = on_boundary
         self._on_broken = on_broken
         self._told = threading.Condition()
         self._broken, self._waiting = 0, 0
@@ -87,7 +115,7 @@ class Membership:
 
     def watch(self) -> None:
         """Hold the liveness connection open from now on."""
-        self._watcher = self.client.watch(self.config.job, self._noticed, self._refused)
+        self._watcher = self.client.watch(self.config.job, self._noticed, self._refused, self._watch_failed)
 
     def seated(self, number: int) -> None:
         """Set the number of the current round."""
@@ -173,11 +201,22 @@ class Membership:
             if view.round == self.round and any(one.gone == "exited" for one in view.members):
                 return True
 
-    def noting(self, statistics: Callable[[], Statistics] = tuple, nbytes: int = 0) -> None:
-        """From here on rank 0 adds `statistics()`, which take `nbytes`, to its notes. Training thread."""
-        self.draws.statistics = statistics
-        if self.engine is not None and nbytes:
-            self.engine.notes.expect(nbytes)
+    def supported_by(self, support: RecoverySupport, statistics_bytes: int) -> None:
+        """The adapter's part in this round; its batch statistics take `statistics_bytes`. Training thread."""
+        self._support = support
+        self.draws.read(support)
+        if self.engine is not None and statistics_bytes:
+            self.engine.notes.expect(statistics_bytes)
+
+    def replicate(self, ranks: int) -> None:
+        """See `RecoverySupport.replicate`; does nothing if the adapter does not support recovery."""
+        if (support := self._support) is not None:
+            support.replicate(ranks)
+
+    @property
+    def holds_memory(self) -> bool:
+        """True while objects of the last round still exist although its training function has returned."""
+        return self._ended is not None and self._ended.holds_memory
 
     def _note(self, place: int, head: bytes, body: bytes) -> None:
         if self.engine is not None:
@@ -210,14 +249,22 @@ class Membership:
             self._error = error
             self._told.notify_all()
 
+    def _watch_failed(self, error: HooksError) -> None:
+        if self.session is not None:  # else the line in the log is all
+            self.session.met(error)
+
     # ---- the next round ---------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
         """Save the state of the last step boundary, once per round: before a framework's teardown, or at the end."""
         self.left_at = self.left_at or time.monotonic()
-        salvage, self.salvage = self.salvage, lambda: None
+        support, self._support = self._support, None
+        if support is None:
+            return
+        self._ended = support
+        self.draws.read(ProcessState())
         try:
-            salvage()
+            support.salvage()
         except Exception:  # the next round restores an earlier save instead
             log.exception("job %s: nothing was kept of the round that ended", self.config.job)
 
@@ -238,6 +285,7 @@ class Membership:
             MasterError: this process was declared dead meanwhile (Stale).
             Preempted: this process is preempted, and half of its time is over.
         """
+        self._ended = None  # it still refers to the session of the round before, and so to its datasets
         join = join_request(self.config, self.place, self.incarnation)
         poll_s = min(POLL_S, self.config.grace_s / 4)  # so that a signal takes effect in time
         try:
@@ -307,10 +355,10 @@ def binds(ranks: int) -> None:
     """
     if (membership := current()) is not None:
         membership.draws.ahead()
-        membership.tell(ranks)
+        membership.replicate(ranks)
 
 
-def entered(session: Any, config: Config) -> Membership | None:
+def entered(session: RoundSession, config: Config) -> Membership | None:
     """The membership for the new `session`; None if this process does not survive rounds. Raises as `same_job`."""
     membership = current()
     if membership is not None:

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -28,8 +28,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim import Optimizer
 
-from dlrover_hooks import config as settings
-from dlrover_hooks import protocol as p
+from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.elastic import in_process_recovery as elastic
@@ -38,7 +37,12 @@ from dlrover_hooks.integrations.accelerate.async_save import AsyncSaves
 from dlrover_hooks.pytorch.even_batches import Around
 from dlrover_hooks.pytorch.tensor_loading import left_alone
 from dlrover_hooks.pytorch.training_loop import TrainingLoop, is_leased, is_training, keeps_own_state
-from dlrover_hooks.session import Preempted
+from dlrover_hooks.session import Preempted, Restored
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dlrover_hooks.config.shared_keywords import SharedKeywords
 
 log = logging.getLogger("dlrover_hooks")
 DATA_STATE = "elastic_data.json"
@@ -57,13 +61,19 @@ class ElasticAccelerator:
         accelerator: a fresh Accelerator: nothing was prepared with it.
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
         on_preempt: called with a `Preempted` when all ranks leave because one is preempted, once the step is saved.
-        shared: the shared keywords, see `dlrover_hooks.config.Config`.
+        shared: see `SharedKeywords`; the meanings are those of `dlrover_hooks.config.Config`.
 
     All methods run on the training thread. Raises UsageError for settings that cannot work.
     """
 
-    def __init__(self, accelerator: Accelerator, save_to: str | None = None, *,
-                 on_preempt: Callable[[Preempted], object] | None = None, **shared: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        save_to: str | None = None,
+        *,
+        on_preempt: Callable[[Preempted], object] | None = None,
+        **shared: Unpack[SharedKeywords],
+    ) -> None:
         self.accelerator = accelerator
         self.config = settings.load(save_to=save_to, **shared)
         self.loop: TrainingLoop | None = None
@@ -91,6 +101,11 @@ class ElasticAccelerator:
     def step(self) -> int:
         """Optimizer steps in the model, over all restarts; 0 when the hooks are inactive."""
         return self.loop.step if self.loop is not None else 0
+
+    @property
+    def restored(self) -> Restored | None:
+        """What this start resumed; None for a fresh start, and before the first `prepare`."""
+        return self.loop.restored if self.loop is not None else None
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +242,7 @@ class ElasticAccelerator:
             self.accelerator.clip_grad_value_(parameters, clip_value)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """As Accelerate's: kept in its `save_state` and in every cut. Restored here; always in the same order."""
+        """As Accelerate's: kept in its `save_state` and in every cut. Restored here; objects of one class by order."""
         self.accelerator.register_for_checkpointing(*objects)
         if (loop := self._come_up()) is not None:
             for one in objects:

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils import broadcast_object_list
 
-from dlrover_hooks.checkpoint.save.background_saves import Behind
-from dlrover_hooks.checkpoint.save.staging import Copies
+from dlrover_hooks.checkpoint.save.background_saves import BackgroundSaves
+from dlrover_hooks.checkpoint.save.state_tree_copies import StateTreeCopies
 from dlrover_hooks.checkpoint.storage.atomic_files import SUFFIX, blame, put_back, sync_all, whole_folder
 from dlrover_hooks.errors import StorageFailed, UnsupportedState
 
@@ -41,8 +41,8 @@ class AsyncSaves:
 
     def __init__(self, accelerator: Accelerator, *, on_error: str = "raise") -> None:
         self._accelerator = accelerator
-        self._behind = Behind(on_error=on_error)
-        self._copies = Copies()
+        self._behind = BackgroundSaves(on_error=on_error)
+        self._copies = StateTreeCopies()
         self._life = ""
         self._count = 0
         self._said = False

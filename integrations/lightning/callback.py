@@ -3,7 +3,7 @@
     trainer = Trainer(..., callbacks=[ElasticCallback(save_to="saved")])
 
 The callback only translates Lightning's events into calls of `Session`. Its uses of Lightning's private API are in
-`_compat.py`, one function each, each with a contract test.
+`_private_api.py`, one function each, each with a contract test.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -19,32 +20,31 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_hooks import config as settings
-from dlrover_hooks import protocol as p
+from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.checkpoint.state import pytree
 from dlrover_hooks.config import Duration
 from dlrover_hooks.data.leased.leased_loader import is_leased
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader, supports
+from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.elastic.in_process_recovery import Recovery
-from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import RoundEnded, UsageError
-from dlrover_hooks.integrations.lightning import _compat as private
-from dlrover_hooks.integrations.lightning import output_names as names
+from dlrover_hooks.integrations.lightning import _private_api as private, output_names as names
+from dlrover_hooks.integrations.lightning.batch_unit_conversion import BatchUnits, begin_epoch_again, draw_before
 from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO as FlashCheckpointIO
 from dlrover_hooks.integrations.lightning.combined_loader import combine, marked
 from dlrover_hooks.integrations.lightning.consistent_cut import check_state, cut, validating
-from dlrover_hooks.integrations.lightning.optimizer_steps import Units, begin_epoch_again, draw_before
 from dlrover_hooks.integrations.lightning.preconditions import check_devices, check_length, other_strategy, stand_aside
 from dlrover_hooks.integrations.lightning.preemption_signals import take_over
-from dlrover_hooks.integrations.lightning.recovery import Fits
+from dlrover_hooks.integrations.lightning.recovery import FitRounds
+from dlrover_hooks.integrations.lightning.state_beside_optimizer import StateBesideOptimizer
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
-from dlrover_hooks.integrations.lightning.step_state import Beside
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
-from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, leader, loss_scale
 from dlrover_hooks.pytorch.state_dict import exact_optimizer_states, refuse_other_class
 from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
 from dlrover_hooks.session import Preempted, Restored, Session
+from dlrover_hooks.step_driver import StepDriver
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -72,6 +72,12 @@ class ElasticCallback(Callback):
         token: the master's bearer token.
         storage_options: fsspec options of `save_to`.
         on_error: `"raise"` or `"warn"` for errors that need not stop training.
+        replicas: 1 keeps a copy of each image on another node, in another failure domain if there is one.
+        replica_mb_per_s: upper limit for sending copies from one node; 0: none.
+        disable: True makes the callback do nothing.
+        fresh: True starts a new run of the job, whatever was saved.
+        preempt_signals: comma-separated names of the signals that announce a preemption.
+        grace: time from such a signal until the worker is killed: a duration, or seconds.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
@@ -98,6 +104,12 @@ class ElasticCallback(Callback):
         token: str | None = None,
         storage_options: dict[str, Any] | None = None,
         on_error: str | None = None,
+        replicas: int | None = None,
+        replica_mb_per_s: int | None = None,
+        disable: bool | None = None,
+        fresh: bool | None = None,
+        preempt_signals: str | None = None,
+        grace: timedelta | str | float | None = None,
         sampler: bool = True,
         checkpoint: bool = True,
         recover: str = "process",
@@ -110,28 +122,39 @@ class ElasticCallback(Callback):
         self._sampler, self._checkpoint, self._on_preempt = map(given.pop, ("sampler", "checkpoint", "on_preempt"))
         lives = [given.pop(name) for name in ("recover", "on_recover", "on_resize")]
         self.config = settings.load(**given)
-        self.fits = Fits(self.config, *lives, checkpoint=checkpoint)
-        self.session: Session | None = None
-        """The membership in the job, from `setup` to `teardown`."""
-        self._restored: Restored | None = None
+        self.fits = FitRounds(self.config, *lives, checkpoint=checkpoint)
+        self._driver: StepDriver | None = None
+        """From `setup` to `teardown`."""
         self._loaders: dict[str, ElasticLoader | EvenLoader] = {}
         self._own: OwnLoaders | None = None
-        self._units: Units | None = None
+        self._units: BatchUnits | None = None
         self._weighed = False
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self._survivor: Survivor | None = None
-        self._beside: Beside | None = None
+        self._survivor: AdapterRecovery | None = None
+        self._beside: StateBesideOptimizer | None = None
         self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
         """Data positions at the end of the previous fit: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
         self._versions: list[Any] = []
+        self._trainer: weakref.ref[Trainer] | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps in the model, over all restarts: the Trainer's `global_step`; 0 before a fit."""
+        trainer = self._trainer() if self._trainer is not None else None
+        return trainer.global_step if trainer is not None else 0
 
     @property
     def restored(self) -> Restored | None:
         """The checkpoint that this fit resumed, None for a fresh start."""
-        return self._restored
+        return self._driver.restored if self._driver is not None else None
+
+    @property
+    def session(self) -> Session | None:
+        """The membership in the job, from `setup` to `teardown`."""
+        return self._driver.session if self._driver is not None else None
 
     @property
     def state_key(self) -> str:
@@ -155,24 +178,25 @@ class ElasticCallback(Callback):
         place = settings.place(rank=trainer.global_rank, world_size=trainer.world_size)
         check_devices(trainer)
         private.come_first(trainer, self)  # a cut must not hold other callbacks' results of the batch after it
-        self.session = Session(self.config, place, checkpoint=self._checkpoint)
-        self.fits.begin(trainer, pl_module, self.session)
+        self._trainer = weakref.ref(trainer)
+        self._driver = StepDriver(self, self.config, place, checkpoint=self._checkpoint)
+        session = self._driver.session
+        self.fits.begin(trainer, pl_module, session)
+        restored = self._driver.start(check=check_state)
         try:
-            self.session.join()
-            self._restored = self.session.restore_plan(check=check_state)
-            self.fits.check(trainer, self.session, self._restored)
+            self.fits.check(trainer, session, restored)
         except BaseException:
-            if self.session.membership is None:
-                self.session.leave(p.Departure.FAILED)
+            self._driver.close(p.Departure.FAILED)
             raise
-        self.session.frozen_among(pl_module.parameters)
-        if self._restored is not None and self._restored.weights_only:
-            self._restored = private.begin_with(trainer, private.saved(self._restored)["state_dict"])
-        elif self._restored is not None:
-            names.keep_versions(trainer, private.saved(self._restored), self.state_key, self.session.run)
-            private.resume_from(trainer, private.saved(self._restored), self._wins_over)
+        session.frozen_among(pl_module.parameters)
+        if restored is not None and restored.weights_only:
+            private.begin_with(trainer, private.saved(restored)["state_dict"])
+            self._driver.restored = None  # the fit begins at step 0
+        elif restored is not None:
+            names.keep_versions(trainer, private.saved(restored), self.state_key, session.run)
+            private.resume_from(trainer, private.saved(restored), self._wins_over)
         self._versions = names.versions(trainer)
-        names.write_over_earlier(trainer, self.session.run)
+        names.write_over_earlier(trainer, session.run)
         if self._sampler:
             private.wrap_train_loaders(trainer, functools.partial(self._elastic, trainer))
         private.before_each_fetch(trainer, lambda: self._before_any_fetch(trainer))
@@ -180,22 +204,21 @@ class ElasticCallback(Callback):
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
         """True if the restored generation replaces the user's `ckpt_path`, because it is newer in the same run."""
-        assert self.session is not None
-        assert self._restored is not None
-        generation, mark = self._restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
+        assert self._driver is not None
+        assert self._driver.restored is not None
+        generation, mark = self._driver.restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
         same = mark.get("run") == generation.run and generation.step > explicit.get("global_step", 0)
         newer = same or self.fits.again
         why = f"it is newer than {path} in the same run" if newer else "ckpt_path= was given"
         rank_zero_info(f"dlrover-hooks resumes from {generation if newer else path}: {why}")
         if not newer:
-            self._restored = None
-            self.session.forget_restored()
+            self._driver.forget_restored()
         return newer
 
     def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
         """Each training loader with the elastic sampler in it; unsupported loaders are logged and stay unchanged."""
         names = ["train"] if len(loaders) == 1 else [f"train.{i}" for i in range(len(loaders))]
-        self._units = self._units or Units(trainer)
+        self._units = self._units or BatchUnits(trainer)
         self._own = OwnLoaders(trainer)
         return [self._elastic_one(trainer, name, loader) for name, loader in zip(names, loaders, strict=True)]
 
@@ -258,23 +281,15 @@ class ElasticCallback(Callback):
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.session is None:
+        if self._driver is None:
             return
-        take_over(trainer, self.session, self._on_preempt)
+        session = self._driver.session
+        take_over(trainer, session, self._on_preempt)
         self._hook = trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped())
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
-        if self._restored is not None:
-            names.forget_missing(trainer)
-            names.keep_saved_at(trainer, self._restored.state.get("saved_at", {}))
-            lightning = private.saved(self._restored)
-            classes = self._restored.state.get("optimizer_classes") or [None] * len(trainer.optimizers)
-            for now, then, named in zip(trainer.optimizers, lightning["optimizer_states"], classes, strict=False):
-                refuse_other_class(now, then, named)
-            exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
-            self._again = private.batches_that_stepped(lightning)
-            if self._restored.state["stopped"] == private.limits(trainer):
-                private.stop(trainer)
+        if self.restored is not None:
+            self._resume(trainer, self.restored)
         private.load_pending_loader_states(trainer)
         check_length(trainer, self._loaders)
         combine(trainer, self._loaders)
@@ -285,16 +300,30 @@ class ElasticCallback(Callback):
         if self._checkpoint:
             refuse_sharded(pytree.flatten(self._state(trainer)).tensors)
             ends = [loader.close for loader in self._loaders.values()]
-            self._beside = Beside(trainer, self._own, self._buckets)
+            self._beside = StateBesideOptimizer(trainer, self._own, self._buckets)
             state = functools.partial(self._state, trainer)
-            self._survivor = self.fits.survivor(trainer, self.session, self._beside, state, ends)
+            self._survivor = self.fits.survivor(trainer, session, self._beside, state, ends)
+            self._driver.begin(self._survivor)
+
+    def _resume(self, trainer: Trainer, restored: Restored) -> None:
+        """Restore what Lightning's own restore leaves out."""
+        names.forget_missing(trainer)
+        names.keep_saved_at(trainer, restored.state.get("saved_at", {}))
+        lightning = private.saved(restored)
+        classes = restored.state.get("optimizer_classes") or [None] * len(trainer.optimizers)
+        for now, then, named in zip(trainer.optimizers, lightning["optimizer_states"], classes, strict=False):
+            refuse_other_class(now, then, named)
+        exact_optimizer_states(trainer.optimizers, lightning["optimizer_states"])
+        self._again = private.batches_that_stepped(lightning)
+        if restored.state["stopped"] == private.limits(trainer):
+            private.stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._units is not None:
             self._units.epoch_ends(trainer)
 
     def _prepare(self, model: DistributedDataParallel) -> None:
-        saved = self._restored.state["bucket_order"] if self._restored is not None else []
+        saved = self.restored.state["bucket_order"] if self.restored is not None else []
         if self._loaders:
             outcome = weigh_gradients(model, lambda: self._weight(1 / torch.distributed.get_world_size()))
             self._weighed = bool(outcome)
@@ -307,8 +336,8 @@ class ElasticCallback(Callback):
         return loader.sampler.weight if loader is not None else otherwise
 
     def _stepped(self) -> None:
-        if self.session is not None:
-            self.session.stepped()
+        if self._driver is not None:
+            self._driver.stepped()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Weight the gradient of the loss for short and unevenly shared steps, without changing its value."""
@@ -320,10 +349,8 @@ class ElasticCallback(Callback):
             loss.register_hook(lambda grad: grad * scale)
 
     def _before_fetch(self, trainer: Trainer) -> None:
-        if self.session is not None:
-            self.session.before_fetch(trainer.global_step)
-        if self._survivor is not None:
-            self._survivor.fetches()
+        if self._driver is not None:
+            self._driver.before_fetch(trainer.global_step)
 
     def _before_any_fetch(self, trainer: Trainer) -> None:
         if self._own is not None:
@@ -332,19 +359,13 @@ class ElasticCallback(Callback):
             self._before_fetch(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.session is None:
+        if self._driver is None:
             return
-        begin_epoch_again(trainer, self.session, self._again)
+        begin_epoch_again(trainer, self._driver.session, self._again)
         self._again = None
-        step_ends, due = self.session.at_step_end, self.session.batch_requested(trainer.global_step)
-        if self._survivor is not None:
-            self._quiet(self._survivor, trainer.global_step, step_ends)
-        if due:
-            self.session.cut(trainer.global_step, self._state(trainer))
-
-    def _quiet(self, survivor: Survivor, step: int, step_ends: bool) -> None:
+        step_ends = self._driver.session.at_step_end
         try:
-            survivor.quiet(step, step_ends=step_ends)
+            self._driver.boundary(trainer.global_step, lambda: self._state(trainer))
         except RoundEnded:
             if self._beside is not None:
                 self._beside.rests = step_ends
@@ -376,11 +397,11 @@ class ElasticCallback(Callback):
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.session is None:
+        if self._driver is None:
             return
         for loader in self._loaders.values() if private.epoch_is_over(trainer) else ():
             loader.sampler.begin()  # an epoch cut short by a limit is over, too
-        self.session.finish(trainer.global_step, self._state(trainer, ended=True))
+        self._driver.finish(trainer.global_step, self._state(trainer, ended=True))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         session = self.session
@@ -389,29 +410,28 @@ class ElasticCallback(Callback):
             return self._leave(trainer, p.Departure.STOPPED if stopped else p.Departure.FAILED)
         session.membership.keep()  # before Lightning moves the model; `elastic_run` decides whether it is a fault
         before = self._handover
-        self._let_go(trainer)
+        self._leave(trainer, p.Departure.FAILED)
         self._handover = before  # the steps of this round are either in a save or lost
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave(trainer, p.Departure.DONE)
 
     def _leave(self, trainer: Trainer, reason: p.Departure) -> None:
-        session = self.session
+        driver = self._driver
         self._let_go(trainer)
-        if session is not None:
-            session.leave(reason, trainer.global_step)
+        if driver is not None:
+            driver.close(reason, trainer.global_step)
 
     def _let_go(self, trainer: Trainer) -> None:
-        self.session = None
-        for one in filter(None, (self._survivor, self._buckets)):
-            one.close()
+        if self._buckets is not None:
+            self._buckets.close()
         if self._hook is not None:
             self._hook.remove()
         private.unwrap(trainer)
         names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
-        self._hook = self._buckets = self._restored = self._units = self._own = self._survivor = self._beside = None
+        self._driver = self._hook = self._buckets = self._units = self._own = self._survivor = self._beside = None
         self._weighed = False
         self._handover = {name: marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()

@@ -17,13 +17,12 @@ from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 
-from dlrover_hooks.checkpoint.save.background_saves import Behind
-from dlrover_hooks.checkpoint.save.staging import Copies
+from dlrover_hooks.checkpoint.save.background_saves import BackgroundSaves
+from dlrover_hooks.checkpoint.save.state_tree_copies import StateTreeCopies
 from dlrover_hooks.checkpoint.storage.atomic_files import whole_file, whole_link
 from dlrover_hooks.errors import HooksError, UnsupportedState, UsageError
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import _private_api as private
 
 log = logging.getLogger("dlrover_hooks")
 _alive: WeakSet[FlashCheckpointIO] = WeakSet()
@@ -49,8 +48,8 @@ class FlashCheckpointIO(TorchCheckpointIO):
         if on_error not in ("raise", "warn"):
             raise UsageError(f"on_error={on_error!r} is unknown", hint='use "raise" or "warn"')
         self.on_error, self.deadline = on_error, deadline
-        self._behind: Behind | None = None
-        self._copies = Copies()
+        self._behind: BackgroundSaves | None = None
+        self._copies = StateTreeCopies()
         self._idle_at: Any = None
         self._said = False
 
@@ -112,15 +111,15 @@ class FlashCheckpointIO(TorchCheckpointIO):
         """Whether `path` will exist when pending work is done; None if nothing is pending for it."""
         return self._behind.leaves(_spelled(path)) if self._behind is not None else None
 
-    def _started(self) -> Behind:
+    def _started(self) -> BackgroundSaves:
         if self._behind is None:
-            self._behind = Behind(on_error=self.on_error, deadline_s=self.deadline)
+            self._behind = BackgroundSaves(on_error=self.on_error, deadline_s=self.deadline)
             _alive.add(self)
             if not _undo:
                 _undo.append(private.count_files_under_way(_leaves, _link_later))
         return self._behind
 
-    def _over(self, behind: Behind) -> None:
+    def _over(self, behind: BackgroundSaves) -> None:
         try:
             behind.close()
         finally:
@@ -137,7 +136,9 @@ class FlashCheckpointIO(TorchCheckpointIO):
             self._idle_at = None
         return self._idle_at is not None
 
-    def _write_now(self, behind: Behind, checkpoint: dict[str, Any], path: str, error: UnsupportedState) -> None:
+    def _write_now(
+        self, behind: BackgroundSaves, checkpoint: dict[str, Any], path: str, error: UnsupportedState
+    ) -> None:
         if not self._said:
             self._said = True
             log.warning("%s is written within the step: %s", path, error)
@@ -145,7 +146,7 @@ class FlashCheckpointIO(TorchCheckpointIO):
         self._write(checkpoint, path)
 
     def _write(self, state: dict[str, Any], path: str) -> None:
-        if not _is_local_file_protocol(path):
+        if not private.is_local(path):
             super().save_checkpoint(state, path)
             return
         with whole_file(path) as part:
@@ -159,7 +160,7 @@ _ANY = object()
 def _spelled(path: Any) -> str:
     """One normalized name per file."""
     text = os.fspath(path)
-    return os.path.abspath(text.removeprefix("file://")) if _is_local_file_protocol(text) else text
+    return os.path.abspath(text.removeprefix("file://")) if private.is_local(text) else text
 
 
 def _leaves(path: str) -> bool | None:

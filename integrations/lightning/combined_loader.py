@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from dlrover_hooks.data.batch_plan import BatchPlan
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import _private_api as private
 from dlrover_hooks.pytorch.even_batches import EvenLoader, epoch_batches
 
 Loaders = Mapping[str, ElasticLoader | EvenLoader]
@@ -67,7 +67,8 @@ def marked(loader: Any, over: bool) -> dict[str, Any] | None:
     if not isinstance(loader, ElasticLoader | EvenLoader):
         return None
     progress = loader.sampler.progress
-    return loader.state_dict() | {"cursor": max(progress.marked, progress.following()) if over else progress.marked}
+    state = loader.state_dict()
+    return state | {"cursor": max(progress.marked, progress.following())} if over else state
 
 
 def ended(mode: str, loaders: Loaders) -> list[ElasticLoader | EvenLoader]:

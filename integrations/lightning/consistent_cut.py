@@ -8,16 +8,15 @@ import msgspec
 from lightning.pytorch import Trainer
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.integrations.lightning import _compat as private
-from dlrover_hooks.integrations.lightning import output_names as names
+from dlrover_hooks.integrations.lightning import _private_api as private, output_names as names
 from dlrover_hooks.integrations.lightning.preconditions import plain
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
-from dlrover_hooks.protocol.shapes import require
-from dlrover_hooks.pytorch.ddp import BucketOrder
+from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder
 from dlrover_hooks.pytorch.state_dict import OptimizerForm
 
 _OF_STEPS = ("state_dict", "optimizer_states")
-"""Keys that only an optimizer step changes; except buffers, which `SmallSet` keeps."""
+"""Keys that only an optimizer step changes; except buffers, which `StepSnapshot` keeps."""
 
 
 def cut(

@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from dlrover_hooks.elastic.step_snapshot import SMALL_BYTES
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import _private_api as private
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, PurePath, enum.Enum, datetime.timedelta, datetime.datetime,

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import _private_api as private
 
 MARK = "dlrover_hooks_run"
 """Key in weights-only files, which hold no callback state."""
@@ -31,14 +31,7 @@ def write_over_earlier(trainer: Trainer, run: str) -> None:
     for callback in private.callbacks(trainer):
         if isinstance(callback, ModelCheckpoint):
             _write_over_earlier(callback, run, given)
-    connector: Any = trainer._checkpoint_connector
-    dump = connector.dump_checkpoint
-
-    def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = dump(weights_only)
-        return checkpoint | {MARK: run} if weights_only else checkpoint
-
-    connector.dump_checkpoint = dump_checkpoint
+    private.change_dump(trainer, lambda made, weights_only: made | {MARK: run} if weights_only else made)
 
 
 def _write_over_earlier(callback: ModelCheckpoint, run: str, given: set[str]) -> None:
@@ -59,7 +52,7 @@ def _write_over_earlier(callback: ModelCheckpoint, run: str, given: set[str]) ->
 
 def forget(trainer: Trainer) -> None:
     """Undo `write_over_earlier`."""
-    trainer._checkpoint_connector.__dict__.pop("dump_checkpoint", None)
+    private.restore_dump(trainer)
     for callback in private.callbacks(trainer):
         callback.__dict__.pop("file_exists", None)
 
@@ -81,7 +74,7 @@ def forget_missing(trainer: Trainer) -> None:
     for callback in private.callbacks(trainer):
         if isinstance(callback, ModelCheckpoint):
             known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}
-            missing = trainer.strategy.broadcast([path for path in known if not callback._fs.exists(path)])
+            missing = trainer.strategy.broadcast([path for path in known if not private.file_exists(callback, path)])
             if missing:
                 private.log.warning("not there any more, or never written before the crash: %s", ", ".join(missing))
                 _forget(callback, set(missing))
@@ -100,14 +93,14 @@ def _forget(callback: ModelCheckpoint, missing: set[str]) -> None:
 def saved_at(trainer: Trainer) -> dict[str, int]:
     """The last saved step by `ModelCheckpoint`. It is in no checkpoint; without it the step would be saved again."""
     found = (one for one in private.callbacks(trainer) if isinstance(one, ModelCheckpoint))
-    return {one.state_key: one._last_global_step_saved for one in found}
+    return {one.state_key: private.last_saved_step(one) for one in found}
 
 
 def keep_saved_at(trainer: Trainer, steps: dict[str, int]) -> None:
     """Restore the result of `saved_at`. Call once callbacks are restored."""
     for one in private.callbacks(trainer):
         if isinstance(one, ModelCheckpoint):
-            one._last_global_step_saved = steps.get(one.state_key, one._last_global_step_saved)
+            private.set_last_saved_step(one, steps.get(one.state_key, private.last_saved_step(one)))
 
 
 def versions(trainer: Trainer) -> list[Any]:
@@ -123,8 +116,8 @@ def leave_folders(trainer: Trainer) -> None:
     of the previous rank 0.
     """
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger) and logger._experiment is None:
-            logger._version = None
+        if isinstance(logger, CSVLogger) and not private.has_written(logger):
+            private.set_version(logger, None)
 
 
 def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str) -> None:
@@ -139,7 +132,7 @@ def keep_versions(trainer: Trainer, restored: dict[str, Any], key: str, run: str
     for logger, version in zip(trainer.loggers, before, strict=False):
         if isinstance(logger, CSVLogger) and version is not None:
             new = logger.log_dir
-            logger._version = version
+            private.set_version(logger, version)
             if trainer.is_global_zero:
                 _go_on(logger, steps)
             if trainer.is_global_zero and new != logger.log_dir:

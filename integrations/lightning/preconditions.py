@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint.state import pytree
 from dlrover_hooks.errors import UnsupportedState, UsageError
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import _private_api as private
 from dlrover_hooks.pytorch.tensor_loading import left_alone
 
 

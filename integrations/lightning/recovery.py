@@ -15,13 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from dlrover_hooks.config import Config
+from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.elastic.in_process_recovery import Recovery, elastic_run
-from dlrover_hooks.elastic.round_survivor import Survivor
 from dlrover_hooks.errors import RoundEnded, UsageError
-from dlrover_hooks.integrations.lightning import _compat as private
-from dlrover_hooks.integrations.lightning import output_names as names
+from dlrover_hooks.integrations.lightning import _private_api as private, output_names as names
 from dlrover_hooks.integrations.lightning.fresh_attributes import FreshAttributes
-from dlrover_hooks.integrations.lightning.step_state import Beside
+from dlrover_hooks.integrations.lightning.state_beside_optimizer import StateBesideOptimizer
 from dlrover_hooks.session import Restored, Session
 from dlrover_hooks.worker import surviving_process
 
@@ -29,7 +28,7 @@ Told = Callable[[Recovery], object]
 RECOVER = ("process", "restart")
 
 
-class Fits:
+class FitRounds:
     """Runs one fit, once per round. Training thread.
 
     Args:
@@ -50,7 +49,7 @@ class Fits:
         self._recover, self._on_recover, self._on_resize = recover, on_recover, on_resize
         self._checkpoint, self._life = checkpoint, 0
         self._fresh: FreshAttributes | None = None
-        self._survivor: Survivor | None = None
+        self._survivor: AdapterRecovery | None = None
         self._stepped = False
         if recover == "process" and config.master is not None and not config.disable:
             _wrap_fit()
@@ -123,18 +122,18 @@ class Fits:
         self,
         trainer: Trainer,
         session: Session,
-        beside: Beside,
+        beside: StateBesideOptimizer,
         state: Callable[[], dict[str, Any]],
         ends: Sequence[Callable[[], object]],
-    ) -> Survivor | None:
+    ) -> AdapterRecovery | None:
         """Recovery support for a round that may be survived; None for any other.
 
-        Call in `on_train_start`, after the restore. `state` makes a cut; `ends` as for `Survivor`.
+        Call in `on_train_start`, after the restore. `state` makes a cut; `ends` as for `AdapterRecovery`.
         """
         if session.membership is None or session.membership.unsupported:
             return None
         wrapped = trainer.strategy.model
-        self._survivor = Survivor(
+        self._survivor = AdapterRecovery(
             session,
             [trainer.lightning_module],
             trainer.optimizers,
@@ -156,7 +155,7 @@ def _wrap_fit() -> None:
     @functools.wraps(fit)
     def elastic(self: Trainer, *args: Any, **kwargs: Any) -> None:
         kept = (getattr(one, "fits", None) for one in private.callbacks(self))
-        fits = next((one for one in kept if isinstance(one, Fits)), None)
+        fits = next((one for one in kept if isinstance(one, FitRounds)), None)
         if fits is None or private.tunes(self):
             return fit(self, *args, **kwargs)
         return fits.run(self, lambda: fit(self, *args, **kwargs))

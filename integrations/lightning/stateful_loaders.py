@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import _private_api as private
 
 
 class OwnLoaders:

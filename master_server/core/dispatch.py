@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core.checkpoints import restore_choice, votes
+from dlrover_hooks.master.core.checkpoints import restore_choice, save_votes
 from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
 from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
@@ -95,11 +95,11 @@ def _vote(job: Job, event: Vote, now: float, effects: Effects) -> Voted:
             f"Vote as rank {event.rank} of {event.world_size} for step {generation.step}, but incarnation "
             f"{event.incarnation!r} is rank {member.rank} of {current.world_size}."
         )
-    commit = votes.vote(job.saves, job.settings, job.name, event, now)
+    commit = save_votes.vote(job.saves, job.settings, job.name, event, now)
     if commit is not None:
         effects.append(committing(job, commit))
     arm_for_persist(job, now, effects)
-    return votes.voted(job.saves)
+    return save_votes.voted(job.saves)
 
 
 def _change_keys(job: Job, event: ChangeKeys, now: float, effects: Effects) -> KeyValues:
@@ -111,14 +111,14 @@ def _change_keys(job: Job, event: ChangeKeys, now: float, effects: Effects) -> K
 
 
 def _committed(job: Job, event: Committed, now: float, effects: Effects) -> Done:
-    votes.committed(job.saves, job.settings, event.generation, now)
+    save_votes.committed(job.saves, job.settings, event.generation, now)
     arm_for_persist(job, now, effects)
     return Done()
 
 
 def _commit_failed(job: Job, event: CommitFailed, now: float, effects: Effects) -> Done:
     del effects
-    votes.commit_failed(job.saves, job.settings, event.generation, now)
+    save_votes.commit_failed(job.saves, job.settings, event.generation, now)
     return Done()
 
 

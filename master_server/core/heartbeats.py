@@ -26,7 +26,7 @@ GRACE_S = 300.0
 SILENT = "it never sent a heartbeat"
 
 
-class Pulse(msgspec.Struct):
+class LivenessLease(msgspec.Struct):
     """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
     `ears`: number of its open watch connections. `beats`: it has sent a heartbeat.
@@ -52,7 +52,7 @@ class Nodes(msgspec.Struct):
     lease_s: float = 10.0
     suspicion_s: float = 0.5
     open_lease_s: float = 60.0
-    pulses: dict[Name, Pulse] = {}
+    pulses: dict[Name, LivenessLease] = {}
     heap: list[tuple[float, str, str]] = []
 
 
@@ -65,7 +65,7 @@ def beat(nodes: Nodes, name: Name, now: float, *, step: int = 0, vitals: Vitals 
     _queue(nodes, name, pulse)
 
 
-def lease_of(nodes: Nodes, pulse: Pulse) -> float:
+def lease_of(nodes: Nodes, pulse: LivenessLease) -> float:
     """Seconds it may be silent between two heartbeats."""
     return max(nodes.lease_s, nodes.open_lease_s) if pulse.ears else nodes.lease_s
 
@@ -145,19 +145,19 @@ def verdicts(nodes: Nodes, now: float) -> list[Lost]:
     return dead
 
 
-def _reason(nodes: Nodes, pulse: Pulse) -> str:
+def _reason(nodes: Nodes, pulse: LivenessLease) -> str:
     if pulse.suspect_until <= pulse.until:
         return "its connection was lost"
     return f"no heartbeat for {lease_of(nodes, pulse):g} s" if pulse.beats else SILENT
 
 
-def _pulse(nodes: Nodes, name: Name, now: float) -> Pulse:
+def _pulse(nodes: Nodes, name: Name, now: float) -> LivenessLease:
     if name not in nodes.pulses:
-        nodes.pulses[name] = Pulse(until=now)
+        nodes.pulses[name] = LivenessLease(until=now)
     return nodes.pulses[name]
 
 
-def _queue(nodes: Nodes, name: Name, pulse: Pulse) -> None:
+def _queue(nodes: Nodes, name: Name, pulse: LivenessLease) -> None:
     """Queue an earlier entry if the current one is too late. One that is too early is renewed when it is popped."""
     if pulse.end < pulse.queued:
         pulse.queued = pulse.end

@@ -10,9 +10,9 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core.checkpoints import votes
+from dlrover_hooks.master.core.checkpoints import save_votes
 from dlrover_hooks.master.core.checkpoints.restore_sources import LoadRefusal, Offers
-from dlrover_hooks.master.core.checkpoints.votes import CheckpointVotes, Commit, Settings
+from dlrover_hooks.master.core.checkpoints.save_votes import CheckpointVotes, Commit, Settings
 from dlrover_hooks.master.core.effects import (
     CommitGeneration,
     Deadline,
@@ -23,8 +23,7 @@ from dlrover_hooks.master.core.effects import (
     watch_topic,
 )
 from dlrover_hooks.master.core.leased_data.ledger import Ledgers
-from dlrover_hooks.master.core.rounds import rank_assignment
-from dlrover_hooks.master.core.rounds import rendezvous as rounds
+from dlrover_hooks.master.core.rounds import rank_assignment, rendezvous as rounds
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
 from dlrover_hooks.master.core.rounds.rendezvous import Member, Round, Rounds
 from dlrover_hooks.protocol import Ending, Phase, Restore, Secret, Source
@@ -167,7 +166,7 @@ def persist_due_at(job: Job) -> float:
     """When a persist is due by time, if the job trains and none is announced yet; else `inf`."""
     current = job.rounds.round
     trains = current is not None and current.phase is Phase.TRAINING and current.attempt > 0 and not job.finished
-    return votes.persist_due_at(job.saves, job.settings) if trains else math.inf
+    return save_votes.persist_due_at(job.saves, job.settings) if trains else math.inf
 
 
 EVERY_S = 1.0

@@ -7,8 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, JobAlive, SaveToBusy, UnknownJob
-from dlrover_hooks.master.core import dispatch
-from dlrover_hooks.master.core import job as one
+from dlrover_hooks.master.core import dispatch, job as one
 from dlrover_hooks.master.core.dispatch import EventOutcome
 from dlrover_hooks.master.core.effects import (
     Effect,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import GivenUp, Stale
-from dlrover_hooks.master.core.checkpoints import replica_ring, votes
+from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
     key_topic,
     parting_topic,
@@ -179,7 +179,7 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         broken=current is not None and current.phase is Phase.BROKEN,
         newest_complete=job.saves.newest_complete,
         cadence=job.saves.cadence,
-        may_complete=votes.may_complete(job.saves),
+        may_complete=save_votes.may_complete(job.saves),
         parting=preemption_agreement.summons(job),
         waiting=job.rounds.newcomers,
     )

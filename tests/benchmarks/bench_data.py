@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.client.in_process_master import Alone
+from dlrover_hooks.client.in_process_master import InProcessMaster
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.loader import elastic_loader
@@ -186,7 +186,7 @@ def _drain(loader: Any) -> None:
 # ---- leases ---------------------------------------------------------------------------------------------------------
 
 
-class Distant(Alone):
+class Distant(InProcessMaster):
     """The core in this process, `TRIP_S` away."""
 
     never = threading.Event()

@@ -53,7 +53,7 @@ AT_LEAST = {"ratio_vs_torchrun": 5.0}
 
 
 def ratio(found: Figures) -> Figures:
-    """How many times as long stock torchrun takes with a last call of a second. Who never recovers makes no ratio."""
+    """How many times as long stock torchrun takes with a last call of a second. Without a recovery there is none."""
     mine, theirs = found.get("survivor_next_step_s"), found.get("c10d_1s_restart_s")
     return {"ratio_vs_torchrun": theirs / mine} if mine and theirs else {}
 

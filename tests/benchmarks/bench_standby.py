@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import psutil
 from dlrover_hooks.config import worker_environment
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
 from tests.benchmarks.report import report
+from tests.waiting import until
 
 SCRIPT = """
 import sys, time
@@ -87,11 +87,7 @@ def rounds(folder: Path, number: int) -> dict[str, float]:
 
 
 def _fill(standbys: Standbys) -> None:
-    deadline = time.monotonic() + 120
-    while standbys.ready < 2:
-        assert time.monotonic() < deadline, "no standbys came"
-        standbys.refill()
-        select.select([], [], [], 0.01)
+    until(lambda: standbys.ready >= 2, "two standbys", 120.0, between=standbys.refill)
 
 
 def _memory(standbys: Standbys) -> dict[str, float]:

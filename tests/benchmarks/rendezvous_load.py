@@ -83,7 +83,7 @@ class Node:
         return time.perf_counter()
 
     async def learn_ranks(self) -> None:
-        """What torchrun's agents tell each other then: who brings how many workers."""
+        """What torchrun's agents tell each other then: how many workers each brings."""
         await self.line.ask(self._set(f"role/{self.rank}", b'{"role": "default", "local_world_size": 8}'))
         if self.rank == 0:
             await self.line.ask(self._await([f"role/{rank}" for rank in range(NODES)]))

@@ -18,7 +18,7 @@ from torch import nn
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.protocol import Generation
 
 WAIT_S = 120.0
@@ -72,7 +72,7 @@ class Memcpy:
     """One thread's copy of so many bytes into shared memory that is mapped already: the floor."""
 
     def __init__(self, size: int) -> None:
-        self._arena = Arena.create(9, size)
+        self._arena = SharedSegment.create(9, size)
         self._source = np.ones(size, np.uint8)
         self._target = np.frombuffer(self._arena.view(0, size), np.uint8)
 

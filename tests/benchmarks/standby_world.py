@@ -10,19 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.benchmarks.report import REPOSITORY, Figures
+from tests.waiting import until
 
 WORLD = 3
 SCRIPT = """
@@ -81,14 +82,15 @@ class Job:
         """One row per worker and optimizer step."""
         return [json.loads(line) for line in self.notes.read_text().splitlines() if line.endswith("}")]
 
-    def until(self, found: Any, within_s: float = 120.0) -> Any:
-        """The first true answer of `found`."""
-        deadline = time.monotonic() + within_s
-        while not (answer := found()):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"it did not come: {self.said()[-4000:]}")
-            select.select([], [], [], 0.02)
-        return answer
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """The first true answer of `condition`. Raises AssertionError, at once if the launcher has ended."""
+        return until(condition, "what the job does", 120.0, between=self._runs, diagnostic=self._last, every_s=0.02)
+
+    def _runs(self) -> None:
+        assert self.process.poll() is None, f"the launcher has ended:\n{self._last()}"
+
+    def _last(self) -> str:
+        return self.said()[-4000:]
 
     def said(self) -> str:
         """By the launcher and the workers."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Pieces, place_of
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.save.overlap_policy import MOST_PAIRS, WARM_UP
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
@@ -78,7 +78,7 @@ class Bare:
     def __init__(self, state: dict[str, Any]) -> None:
         tensors = list(flatten(state).tensors.values())
         sizes = [tensor.nbytes for tensor in tensors]
-        self._arena = Arena.create(9, sum(sizes))
+        self._arena = SharedSegment.create(9, sum(sizes))
         self._arena.populate()
         self._pieces = Pieces(list(itertools.accumulate(sizes, initial=0))[:-1], sizes)
         self._where = place_of(self._arena.view(0)), [tensor.data_ptr() for tensor in tensors]

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import select
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.report import Figures
 from tests.elastic.crew import Crew, Zygote
+from tests.waiting import until
 
 LEASE_S = 1.5
 AT = 12
@@ -59,18 +58,14 @@ def _one_of(world: int, zygote: Zygote, folder: Path) -> float:
         for rank in range(world):
             crew.start(rank, **({"at": ("fetched", AT), "what": "kill"} if rank == 1 else {}))
         others = {f"w{rank}" for rank in range(world)} - {"w1"}
-        deadline = time.monotonic() + _GROWN_S
-        while True:
-            crew.reap()
-            select.select([], [], [], 0.02)
-            if not (folder / "w1.jsonl").exists() or not crew.workers["w1"].ended():
-                assert time.monotonic() < deadline, crew.story()
-                continue
-            first = {row["who"]: row["t"] for row in reversed(crew.events("step")) if row["world"] == world - 1}
-            if set(first) == others:
-                return max(first.values()) - crew.events("trouble")[0]["t"]
-            assert time.monotonic() < deadline, crew.story()
-            select.select([], [], [], 0.2)
+        crew.ended("w1", timeout_s=_GROWN_S)
+
+        def first() -> dict[str, float] | None:
+            steps = {row["who"]: row["t"] for row in reversed(crew.events("step")) if row["world"] == world - 1}
+            return steps if set(steps) == others else None
+
+        steps = until(first, "a step of all others", _GROWN_S, diagnostic=crew.story, every_s=0.2)
+        return max(steps.values()) - crew.events("trouble")[0]["t"]
     finally:
         crew.close()
 

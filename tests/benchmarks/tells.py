@@ -18,9 +18,9 @@ import torch.distributed as dist
 from dlrover_hooks import rng
 from dlrover_hooks.config import Place
 from dlrover_hooks.elastic.batch_statistics import ALL_BYTES
-from dlrover_hooks.elastic.rng_replication import told
+from dlrover_hooks.elastic.rng_journal_replication import told
 from dlrover_hooks.protocol import Generation
-from dlrover_hooks.rng.rank_journal import Draws
+from dlrover_hooks.rng.rank_journal import ProcessState, RngJournal, Statistics
 from tests.benchmarks.report import Figures
 from tests.ranks import free_port
 
@@ -50,13 +50,23 @@ def _medians(pairs: int, statistics_bytes: int) -> tuple[float, float]:
     return tell, meet
 
 
+class Source(ProcessState):
+    """Batch statistics of a given size."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def statistics(self) -> Statistics:
+        return (("all", bytes(self._nbytes)),) if self._nbytes else ()
+
+
 def _rank(rank: int, port: int, pairs: int, statistics_bytes: int, line: Connection) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    draws = Draws(lambda *_: None)
+    draws = RngJournal(lambda *_: None)
     draws.begin(Generation(1, 0, "00" * 16), rank, 2)
-    draws.statistics = lambda: (("all", bytes(statistics_bytes)),) if statistics_bytes else ()
+    draws.read(Source(statistics_bytes))
     way = told(draws, Place(rank=rank, world_size=2, node=f"node {rank}"), statistics_bytes + 64)
     assert way is not None
     word = torch.zeros(1)

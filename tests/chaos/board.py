@@ -49,7 +49,7 @@ class Board:
         self._words[2] = mode
 
     def arm(self, phase: int) -> None:
-        """Whoever comes to that phase says so, and waits. 0: nobody does."""
+        """A process that comes to that phase says so, and waits. 0: none does."""
         self._words[0] = phase
 
     def finish(self, step: int) -> None:

@@ -1,6 +1,6 @@
 """A small cluster for chaos tests: one master, a keeper for each node, trainers; the test is its launcher.
 
-Processes come from a `zygote` and live on over rounds: only what a round kills is started anew.
+Processes come from a `zygote` and live on over rounds: only what a round kills is started again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.client import MasterClient
 from tests.chaos.board import NOTHING, Age, Board, age
 from tests.chaos.traps import Phase
+from tests.waiting import WAIT_S, until
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60.0
-"""Deadline of everything: what takes longer hangs."""
 SMALL_FILES = {"latest.json", "finished.json", ".owner.lock"}
 """What lies beside the generations."""
 
@@ -172,7 +171,7 @@ class Cluster:
         return [f"rank {rank}" for rank in range(self.world)]
 
     def start_trainers(self) -> None:
-        """As a launcher does: join for all seats, then start who sits there."""
+        """As a launcher does: join for all seats, then start the processes of these seats."""
         seats: dict[str, list[p.Seat]] = {node: [] for node in self.nodes}
         for rank in range(self.world):
             seats[self.node_of(rank)].append(p.Seat(uuid.uuid4().hex, rank // len(self.nodes), rank))
@@ -238,7 +237,7 @@ class Cluster:
         return None
 
     def catch(self, phase: Phase, within_s: float, who: str = "") -> Notice | None:
-        """Wait until a process (called `who`) is in `phase`; the first one is held there, nobody else."""
+        """Wait until a process (called `who`) is in `phase`; the first one is held there, no other."""
         self.board.arm(phase)
         notice = self.hear(lambda facts: facts.get("phase") == phase and facts["who"].startswith(who), within_s)
         self.board.arm(Phase.NONE)
@@ -250,16 +249,14 @@ class Cluster:
         self.until(lambda: self._reports.keys() >= set(pids), "all ranks restored")
         return [self._reports[pid] for pid in pids]
 
-    def until(self, true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
-        """Notices are let go meanwhile."""
-        deadline = time.monotonic() + within_s
-        while not (found := true()):
-            assert time.monotonic() < deadline, f"not within {within_s} s: {what}\n{self.whereabouts()}"
-            self.hear(lambda _: False, 0.003)
-        return found
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """The first true answer of `condition`; notices are let go meanwhile."""
+        return until(
+            condition, what, between=lambda: self.hear(lambda _: False, 0.003), diagnostic=self.whereabouts, every_s=0.0
+        )
 
     def whereabouts(self) -> str:
-        """Who lives, how far each rank is, and where they hang."""
+        """Which processes live, how far each rank is, and where they hang."""
         living = [name for name, process in self.processes.items() if not process.ended()]
         at, before = [self.board.reached(rank) for rank in range(self.world)], self.tail()
         for name in set(living) & set(self.ranks):

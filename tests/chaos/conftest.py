@@ -9,14 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.deep import deep
+
 BATCH = 20
 """Rounds of one cluster; batches may run side by side."""
+SOME_KILLS = 3
+"""Of real trainers; `--chaos-real-rounds` says how many there are where all cases are run."""
+WORLDS = 3
+"""Batch b has 1 + b % 3 ranks: what comes behind the third batch repeats it with another seed."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "batch" in metafunc.fixturenames:
         rounds: int = metafunc.config.getoption("chaos_rounds")  # pyright: ignore[reportAssignmentType]
-        metafunc.parametrize("batch", range(-(-rounds // BATCH)))
+        batches = range(-(-rounds // BATCH))
+        metafunc.parametrize("batch", [*batches[:WORLDS], *map(deep, batches[WORLDS:])])
+    if "kills" in metafunc.fixturenames:
+        kills: int = metafunc.config.getoption("chaos_real_rounds")  # pyright: ignore[reportAssignmentType]
+        metafunc.parametrize("kills", [kills] if kills <= SOME_KILLS else [SOME_KILLS, deep(kills)])
 
 
 @pytest.fixture

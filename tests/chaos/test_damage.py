@@ -19,6 +19,7 @@ from dlrover_hooks.protocol import Generation, Held, Manifest
 from tests.chaos.board import Age, age
 from tests.chaos.cluster import Cluster, left_nothing
 from tests.chaos.traps import Phase
+from tests.deep import deep
 from tests.e2e.kept import segment
 from tests.images import image_around, read_back
 
@@ -95,7 +96,7 @@ def test_bits_flipped_in_memory(chaos_seed: int, runtime: Path, tmp_path: Path) 
             assert named in of(cluster, mark), f"{named}\n{cluster.tail()}"
 
 
-@pytest.mark.parametrize("how", ["a bit of a file", "the end of a file", "a file", "a bit of MANIFEST"])
+@pytest.mark.parametrize("how", ["a bit of a file", "a bit of MANIFEST", deep("the end of a file"), deep("a file")])
 def test_damaged_in_storage(how: str, chaos_seed: int, runtime: Path, tmp_path: Path) -> None:
     """The keepers are gone, too: an older durable generation is restored, and the log names the file."""
     chance = random.Random(chaos_seed)
@@ -158,7 +159,7 @@ def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
         for bit in range(8):
             path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
             harmless += seen_through(url, generation, data)
-    assert harmless < 8 * len(good) // 5, "what is not needed to read it: its date, and who trained"
+    assert harmless < 8 * len(good) // 5, "what is not needed to read it: its date, and the trainer"
 
 
 def seen_through(url: str, generation: Generation, data: bytes) -> bool:

@@ -5,7 +5,6 @@ killed at random moments, end with the weights, moments and random state of a ru
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from tests.chaos.cluster import Cluster
 from tests.ranks import free_port
+from tests.waiting import until
 
 VICTIMS = ("rank 0", "rank 1", "rank 0", "rank 1", "n0", "master", "n0+rank 1", "master+rank 0")
 
@@ -30,19 +30,20 @@ class Real(Cluster):
         super().start_trainers()
 
     def run(self, chance: random.Random | None, kills: int) -> tuple[dict[str, str], Counter[str]]:
-        """Digests of what each rank ends with, and who was killed."""
+        """Digests of what each rank ends with, and which processes were killed."""
         tally: Counter[str] = Counter()
         digests: dict[str, str] = {}
         self.start_trainers()
-        at, deadline = self._next(chance), time.monotonic() + 20.0 * (kills + 1)
-        while len(digests) < self.world:
-            assert time.monotonic() < deadline, self.whereabouts()
+        at = self._next(chance)
+
+        def turn() -> None:
+            nonlocal at
             notice = self.hear(lambda facts: "digest" in facts, 0.01)
             if notice is not None:
                 digests[notice.facts["who"]] = notice.facts["digest"]
                 notice.let_go()
             elif digests:
-                continue
+                return
             elif chance is not None and tally.total() < kills and self.board.reached(0)[1] >= at:
                 victims = chance.choice(VICTIMS)
                 tally[victims] += 1
@@ -53,6 +54,11 @@ class Real(Cluster):
             elif any(self.processes[name].ended() for name in self.ranks):
                 assert self.mend()  # one noticed by itself that another was lost
                 self.start_trainers()
+
+        until(
+            lambda: len(digests) == self.world, "the end of all ranks", 20.0 * (kills + 1),
+            between=turn, diagnostic=self.whereabouts, every_s=0.0,
+        )  # fmt: skip
         return digests, tally
 
     def _next(self, chance: random.Random | None) -> int:
@@ -63,9 +69,8 @@ class Real(Cluster):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_real_trainers_end_as_if_nobody_had_been_killed(
-    pytestconfig: pytest.Config, chaos_seed: int, runtime: Path, tmp_path: Path
+    kills: int, chaos_seed: int, runtime: Path, tmp_path: Path
 ) -> None:
-    kills: int = pytestconfig.getoption("chaos_real_rounds")  # pyright: ignore[reportAssignmentType]
     print(f"seed {chaos_seed}")
     ends = []
     for kind, chance in (("calm", None), ("chaos", random.Random(chaos_seed))):

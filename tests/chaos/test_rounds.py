@@ -15,6 +15,7 @@ import pytest
 
 from dlrover_hooks.checkpoint.storage import generations
 from tests.chaos.cluster import WAIT_S, Cluster, chosen, left_nothing
+from tests.chaos.conftest import WORLDS
 from tests.chaos.traps import RESTORING, Phase
 
 VICTIMS = ("trainer", "trainer", "keeper", "both", "master", "master+trainer", "all", "in it", "in it", "stop")
@@ -117,7 +118,7 @@ def test_killed_in_every_phase(
     batch: int, chaos_rounds: int, chaos_seed: int, tmp_path: Path, runtime: Path, record_property: Any
 ) -> None:
     chance = random.Random(chaos_seed)
-    world = 1 + batch % 3
+    world = 1 + batch % WORLDS
     shape, persist = chosen(chance, world), chance.choice([3, 6, 12])
     print(f"seed {chaos_seed}: world {world}, {shape}, persist every {persist}")
     began = time.monotonic()

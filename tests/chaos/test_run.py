@@ -19,7 +19,7 @@ import pytest
 
 from dlrover_hooks.rehearsal.comparison import Evidence, judge, saved
 from dlrover_hooks.testing.faults import fault_plan
-from dlrover_hooks.testing.faults.fault_actions import Struck
+from dlrover_hooks.testing.faults.fault_actions import InjectedFaults
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
 from dlrover_hooks.testing.faults.step_trace import RunTrace
 from tests.chaos.run_worker import SAMPLES, STEPS_PER_EPOCH, WORLD
@@ -76,10 +76,10 @@ class Drilled:
         self.trace.read()
 
     def struck(self) -> list[dict]:
-        return [row for path in self._file.parent.glob("faults.*.struck") for row in Struck(path).rows()]
+        return [row for path in self._file.parent.glob("faults.*.struck") for row in InjectedFaults(path).rows()]
 
     def story(self) -> str:
-        """What happened, for whoever has to repeat it."""
+        """What happened, so that it can be repeated."""
         lines = [f"{row['at']:.2f} {row['fault']}" for row in self.struck()]
         lives = [
             f"{life.head.at:.2f} attempt {life.head.attempt} rank {life.head.rank} from step {life.head.begin} to "
@@ -96,6 +96,7 @@ def _pythons(path: Path) -> bool:
 
 @pytest.mark.chaos
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(3600)
 def test_a_run_with_every_kind_of_fault_ends_as_if_there_had_been_none(
     pytestconfig: pytest.Config, chaos_seed: int, runtime: Path, tmp_path: Path
@@ -121,12 +122,13 @@ def test_a_run_with_every_kind_of_fault_ends_as_if_there_had_been_none(
 
 @pytest.mark.chaos
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_a_job_launched_again_and_again_at_other_world_sizes_trains_the_same_steps(
     pytestconfig: pytest.Config, chaos_seed: int, runtime: Path, tmp_path: Path
 ) -> None:
-    """Each launcher is killed but the last one. Every sample is counted once an epoch, no launch begins anew, and what
-    it restores is bit-equal to what the one before had there.
+    """Each launcher is killed but the last one. Every sample is counted once an epoch, no launch begins at step 0, and
+    what it restores is bit-equal to what the one before had there.
     """
     rounds: int = pytestconfig.getoption("chaos_run_rounds")  # pyright: ignore[reportAssignmentType]
     chance = Random(f"relaunches {chaos_seed}")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import select
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from tests.chaos import traps as places
 from tests.chaos.board import NOTHING, Age, age
 from tests.chaos.traps import Traps
 from tests.e2e.session_life import Position
+from tests.waiting import until
 
 STEP_S = 0.015
 LOST_S = 60.0
@@ -93,16 +93,16 @@ class Trainer:
 
     def _mark_overwritten(self) -> None:
         """While the master is away: what it has not heard of gives way, see `checkpoint.reuse`."""
-        others, rank = self.engine.others, self.place.rank
-        real = others.choose_slot
+        generations, rank = self.engine.generations, self.place.rank
+        real = generations.choose_slot
 
-        def choose_slot(slots: Callable[[], Sequence[Slot]], *given: Any, **how: Any) -> int | None:
-            away, index = others.away, real(slots, *given, **how)
-            if index is not None and (away or others.away):
-                self.board.overwrites(rank, age(slots()[index].generation))
+        def choose_slot(slots: Sequence[Slot], *given: Any, **how: Any) -> int | None:
+            away, index = generations.away, real(slots, *given, **how)
+            if index is not None and (away or generations.away):
+                self.board.overwrites(rank, age(slots[index].generation))
             return index
 
-        others.choose_slot = choose_slot
+        generations.choose_slot = choose_slot
 
     def up(self) -> None:
         """Join, restore, and tell how that went."""
@@ -140,21 +140,20 @@ class Trainer:
         self.session.stepped()
         self.session.before_fetch(self.now[1])
         if self.session.batch_requested(self.now[1]):
-            before, blind = self.session.skipped_saves, self.engine.others.away
+            before, blind = self.session.skipped_saves, self.engine.generations.away
             self.session.cut(self.now[1], self.state.tree())
             if self.session._cut_at == self.now[1]:
                 self.board.published(rank, self.now, self.session.skipped_saves == before, blind)
-        self.board.heard(rank, age(self.engine._newest_complete))
+        self.board.heard(rank, age(self.engine.generations.complete_here))
 
     def _meet(self) -> None:
         """Wait for the other ranks, as an all-reduce does, and for the time that a step takes."""
         select.select([], [], [], STEP_S)
         self.board.reach(self.place.rank, self.now)
-        until = time.monotonic() + LOST_S
-        while not self.board.together(self.place.world_size, self.now):
-            if time.monotonic() > until:
-                raise MasterAway(f"rank {self.place.rank} waited for the others")
-            select.select([], [], [], 0.0005)
+        try:
+            until(lambda: self.board.together(self.place.world_size, self.now), "the others", LOST_S, every_s=0.0005)
+        except AssertionError as late:
+            raise MasterAway(f"rank {self.place.rank} waited for the others") from late
 
 
 def train(folder: str, place: dict[str, Any], settings: dict[str, Any], nbytes: int) -> int:

@@ -5,18 +5,19 @@ A trap is real code with one call put in; nothing is replaced. All wait only if 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import select
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.board import Board
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 SLOW_S = 0.3
@@ -78,11 +79,11 @@ class Traps:
 
     def store(self) -> None:
         """Something is written to storage."""
-        mode, until = self.board.stored, time.monotonic() + PATIENCE_S
+        mode = self.board.stored
         if mode in (Store.FAILS, Store.FULL):
             raise OSError(errno.EIO if mode == Store.FAILS else errno.ENOSPC, "so it is today")
-        while self.board.stored == Store.HANGS and time.monotonic() < until:
-            select.select([], [], [], 0.01)
+        with contextlib.suppress(AssertionError):  # a hang ends by itself, too, so that the process can
+            until(lambda: self.board.stored != Store.HANGS, "the end of the hang", PATIENCE_S)
         if mode == Store.SLOW:
             select.select([], [], [], SLOW_S)
 
@@ -112,7 +113,7 @@ class Traps:
 def in_trainer(traps: Traps) -> None:
     from dlrover_hooks.checkpoint.ipc import keeper_messages
     from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
-    from dlrover_hooks.checkpoint.memory.segment import Arena
+    from dlrover_hooks.checkpoint.memory.segment import SharedSegment
     from dlrover_hooks.checkpoint.restore.generation_loader import Restorer
     from dlrover_hooks.checkpoint.save.slot_writer import Writer
     from dlrover_hooks.worker import startup
@@ -126,7 +127,7 @@ def in_trainer(traps: Traps) -> None:
         real(self, shot, target, places[half:], **more)
 
     Writer.fill = fill
-    traps.before(Arena, "publish", Phase.COPIED)
+    traps.before(SharedSegment, "publish", Phase.COPIED)
     traps.before(
         KeeperClient, "tell", Phase.PUBLISHED, lambda _, message: isinstance(message, keeper_messages.Published)
     )
@@ -159,8 +160,7 @@ def in_keeper(traps: Traps) -> None:
 
 
 def in_master(traps: Traps) -> None:
-    from dlrover_hooks.checkpoint.storage import filesystem as place
-    from dlrover_hooks.checkpoint.storage import generations, retention
+    from dlrover_hooks.checkpoint.storage import filesystem as place, generations, retention
 
     def write_small(path: str, data: bytes) -> None:
         traps.store()

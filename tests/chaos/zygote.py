@@ -3,7 +3,7 @@
     python -m tests.chaos.zygote CONTROL_FD LOG
 
 Reads one JSON line for each process and answers with its pid. Single-threaded, and without torch unless it is told to
-load it, so that what it forks is as if it had been started anew.
+load it, so that what it forks is as if it had just been started.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ def train(given: Given, crash: int | None) -> Report:
     model, optimizer, schedule, evaluation, *feeds = accelerator.prepare(
         made.net, made.optimizer, made.schedule, made.evaluation, *made.loaders
     )
-    loop = accelerator.loop
-    report.active = loop is not None
-    report.restored = loop.restored.generation.step if loop is not None and loop.restored else None
+    report.active = accelerator.loop is not None
+    report.restored = accelerator.restored.generation.step if accelerator.restored else None
     report.untouched = (made.own is None or feeds[-1] is made.own) and type(evaluation) is DataLoaderShard
     step, elastic = report.restored or 0, [feed for feed in feeds if feed is not made.own]
     try:
@@ -32,11 +31,11 @@ def train(given: Given, crash: int | None) -> Report:
                 if step == crash:
                     raise Crash
                 (x, ids), *others = batches
-                if loop is None or leader(elastic).weight:
+                if accelerator.loop is None or leader(elastic).weight:
                     report.note(epoch, step, "train", ids)
                 if made.own is not None:
                     report.own += others.pop().tolist()
-                if others and (loop is None or leader(elastic).weight):
+                if others and (accelerator.loop is None or leader(elastic).weight):
                     report.note(epoch, step, "second", others[0][1])
                 with accelerator.accumulate(model):
                     loss = joint_loss(given, model, [(x, ids), *others])

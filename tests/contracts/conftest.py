@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_hooks.client.in_process_master import Alone
+from dlrover_hooks.client.in_process_master import InProcessMaster
 from dlrover_hooks.testing import MasterFake, StorageFake
 from tests.contracts.masters import CallerOf
 from tests.e2e.master_process import LiveMaster
@@ -25,6 +25,6 @@ def caller_of(request: pytest.FixtureRequest) -> Iterator[CallerOf]:
     if request.param == "process":
         yield request.getfixturevalue("process").client
         return
-    master = Alone(storage=StorageFake()) if request.param == "alone" else MasterFake()
+    master = InProcessMaster(storage=StorageFake()) if request.param == "alone" else MasterFake()
     yield lambda incarnation: master
     master.close()

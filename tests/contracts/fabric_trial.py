@@ -29,7 +29,7 @@ def train(given: Given, crash: int | None) -> Report:
     feeds = fabric.setup_dataloaders(*made.loaders, made.evaluation)
     evaluation = feeds.pop()
     report.active = fabric.loop is not None
-    report.restored = fabric.loop.restored.generation.step if fabric.loop is not None and fabric.loop.restored else None
+    report.restored = fabric.restored.generation.step if fabric.restored else None
     report.untouched = (made.own is None or feeds[-1] is made.own) and isinstance(evaluation, _FabricDataLoader)
     step, elastic = report.restored or 0, [feed for feed in feeds if feed is not made.own]
     try:

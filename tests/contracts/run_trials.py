@@ -1,7 +1,7 @@
 """One process of the adapter contract: runs trials one after the other, and prints a JSON line for each life.
 
 Usage: run_trials.py FRAMEWORKS PLAN...; PLAN is a JSON object {"name": ..., "given": {...}, "crashes": [1, 2, null]}:
-the lives of one job, each in the same process but with everything made anew. "environ" in it is set meanwhile.
+the lives of one job, each in the same process but with everything made new. "environ" in it is set meanwhile.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def test_a_dataset_is_lent_out_and_ends(caller_of: CallerOf, job: str) -> None:
 
 @pytest.mark.requirement("DL-73")
 def test_what_a_dead_worker_held_comes_back_first(caller_of: CallerOf, job: str) -> None:
-    """The rest of its leases goes to the front of TODO, and whoever waits for it hears of it."""
+    """The rest of its leases goes to the front of TODO, and a worker that waits for it hears of it."""
     for worker in ("w0", "w1"):
         caller_of(worker).call(opening(job, worker, free=True))
     held = caller_of("w0").call(taking(job, "w0", count=2)).leases
@@ -99,7 +99,7 @@ def test_nothing_to_take_yet(caller_of: CallerOf, job: str) -> None:
 
 
 def test_a_holder_without_a_seat_is_a_part_of_the_job(caller_of: CallerOf, job: str) -> None:
-    """The first one makes the job; it may beat and leave like a member; whoever is unknown is refused."""
+    """The first one makes the job; it may beat and leave like a member; an unknown one is refused."""
     caller_of("w0").call(opening(job, "w0", free=True))
     assert caller_of("w0").call(p.Heartbeat(job, "w0", step=3)).round == 0
     assert caller_of("any").call(p.ShowJob(job)).round == 0
@@ -133,7 +133,7 @@ def test_every_attempt_starts_from_the_cut(caller_of: CallerOf, job: str) -> Non
 
 
 def test_an_unknown_dataset_is_never_finished(caller_of: CallerOf, job: str) -> None:
-    """404, whoever asks, and for whatever (a real peer's bug)."""
+    """404, whichever worker asks, and for whatever (a real peer's bug)."""
     started(caller_of, job)
     for request in (taking(job, "w0"), p.AwaitShards(job, "w0", "train/a", 1), p.ShowLedger(job, "train/a")):
         with pytest.raises(UnknownDataset, match="train/a") as unknown:

@@ -1,4 +1,4 @@
-"""One suite for every master: the core in process (`Alone`, `MasterFake`) and a real process over HTTP."""
+"""One suite for every master: the core in process (`InProcessMaster`, `MasterFake`) and a real process over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.client.in_process_master import Alone
+from dlrover_hooks.client.in_process_master import InProcessMaster
 from dlrover_hooks.errors import BadRequest, SaveToBusy, Stale, UnknownJob
 from tests.contracts.masters import CallerOf, started
 from tests.e2e.job_script import attach, held, join, stored, vote
@@ -134,7 +134,7 @@ def test_bad_joins_are_refused(caller_of: CallerOf, job: str) -> None:
 
 
 def test_done_is_remembered(caller_of: CallerOf, job: str) -> None:
-    """A newcomer after the end is told, and does not train from step 0; `fresh` starts anew. (No save_to.)"""
+    """A newcomer after the end is told, and does not train from step 0; `fresh` starts at step 0. (No save_to.)"""
     started(caller_of, job)
     for worker in ("w0", "w1"):
         caller_of(worker).call(p.Leave(job=job, incarnation=worker, reason=p.Departure.DONE, step=7))
@@ -192,7 +192,7 @@ def test_a_watch_tells_of_a_break_once(caller_of: CallerOf, job: str) -> None:
         told.set()
 
     caller = caller_of("w0")
-    alone = isinstance(caller, Alone)
+    alone = isinstance(caller, InProcessMaster)
     watch = caller.watch(job, notice, incarnation="w0") if alone else caller.watch(job, notice)
     caller_of("agent").call(p.Exited(job=job, incarnation="agent", worker="w1", exit_code=-9))
     assert told.wait(60)

@@ -25,7 +25,8 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.torchrun.entry_point import get_handler
 from dlrover_hooks.torchrun.rendezvous_handler import Rendezvous, terms
 from tests.e2e.master_process import LiveMaster
-from tests.e2e.test_meeting import die, until
+from tests.e2e.test_agent_rounds import die
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_an_agent_that_dies_while_ranks_are_agreed_on_takes_nobody_along(agents:
     coming = agents.pool.submit(ranks_of, infos[alive], 2)
     die(dead._meeting)
     assert coming.result(20) == [2 * infos[alive].rank, 2 * infos[alive].rank + 1]
-    until(lambda: alive.num_nodes_waiting() == 1)
+    until(lambda: alive.num_nodes_waiting() == 1, "a reason for a new round")
     (info,) = agents.meet(alive)
     assert (info.rank, info.world_size, ranks_of(info, 2)) == (0, 1, [0, 1])
 
@@ -132,7 +133,7 @@ def test_shutdown_says_how_it_ended(agents: Agents) -> None:
         raise RuntimeError("ChildFailedError")
     except RuntimeError:
         assert b.shutdown()
-    until(lambda: a.num_nodes_waiting() == 1)
+    until(lambda: a.num_nodes_waiting() == 1, "a reason for a new round")
     assert not a.is_closed()
     a.set_closed()
     agents.meet(a)
@@ -143,7 +144,7 @@ def test_shutdown_says_how_it_ended(agents: Agents) -> None:
 
 
 def test_a_done_job_with_checkpoints_may_go_on(agents: Agents, process: LiveMaster) -> None:
-    """Its workers find what they saved; the first node that is started again opens the agents' books anew."""
+    """Its workers find what they saved; the first node that is started again opens the agents' job again."""
     worker = process.client("worker")
     seats = (p.Seat("worker", 0, 0),)
     worker.call(p.Join(agents.job, "worker", "node", seats, "127.0.0.1", 0, 1, 1, "run"))

@@ -82,7 +82,7 @@ class Report(msgspec.Struct):
 
 
 class Trial(Protocol):
-    """Builds everything anew, resumes what the job has, trains; `crash`: an exception in that step's first forward."""
+    """Builds everything, resumes what the job has, trains; `crash`: an exception in that step's first forward."""
 
     def __call__(self, given: Given, crash: int | None) -> Report: ...
 

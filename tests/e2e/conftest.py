@@ -15,9 +15,10 @@ from dlrover_hooks.checkpoint.ipc import keeper_connection
 from dlrover_hooks.checkpoint.save import segment_client
 from tests import disks, keepers
 from tests.e2e.house import House
-from tests.e2e.kept import WAIT_S, Kept, runtime_folder
+from tests.e2e.kept import Kept, runtime_folder
 from tests.e2e.launched import ALIVE, MEMBER, Launched
 from tests.e2e.master_process import LiveMaster
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture(autouse=True)

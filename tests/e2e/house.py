@@ -10,11 +10,12 @@ import psutil
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from tests.e2e.kept import segment
 from tests.e2e.life_process import LifeProcess
 from tests.e2e.master_process import LiveMaster
-from tests.e2e.session_life import Life, until
+from tests.e2e.session_life import Life
+from tests.waiting import until
 
 
 class House:
@@ -50,7 +51,7 @@ class House:
         until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the keeper's end")
         return pid
 
-    def arena(self, seat: int = 0) -> Arena:
+    def arena(self, seat: int = 0) -> SharedSegment:
         """The keeper's own memory, from outside."""
         return segment(self.keeper_pid(), seat)
 

@@ -1,4 +1,4 @@
-"""The messages of a small job, so that tests read as stories. `caller_of(incarnation)` gives whoever may call."""
+"""The messages of a small job, so that tests read as stories. `caller_of(incarnation)` gives the caller."""
 
 from __future__ import annotations
 

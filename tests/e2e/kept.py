@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ import pytest
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.errors import Corrupt
-from tests.e2e.session_life import pause
+from tests.waiting import WAIT_S
 
 RUN = uuid.uuid4().hex
-WAIT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -75,27 +75,22 @@ class Kept:
         return made
 
     def dead_trainer(self, step: int, seat: int = 0, *, world: int = 1, size: int = 1000, **options: Any) -> int:
-        """A trainer of rank `seat` in a process of its own that saved `step`, heard of its hash, and was killed: -9."""
-        ready, tell = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                hashed: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                trainer = Checkpointer("job", "node", seat, start_keeper=False, notify=hashed.put, **options)
-                trainer.begin(RUN, 0, seat, world)
-                trainer.save(step, state(step, size))
-                hashed.get(timeout=WAIT_S)
-                os.write(tell, b"!")
-                signal.pause()
-            os._exit(1)
-        os.close(tell)
-        try:
-            assert os.read(ready, 1) == b"!", "the trainer failed"
-        finally:
-            os.close(ready)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        return pid
+        """A trainer of rank `seat` in a process of its own that saved `step`, heard of its hash, and was killed: -9.
+
+        Not forked: a thread that a test before has left may hold a lock, which the child would wait for without end.
+        """
+        given = {"run": RUN, "step": step, "seat": seat, "world": world, "size": size, "options": options}
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-m", "tests.e2e.kept", json.dumps(given)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as trainer:
+            assert trainer.stdout is not None
+            try:
+                ready, _, _ = select.select([trainer.stdout], [], [], 2 * WAIT_S)
+                assert ready, "the trainer hangs"
+                assert os.read(trainer.stdout.fileno(), 1) == b"!", "the trainer failed"
+            finally:
+                trainer.kill()
+        return trainer.pid
 
     def notice(self, kind: type[Any] | tuple[type[Any], ...]) -> Any:
         while True:
@@ -135,24 +130,14 @@ def state(step: int, size: int = 1000) -> dict[str, Any]:
     }
 
 
-def segment(keeper_pid: int, seat: int = 0) -> Arena:
+def segment(keeper_pid: int, seat: int = 0) -> SharedSegment:
     """The keeper's own memory of a seat, from outside. One that is just being made is none yet."""
     for name in os.listdir(f"/proc/{keeper_pid}/fd"):
         path = f"/proc/{keeper_pid}/fd/{name}"
         with contextlib.suppress(OSError, ValueError, Corrupt):
             if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
-                return Arena.attach(os.open(path, os.O_RDWR))
+                return SharedSegment.attach(os.open(path, os.O_RDWR))
     raise LookupError(f"no segment of seat {seat}")
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(LookupError):
-            if found := true():
-                return found
-        pause()  # on a slow machine the others need the core
-    raise AssertionError(f"not within {WAIT_S} s: {what}")
 
 
 def ended(pid: int) -> bool:
@@ -166,3 +151,19 @@ def memfds(pid: int) -> set[int]:
     """The segments that a process has, by inode."""
     paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
     return {os.stat(path).st_ino for path in paths if "memfd" in os.readlink(path)}
+
+
+def main() -> None:
+    """What `Kept.dead_trainer` starts."""
+    given = json.loads(sys.argv[1])
+    hashed: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    trainer = Checkpointer("job", "node", given["seat"], start_keeper=False, notify=hashed.put, **given["options"])
+    trainer.begin(given["run"], 0, given["seat"], given["world"])
+    trainer.save(given["step"], state(given["step"], given["size"]))
+    hashed.get(timeout=WAIT_S)
+    os.write(1, b"!")
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import until
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -49,7 +51,7 @@ class Launched:
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary)} | environment
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
         self._said: list[str] = []
-        self._listener = threading.Thread(target=self._listen, daemon=True)  # ends with the last who can still write
+        self._listener = threading.Thread(target=self._listen, daemon=True)  # ends with the last writer
         self._listener.start()
 
     def _listen(self) -> None:
@@ -62,40 +64,48 @@ class Launched:
         return [json.loads(line) for line in self.lives.read_text().splitlines()]
 
     def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 60.0) -> list[dict]:
-        deadline = time.monotonic() + timeout_s
-        while not condition(lives := self.read()):
-            assert time.monotonic() < deadline, (lives, self.process.poll())
+        def found() -> list[dict] | None:
+            return lives if condition(lives := self.read()) else None
+
+        def runs() -> None:
             assert self.process.poll() is None, self.end()
-            pause()
-        return lives
+
+        return until(found, "what the workers write", timeout_s, between=runs, diagnostic=self.read)
 
     def says(self, text: str, timeout_s: float = 60.0) -> bool:
-        """Wait until it has said `text` in one line; False if it did not."""
-        deadline = time.monotonic() + timeout_s
-        while not any(text in line for line in self._said):
-            if time.monotonic() > deadline or not self._listener.is_alive():
-                return False
-            pause()
-        return True
+        """Wait until it says `text` in one line. Raises AssertionError where it does not, at once if it has ended."""
+
+        def speaks() -> None:
+            assert self._listener.is_alive(), f"{self.job} has ended and did not say {text!r}: {self._said[-20:]}"
+
+        def said() -> bool:
+            return any(text in line for line in self._said)
+
+        return until(said, repr(text), timeout_s, between=speaks, diagnostic=lambda: self._said[-20:])
 
     def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
-        """Wait until the launcher and whoever writes to its stderr have ended: its exit code, and what was said."""
+        """Wait until the launcher and all that write to its stderr have ended: its exit code, and what was said."""
         deadline = time.monotonic() + timeout_s
         self.process.wait(timeout_s)
         self._listener.join(max(0.0, deadline - time.monotonic()))
         assert not self._listener.is_alive(), f"somebody still holds the stderr of {self.job}: {self._said[-20:]}"
         return self.process.returncode, "".join(self._said)
 
-    def child(self, word: str, timeout_s: float = 60.0) -> psutil.Process:
-        """The launcher's child with `word` in its command line, such as "keeper", as soon as there is one."""
-        launcher, deadline = psutil.Process(self.process.pid), time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+    def child(self, word: str, timeout_s: float = 60.0, *, other_than: int = 0) -> psutil.Process:
+        """The launcher's child with `word` in its command line, such as "keeper", as soon as there is one.
+
+        `other_than`: a process ID that it does not have.
+        """
+        launcher = psutil.Process(self.process.pid)
+
+        def found() -> psutil.Process | None:
             for child in launcher.children():
                 with contextlib.suppress(psutil.Error):
-                    if any(word in part for part in child.cmdline()):
+                    if child.pid != other_than and any(word in part for part in child.cmdline()):
                         return child
-            pause()
-        raise AssertionError(f"no {word}")
+            return None
+
+        return until(found, f"a child process with {word} in its command line", timeout_s)
 
     def leftovers(self) -> list[str]:
         """Processes of this job and temporary files that are still there."""
@@ -107,22 +117,9 @@ class Launched:
         return found
 
 
-def pause() -> None:
-    """Polling a file another process writes: there is no event to wait for."""
-    import select
-
-    select.select([], [], [], 0.02)
-
-
-def all_gone(pids: list[int], timeout_s: float = 15.0) -> bool:
+def all_gone(pids: list[int]) -> bool:
     """True once none of them runs any more (a zombie waiting for init to reap it does not run)."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        running = [pid for pid in pids if psutil.pid_exists(pid) and not _is_zombie(pid)]
-        if not running:
-            return True
-        pause()
-    return False
+    return until(lambda: all(not psutil.pid_exists(pid) or _is_zombie(pid) for pid in pids), f"the end of {pids}", 15.0)
 
 
 def _is_zombie(pid: int) -> bool:

@@ -17,10 +17,10 @@ import numpy as np
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Located, Replication, Secret
-from tests.e2e.session_life import until
+from tests.waiting import until
 
 RUN = "0123456789abcdef" * 2
 SECRET = Secret("5ec2e7" * 8)
@@ -102,14 +102,14 @@ class Node:
         """Wait until a whole replica of that step is here."""
         until(lambda: any((one.generation.step, one.home) == (step, home) for one in self.replicas()), f"step {step}")
 
-    def segments(self, seat: int = 0) -> list[Arena]:
+    def segments(self, seat: int = 0) -> list[SharedSegment]:
         """The keeper's own memory of `seat`s, of this node and of others, from outside."""
-        found: dict[int, Arena] = {}
+        found: dict[int, SharedSegment] = {}
         for name in os.listdir(f"/proc/{self.keeper.pid}/fd"):
             path = f"/proc/{self.keeper.pid}/fd/{name}"
             with contextlib.suppress(OSError, ValueError, Corrupt):  # the latter: it is just being made
                 if os.readlink(path).startswith(f"/memfd:dlrover-hooks-seat-{seat} "):
-                    found.setdefault(os.stat(path).st_ino, Arena.attach(os.open(path, os.O_RDWR)))
+                    found.setdefault(os.stat(path).st_ino, SharedSegment.attach(os.open(path, os.O_RDWR)))
         return list(found.values())
 
     def flip(self, step: int, rank: int, at: int = -5) -> None:

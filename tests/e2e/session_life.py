@@ -10,7 +10,6 @@ import json
 import os
 import select
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,21 +20,12 @@ from dlrover_hooks.checkpoint.save import segment_client
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.protocol import Departure, Generation, JobView, ShowJob
 from dlrover_hooks.session import Restored, Session
+from tests.waiting import WAIT_S, until
 
-WAIT_S = 60.0
 
-
-def pause() -> None:
-    """What other processes do has no event here: look again soon."""
+def work() -> None:
+    """As long as a step's own work takes; here it is over in microseconds."""
     select.select([], [], [], 0.01)
-
-
-def until(true: Callable[[], Any], what: str, within_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        pause()
-    return found
 
 
 class Position:
@@ -84,7 +74,7 @@ class Life:
         self.session.batch_requested(self.at)
 
     def step(self) -> None:
-        """One optimizer step up to the quiet point behind it."""
+        """One optimizer step up to the step boundary behind it."""
         self.at += 1
         self.w = self.w * 1.5 + self.at
         self.session.stepped()
@@ -97,7 +87,10 @@ class Life:
 
         def stepped() -> Any:
             self.step()
-            until(self.heard, "a save in memory") if paced else pause()
+            if paced:
+                until(self.heard, "a save in memory")
+            else:
+                work()
             return true()
 
         return until(stepped, what)
@@ -121,7 +114,7 @@ class Life:
     def heard(self) -> bool:
         """The newest step is memory-complete, and the engine has heard of it: an older slot is free again."""
         engine = self.session._engine
-        return self.view().newest_complete == self.generation == (engine and engine._newest_complete)
+        return self.view().newest_complete == self.generation == (engine and engine.generations.complete_here)
 
     def whole(self) -> None:
         """Wait until the newest step is memory-complete over all ranks, as the master says."""
@@ -135,7 +128,7 @@ class Life:
         """Wait until nothing of the life before is being written: what is due meanwhile is left out."""
         engine = self.session._engine
         assert engine is not None
-        until(lambda: not engine._persisting, "the end of what the life before left behind")
+        until(lambda: not engine.generations.pending, "the end of what the life before left behind")
 
     def leave(self, reason: Departure = Departure.FAILED) -> None:
         self.session.leave(reason, self.at)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.checkpoint.save.background_saves import Behind
-from dlrover_hooks.checkpoint.save.copy_thread import Aside
+from dlrover_hooks.checkpoint.save.background_saves import BackgroundSaves
+from dlrover_hooks.checkpoint.save.copy_thread import CopyThread
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.leased.shard_dataset import ShardDataset
@@ -151,7 +151,7 @@ def test_leases_are_the_parents(live_master: LiveMaster, job: str, monkeypatch: 
 def test_what_runs_beside_the_step_is_the_parents() -> None:
     """A copy and a write are under way, their locks held: the child waits for neither, and does neither again."""
     go, done = threading.Event(), list[int]()
-    aside, behind = Aside(), Behind()
+    aside, behind = CopyThread(), BackgroundSaves()
 
     def copy() -> None:
         go.wait(60)

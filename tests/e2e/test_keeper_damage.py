@@ -14,7 +14,8 @@ from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held, Manifest, Restore, Source
-from tests.e2e.kept import RUN, Kept, segment, state, until
+from tests.e2e.kept import RUN, Kept, segment, state
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

@@ -18,17 +18,17 @@ import pytest
 
 from dlrover_hooks import config
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.ipc import keeper_connection as link
-from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc import keeper_connection as link, keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
 from dlrover_hooks.checkpoint.ipc.unix_socket import address, welcome
-from dlrover_hooks.checkpoint.memory.segment import PAGE, Arena
+from dlrover_hooks.checkpoint.memory.segment import PAGE, SharedSegment
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Restore, Secret, Source
 from dlrover_hooks.worker import startup
 from tests import keepers
-from tests.e2e.kept import RUN, WAIT_S, Kept, ended, memfds, segment, state, until
+from tests.e2e.kept import RUN, Kept, ended, memfds, segment, state
+from tests.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -44,7 +44,7 @@ def train_for_ever(attempt: int, size: int) -> NoReturn:
         os._exit(1)
 
 
-def stopped_in_a_copy(pid: int, arena: Arena) -> int:
+def stopped_in_a_copy(pid: int, arena: SharedSegment) -> int:
     """Stop child `pid` while it writes a slot: which one. Seen from here alone, the copy may be over by the kill."""
     while True:
         until(lambda: any(slot.torn for slot in arena.slots()), "a copy")
@@ -67,7 +67,7 @@ def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
         kept.kill_at_end(pid)
         arena = until(lambda: segment(keeper.pid), "the arena")
 
-        def newest(attempt: int = attempt, arena: Arena = arena) -> Generation | None:
+        def newest(attempt: int = attempt, arena: SharedSegment = arena) -> Generation | None:
             found = [slot.generation for slot in arena.slots() if slot.generation and not slot.torn]
             return max((one for one in found if one.attempt == attempt), default=None)
 

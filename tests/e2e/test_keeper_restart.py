@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks.checkpoint.storage import generations
-from tests.e2e.launched import ALIVE, Launched, pause
+from tests.e2e.launched import ALIVE, Launched
 
 SCRIPT = """
     import numpy as np
@@ -50,8 +50,7 @@ def test_keeper_then_worker_killed(tmp_path: Path) -> None:
         assert first["at"] == 0
         keeper = run.child("checkpoint.keeper")
         keeper.kill()
-        while run.child("checkpoint.keeper").pid == keeper.pid:
-            pause()
+        run.child("checkpoint.keeper", other_than=keeper.pid)
         before = len(run.read())
         run.wait_for(lambda lives: len(completed(lives[before:], first["pid"])) > 2)
         assert not list(url.glob("step-*/MANIFEST.json"))

@@ -62,7 +62,7 @@ def visited(lives: list[dict[str, Any]]) -> Counter[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_worker_with_leased_data_is_lost(launch: Callable[..., Launched]) -> None:
-    """Both workers are started anew, once, and the master's books are complete."""
+    """Both workers are started again, once, and the master's books are complete."""
     script = SCRIPT.replace("SAMPLES", str(SAMPLES)).replace("EPOCHS", str(EPOCHS))
     run = launch(script, "--nproc-per-node", "1:2", OMP_NUM_THREADS="1")
     lives = run.wait_for(lambda lives: sum("step" in life and life["step"] >= 6 for life in lives) >= 2, timeout_s=90)

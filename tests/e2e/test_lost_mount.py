@@ -17,6 +17,7 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.storage import generations, mounts, url_claim
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest
+from tests.deep import deep
 from tests.e2e.kept import Kept, state
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -46,7 +47,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
         unmount(at)
 
 
-@pytest.fixture(params=["the mount point", "a folder in it"])
+@pytest.fixture(params=["a folder in it", deep("the mount point")])
 def url(mounted: Path, request: pytest.FixtureRequest) -> Path:
     return mounted if request.param == "the mount point" else mounted / "runs/one"
 

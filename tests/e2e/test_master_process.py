@@ -287,7 +287,7 @@ def test_a_dead_holder_without_a_seat_is_noticed(live_master: LiveMaster) -> Non
 
 
 def test_a_watch_closed_while_it_connects_is_over(live_master: LiveMaster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nothing yet to hang up; it must not be opened behind the back of who closed it."""
+    """There is nothing yet to hang up; it must not be opened behind the back of its owner, which closed it."""
     connect, hang_up = LivenessConnection.connect, LivenessConnection.hang_up
     connecting, hung_up = threading.Event(), threading.Event()
 

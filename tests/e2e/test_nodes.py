@@ -22,7 +22,7 @@ STAY = WORLD + "threading.Event().wait(600)\n"
 
 @pytest.mark.requirement("ED-38")
 def test_two_nodes_are_one_world(node: Node) -> None:
-    """Whoever is first serves the master; ranks are the world's, the workers of a node are next to each other."""
+    """The first node serves the master; ranks are the world's, the workers of a node are next to each other."""
     a, b = node("a", WORLD, "--nnodes", "2", "-n", "2"), node("b", WORLD, "--nnodes", "2", "-n", "2")
     for launched in (a, b):
         code, errors = launched.end()
@@ -105,7 +105,7 @@ def test_hot_takes_the_replacement(node: Node) -> None:
 
 @pytest.mark.requirement("ED-10", "ED-12", "ED-14", "ED-22")
 def test_shrink_goes_on_with_fewer_and_refuses_newcomers(node: Node) -> None:
-    """One node of two is lost; the other trains on, and who comes later is told why it is not taken."""
+    """One node of two is lost; the other trains on, and one that comes later is told why it is not taken."""
     flags = ("--nnodes", "1:2", "--fault-level", "shrink")
     a = node("a", STAY, *flags)
     a.child("dlrover_hooks.master")

@@ -111,7 +111,7 @@ def test_the_first_to_end_does_not_take_the_others_along(launch: Callable[..., L
 
 
 def test_a_grace_that_is_too_short(launch: Callable[..., Launched]) -> None:
-    """Whoever has not left by then is killed, and 143 says so; forked children of workers go too."""
+    """A worker that has not left by then is killed, and 143 says so; forked children of workers go too."""
     run = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN); note(); os.fork(); threading.Event().wait(600)",
                  "-n", "2", "--grace", "0.3")  # fmt: skip
     run.wait_for(lambda lives: len(lives) == 2)
@@ -164,7 +164,7 @@ def test_slurms_time_limit_requeues(launch: Callable[..., Launched], slurm: dict
 def test_a_start_is_requeued_once(
     slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever asks, and again for the next start; by one node; what fails is left to others: 75 stays 75."""
+    """Whichever rank asks, and again for the next start; by one node; what fails is left to others: 75 stays 75."""
     called = tmp_path / "called"
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
@@ -200,7 +200,7 @@ def test_usr1_warns_of_the_limit(launch: Callable[..., Launched], slurm: dict[st
 
 
 def test_the_last_screen_tells_the_first_failure(launch: Callable[..., Launched]) -> None:
-    """Who, in its own words, where, what was done; its stderr streamed on as ever."""
+    """Which worker, in its own words, where, what was done; its stderr streamed on as ever."""
     script = """
         attach()
         begun()

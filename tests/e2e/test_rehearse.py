@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.launched import REPOSITORY, pause
+from tests.deep import deep
+from tests.e2e.launched import REPOSITORY
+from tests.waiting import until
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "rehearsed.py"
 PROMISES = ("1 each", "2 the", "3 a dead", "4 each", "5 a relaunch", "  what the script")
@@ -76,6 +78,7 @@ def test_a_good_script_keeps_every_promise(tmp_path: Path, temporary: Path) -> N
     assert [" kept " in rows[name] for name in PROMISES] == [True] * 6, said
     assert "launched again with 1 instead of 2 workers behind step" in rows["5 a relaunch"]
     assert "bit-equal after each of 20 steps" in rows["4 each"]
+    assert "requests the next batch before" not in said
     assert list(tmp_path.iterdir()) == []
     assert [path for path in temporary.iterdir() if "rehearsal" in path.name] == []
 
@@ -106,7 +109,7 @@ def test_what_a_restart_breaks_is_named(tmp_path: Path, temporary: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_a_loader_that_is_not_the_elastic_one(tmp_path: Path, temporary: Path) -> None:
-    """No step is seen, so none is saved: who dies loses everything."""
+    """No step is seen, so none is saved: a worker that dies loses everything."""
     code, said = rehearsed(tmp_path, temporary, "-n", "1", "--relaunch", "0", "--kill", "1", str(SCRIPT), "unwrapped")
     assert code == 1, said
     rows = verdicts(said)
@@ -130,7 +133,7 @@ def test_noise_is_told_apart_from_what_a_restart_breaks(tmp_path: Path, temporar
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize("loop", ["ahead", "good"])
+@pytest.mark.parametrize("loop", ["ahead", deep("good")])
 def test_a_loop_that_fetches_ahead_of_the_optimizer_is_named(tmp_path: Path, temporary: Path, loop: str) -> None:
     """The same script with and without: only the loop that asks for its next batch too early is warned."""
     words = ("-n", "1", "--relaunch", "0", "--kill", "1", "--steps", "12", "--seed", "5", str(SCRIPT), loop)
@@ -162,9 +165,7 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, temporary: Path, si
     """Ctrl-C while a run is under way: its launcher, workers, master and keeper end, and its folder is removed."""
     (tmp_path / "idle.py").write_text("import threading; open('begun', 'w').close(); threading.Event().wait(600)\n")
     process = started(tmp_path, temporary, "-n", "1", "idle.py")
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None
-        pause()
+    until(lambda: (tmp_path / "begun").exists() or process.poll() is not None, "the script")
     running = family(process)
     assert len(running) == 4, [one.cmdline() for one in running]
     process.send_signal(signum)

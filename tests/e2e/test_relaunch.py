@@ -3,16 +3,16 @@
 import importlib.util
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDED = REPOSITORY / "examples" / "demo" / "recorded.py"
@@ -38,11 +38,12 @@ def launch(folder: Path, job: str, name: str, *options: str) -> subprocess.Popen
 
 
 def wait_for_step(launcher: subprocess.Popen[str], records: Path, step: int) -> None:
-    run, deadline = evidence_of(records), time.monotonic() + 60
-    while run.read().step < step:
+    run = evidence_of(records)
+
+    def runs() -> None:
         assert launcher.poll() is None, launcher.communicate()[0]
-        assert time.monotonic() < deadline
-        select.select([], [], [], 0.02)
+
+    until(lambda: run.read().step >= step, f"step {step}", between=runs)
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ import pytest
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Held
 from tests.e2e.life_process import LifeProcess
 from tests.e2e.master_process import LiveMaster
-from tests.e2e.session_life import until
+from tests.waiting import until
 
 
 class Worker(LifeProcess):
@@ -67,12 +67,12 @@ class House:
     def flip(self, node: str, step: int) -> None:
         """One bit in each replica of that step there."""
         pid, held = self.keeper(node)
-        arenas: dict[int, Arena] = {}
+        arenas: dict[int, SharedSegment] = {}
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{name}"
             with contextlib.suppress(OSError, ValueError, Corrupt):  # the latter: it is just being made
                 if os.readlink(path).startswith("/memfd:dlrover-hooks-seat-"):
-                    arenas.setdefault(os.stat(path).st_ino, Arena.attach(os.open(path, os.O_RDWR)))
+                    arenas.setdefault(os.stat(path).st_ino, SharedSegment.attach(os.open(path, os.O_RDWR)))
         ranks = {one.rank for one in held if one.home}
         for arena in arenas.values():
             for slot in arena.slots():

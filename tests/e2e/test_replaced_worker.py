@@ -5,6 +5,7 @@ The worker here speaks the protocol of in-process recovery, without torch.
 
 import os
 import signal
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.deep import deep
 from tests.e2e.launched import Launched, all_gone
 from tests.e2e.master_process import LiveMaster
 
@@ -19,7 +21,7 @@ Node = Callable[..., Launched]
 
 SURVIVOR = textwrap.dedent("""
     import queue
-    from dlrover_hooks.worker.acquire_rank import join_request, take_seat
+    from dlrover_hooks.worker.round_join import join_request, take_seat
     heard = queue.Queue()
 
     def say(seated, **more):
@@ -57,7 +59,7 @@ def survivors(launch: Callable[..., Launched]) -> Callable[..., Launched]:
 
 
 def in_round(lives: list[dict], number: int) -> dict[int, dict]:
-    """Who has said that it is in that round, by the rank there."""
+    """The workers that have said that they are in that round, by the rank there."""
     return {life["now"]: life for life in lives if life["round"] == number}
 
 
@@ -86,6 +88,16 @@ def test_only_the_dead_worker_is_replaced(survivors: Callable[..., Launched], tm
     }  # fmt: skip
     errors = stop(run)
     assert "worker 1 died (SIGKILL) at step 1; the others live on, replacing 1 worker (1 of 10 restarts)" in errors
+
+
+def test_a_program_that_is_not_run_by_this_python_is_replaced_too(survivors: Callable[..., Launched]) -> None:
+    """`--no-python`: the new process has a rank before the program starts, although the program cannot join."""
+    run = survivors(STAY, "-n", "2", "--no-python", sys.executable)
+    first = in_round(run.wait_for(lambda lives: len(in_round(lives, 1)) == 2), 1)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    second = in_round(run.wait_for(lambda lives: len(in_round(lives, 2)) == 2), 2)
+    assert [second[rank]["pid"] == first[rank]["pid"] for rank in (0, 1)] == [True, False]
+    stop(run)
 
 
 def test_a_worker_that_the_master_has_lost_is_killed_and_replaced(
@@ -211,8 +223,10 @@ def test_a_lost_node_is_waited_for_by_survivors_too(node: Node) -> None:
     assert all_gone([life["pid"] for life in a.read()])
 
 
-@pytest.mark.parametrize("recovers", [True, False])
-@pytest.mark.parametrize("options", [(), ("--standby", "1")])
+@pytest.mark.parametrize(
+    ("options", "recovers"),
+    [((), True), (("--standby", "1"), False), deep((), False), deep(("--standby", "1"), True)],
+)
 def test_a_warm_standby_takes_the_seat(
     launch: Callable[..., Launched], options: tuple[str, ...], recovers: bool
 ) -> None:

@@ -17,12 +17,12 @@ import pytest
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
 from dlrover_hooks.checkpoint.replication import replica_protocol as r
-from dlrover_hooks.checkpoint.replication.listener import Door
+from dlrover_hooks.checkpoint.replication.listener import ReplicationListener
 from dlrover_hooks.checkpoint.replication.peer_channel import Channel, Declined, NotAdmitted, call
 from dlrover_hooks.errors import Corrupt, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Restore, Secret, Source
 from tests.e2e.nodes import RUN, SECRET, WAIT_S, Node, Proxy, same
-from tests.e2e.session_life import until
+from tests.waiting import until
 
 
 class Ring:
@@ -43,7 +43,7 @@ class Ring:
 
     def door(self, serve: Callable[[Channel, str], None]) -> KeeperAddress:
         """A keeper of node `a` that only does what `serve` does."""
-        made = Door("127.0.0.1", 0, lambda: SECRET, lambda: "a", serve)
+        made = ReplicationListener("127.0.0.1", 0, lambda: SECRET, lambda: "a", serve)
         self._stack.callback(made.close)
         return KeeperAddress("a", "127.0.0.1", made.port)
 
@@ -216,7 +216,7 @@ def test_killed_in_the_middle_of_a_transfer(ring: Ring, who: str) -> None:
         return
     a.keeper.wait()
     a.start()
-    a.sit()  # its trainer takes the seat anew, and says again where to listen
+    a.sit()  # its trainer takes the seat again, and says again where to listen
     a.has(2, "b")
 
 
@@ -236,11 +236,11 @@ def test_a_wrong_secret_is_refused_on_either_side(ring: Ring) -> None:
 
 
 def test_a_keeper_that_cannot_prove_itself_gets_nothing(ring: Ring) -> None:
-    """An impostor at the peer's address, who also tries to have the caller's own proof as his."""
+    """An impostor at the peer's address, which also tries to have the caller's own proof as his."""
 
     def answer(connection: socket.socket) -> None:
         with contextlib.closing(Channel(connection, "the caller")) as channel:
-            channel.receive(r.Knock)
+            channel.receive(r.PeerHello)
             channel.send(r.Challenge("a", "00" * 16))
             channel.send(channel.receive(r.AuthProof))
             with pytest.raises(KeeperAway, match="closed"):

@@ -68,7 +68,7 @@ def damage(save_to: Path, how: str) -> set[Path]:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("how", ["flipped", "truncated"])
 def test_required_but_all_checkpoints_are_damaged(house: House, tmp_path: Path, how: str, alone: bool) -> None:
-    """Nothing is trained, whoever is the master, and however often it is tried again."""
+    """Nothing is trained, whichever master there is, and however often it is tried again."""
     options: dict[str, Any] = {"save_to": str(tmp_path), "persist_every": 1}
     options |= {"master": None, "token": None} if alone else {}
     trained(house.life(**options), 2, durable=True).leave()

@@ -20,7 +20,8 @@ from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Departure, Exited, Source
 from dlrover_hooks.session import Session
 from tests.e2e.house import House, everyone, lives, trained
-from tests.e2e.session_life import WAIT_S, Position, until
+from tests.e2e.session_life import Position
+from tests.waiting import WAIT_S, until
 
 
 def test_a_wrong_token_is_refused_with_a_hint(house: House) -> None:
@@ -60,7 +61,7 @@ def test_training_goes_on_without_the_master_and_votes_follow(house: House) -> N
     life.step()
     engine = life.session._engine
     assert engine is not None
-    until(lambda: engine.others.away, "a vote that is not answered")
+    until(lambda: engine.generations.away, "a vote that is not answered")
     for _ in range(4):
         life.step()
     assert life.session.skipped_saves == 0
@@ -141,7 +142,7 @@ def test_a_job_that_ended_in_memory_is_not_trained_again_unasked(house: House) -
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_second_launch_of_a_living_job_is_refused(house: House, fresh: bool) -> None:
-    """Whoever its master is. The living one neither stops saving nor loses what it has."""
+    """Whichever its master is. The living one neither stops saving nor loses what it has."""
     life = trained(house.life(), 3)
     second = house.worker(master=None, token=None, fresh=fresh)
     second.process.wait(WAIT_S)

@@ -10,7 +10,7 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.launcher.master_requests import Speaker, Station
+from dlrover_hooks.launcher.master_requests import AgentAddress, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions
 
 
@@ -49,8 +49,12 @@ def test_a_slow_join_is_sent_again_under_its_own_key() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = MasterClient(f"http://127.0.0.1:{server.server_port}", incarnation="agent")
     try:
-        speaks = Speaker(
-            LaunchOptions(command=("true",)), Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None
+        speaks = MasterRequests(
+            LaunchOptions(command=("true",)),
+            AgentAddress("job", "node", "127.0.0.1"),
+            client,
+            lambda: None,
+            lambda: None,
         )
         assert speaks.join((p.Seat("w0", 0),), 60.0, first=True, fresh=False).run == "run"
         assert len(server.keys) == 2

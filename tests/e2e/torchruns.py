@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from tests.e2e.launched import REPOSITORY, all_gone, pause
+from tests.e2e.launched import REPOSITORY, all_gone
+from tests.waiting import until
 
 Lives = list[dict[str, Any]]
 
@@ -72,11 +72,10 @@ class Torchruns:
 
     def wait_for(self, condition: Callable[[Lives], Any], timeout_s: float = 120.0) -> Any:
         """What `condition` gives, as soon as it is true."""
-        deadline = time.monotonic() + timeout_s
-        while not (found := condition(self.read())):
-            assert time.monotonic() < deadline, (self.read()[-20:], self.logs())
-            pause()
-        return found
+        return until(
+            lambda: condition(self.read()), "what the workers write", timeout_s,
+            diagnostic=lambda: (self.read()[-20:], self.logs()),
+        )  # fmt: skip
 
     def training(self, world: int, after: int = 0, timeout_s: float = 120.0) -> dict[str, dict[str, Any]]:
         """By node, the life that trains in a world of that size, once all ranks do. `after`: lines to leave out."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deep import deep
 from tests.elastic.crew import Crew, as_if_left_alone, steps_of
 
 WORKER = "tests.elastic.lightning_worker"
@@ -65,7 +66,9 @@ def drawn(crew: Crew, who: str) -> list[tuple[int, float]]:
     return [(row["step"], row["draw"]) for row in crew.events("micro", who=who) if row["round"] == rounds[row["step"]]]
 
 
-@pytest.mark.parametrize("place", [("backward", 5), ("fetched", 8), ("stepped", 5), ("stepped", 8), ("validating", 8)])
+@pytest.mark.parametrize(
+    "place", [("stepped", 8), ("validating", 8), *map(deep, [("backward", 5), ("fetched", 8), ("stepped", 5)])]
+)
 def test_a_replaced_worker_makes_it_the_undisturbed_run(crew: Crews, tmp_path: Path, place: tuple[str, int]) -> None:
     """At equal world size the end is bit-equal; the user's own checkpoints are neither doubled nor left out. All draw
     the numbers that they would have drawn, the new one those of the dead. In an epoch's middle, at its start, within
@@ -96,13 +99,13 @@ def test_a_replaced_worker_makes_it_the_undisturbed_run(crew: Crews, tmp_path: P
     assert len(names[0]) == STEPS // 4
 
 
-@pytest.mark.parametrize("place", ["fetched", "stepped"])
+@pytest.mark.parametrize("place", [deep("fetched"), "stepped"])
 def test_batch_statistics_of_a_lost_rank_0(crew: Crews, place: str) -> None:
     """All go on with what it had, whether the others are with it in that step or in the next one."""
     as_if_left_alone(crew, 3, 0, (place, 5), norm=True)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, deep(2)])
 def test_a_whole_node_is_lost_with_what_its_worker_noted(crew: Crews, victim: int) -> None:
     """Another node was told of it."""
     as_if_left_alone(crew, 3, victim, ("stepped", 5), lost=True, norm=True)
@@ -122,7 +125,7 @@ def test_lost_while_others_recover(crew: Crews, place: str) -> None:
 
 
 def test_lost_before_the_first_step(crew: Crews) -> None:
-    """Nothing was saved: each Trainer begins anew, as if it had never fitted, though its forward has counted."""
+    """Nothing was saved: each Trainer begins at step 0, as if it had never fitted, though its forward has counted."""
     calm = crew(2, 2, global_batch_size=12)
     for rank in range(2):
         calm.start(rank)
@@ -177,7 +180,7 @@ def test_a_users_error_is_raised_and_the_others_go_on(crew: Crews) -> None:
 
 def test_weights_of_a_step_that_is_nowhere_are_not_trained_on(crew: Crews) -> None:
     """A collective of the user's own behind each step, and nothing saved: the model has a step in it that would be made
-    again. The workers fail, and the launcher starts them anew.
+    again. The workers fail, and the launcher starts them again.
     """
     one = crew(1, 3, talks=True)
     for rank in range(3):
@@ -197,7 +200,7 @@ def test_restart_leaves_it_to_the_launcher(crew: Crews) -> None:
     assert {row["life"] for row in one.events("begin")} == {1}
 
 
-@pytest.mark.parametrize(("every", "step"), [(1.0, 4), (4, 2), (4, 6)])
+@pytest.mark.parametrize(("every", "step"), [(1.0, 4), (4, 2), deep(4, 6)])
 def test_a_fault_in_a_validation_costs_no_step(crew: Crews, every: float, step: int) -> None:
     """At an epoch's end and in its middle; the validation is made again, of all its data, and training goes on in
     training mode.

@@ -104,7 +104,7 @@ def test_who_dies_where_all_leave_is_not_waited_for(crew: Crews) -> None:
 def test_who_waits_for_a_replacement_does_not_wait_for_ever(crew: Crews) -> None:
     """Hot recovery, and nobody comes: when half of the grace is over it goes. What it had is in its node's memory."""
     one = crew(2, 2)
-    one.environment["DLROVER_HOOKS_GRACE_S"] = 2
+    one.environment["DLROVER_HOOKS_GRACE"] = 2
     one.start(0, alone=True, at=("left", 5), what="nothing")
     one.start(1, alone=True, at=("fetched", 5), what="kill")
     one.ended("w1")

@@ -1,4 +1,4 @@
-"""Who replaces a lost worker draws its random numbers (decision 0015): stories of more than one fault."""
+"""The replacement of a lost worker draws its random numbers (decision 0015): stories of more than one fault."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.deep import deep
 from tests.elastic.crew import Crew, as_if_left_alone, steps_of
 from tests.elastic.test_recovery import EPOCHS, STEPS
 
@@ -66,7 +67,7 @@ def test_lost_in_the_first_steps(crew: Crews, calm: str, place: str, step: int) 
     assert one.end() == calm
 
 
-@pytest.mark.parametrize("place", ["grouped", "fetched", "stepped"])
+@pytest.mark.parametrize("place", ["grouped", deep("fetched"), "stepped"])
 def test_who_replaces_one_dies_early(crew: Crews, calm: str, place: str) -> None:
     """Before anything is restored, in its first step, or behind that; and the next one, too."""
     one = crew(3, 3)
@@ -101,8 +102,7 @@ def test_rank_0_is_lost_again_and_again(crew: Crews) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "norm"), [(0, True), deep(0, False), deep(1, False), deep(1, True)])
 def test_each_worker_has_a_node_of_its_own(crew: Crews, victim: int, norm: bool) -> None:
     """Without rank 0 the others change ranks: what each needs to go on with its new one was noted on another node."""
     as_if_left_alone(crew, 3, victim, ("reduced", 5), apart=True, norm=norm)
@@ -127,14 +127,21 @@ def test_on_nodes_of_their_own_two_are_lost_before_the_first_step(crew: Crews, c
     assert one.end() == calm
 
 
-@pytest.mark.parametrize("place", ["fetched", "reduced", "stepped"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "place"),
+    [
+        (0, "reduced"),
+        (1, "stepped"),
+        *(deep(*case) for case in [(0, "fetched"), (0, "stepped"), (1, "fetched"), (1, "reduced")]),
+    ],
+)
 def test_a_whole_node_is_lost_with_what_its_worker_noted(crew: Crews, victim: int, place: str) -> None:
     """Another node was told of it before anybody could make that step."""
     as_if_left_alone(crew, 3, victim, (place, 5), lost=True, norm=True)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), deep((2, 2)), deep((1, 3))])
 def test_a_node_of_several_workers_is_lost(crew: Crews, sizes: tuple[int, int]) -> None:
     """The first one. The other one's workers share out what they are told, and have the lowest ranks next."""
     ends: list[str] = []
@@ -156,10 +163,12 @@ def test_a_node_of_several_workers_is_lost(crew: Crews, sizes: tuple[int, int]) 
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("second", ["w1", "w2", "again"])
-@pytest.mark.parametrize("first_node", [False, True])
+@pytest.mark.parametrize(
+    ("first_node", "second"),
+    [(False, "w1"), (True, "again"), deep(False, "w2"), deep(False, "again"), deep(True, "w1"), deep(True, "w2")],
+)
 def test_two_are_lost_before_the_first_step(crew: Crews, calm: str, first_node: bool, second: str) -> None:
-    """The first with or without its node, then a survivor or who came in its place, with its node: what a life begins
+    """The first with or without its node, then a survivor or what came in its place, with its node: what a life begins
     from is told when it begins.
     """
     one = crew(3, 3)
@@ -195,8 +204,9 @@ def test_what_was_lost_with_a_node_is_said(crew: Crews) -> None:
     assert "rank 1: its random state was lost with its node" in one.zygote.log.read_text()[before:]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("kind", ["accelerate", "fabric"])
+@pytest.mark.parametrize(
+    ("kind", "victim"), [("accelerate", 0), ("fabric", 0), deep("accelerate", 1), deep("fabric", 1)]
+)
 def test_under_a_framework_a_whole_node_is_lost(crew: Crews, kind: str, victim: int) -> None:
     as_if_left_alone(crew, 2, victim, ("fetched", 5), lost=True, kind=kind)
 

@@ -33,6 +33,7 @@ from dlrover_hooks.launcher.warm import bootstrap
 from dlrover_hooks.protocol import Generation
 from dlrover_hooks.session import Preempted
 from dlrover_hooks.worker import surviving_process as regroup
+from tests.waiting import until
 
 SAMPLES = 48
 
@@ -114,8 +115,8 @@ class Worker:
             sys.exit(0)
         elif what == "hear":
             self.hear()
-        while what == "hold" and not (self.path.parent / "go").exists():
-            select.select([], [], [], 0.005)
+        elif what == "hold":
+            until((self.path.parent / "go").exists, "the order to go on", 300.0, every_s=0.005)
 
     def hold_copy(self, step: int) -> None:
         """What a save of `step` copies behind the step is half copied when the round breaks, and a while longer."""

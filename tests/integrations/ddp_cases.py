@@ -1,4 +1,4 @@
-"""Not a test: cases run by W gloo processes, started by `test_ddp.py`.
+"""Not a test: cases run by W gloo processes, started by `test_ddp_exactness.py`.
 
 Usage: ddp_cases.py CASE W; prints one JSON line.
 """
@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.pytorch import ddp as ddp_module
-from dlrover_hooks.pytorch.ddp import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch import ddp_exactness as ddp_module
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, TokenMean
 from dlrover_hooks.worker import surviving_process as regroup
 
@@ -256,7 +256,7 @@ class _Membership:
     def ahead(self) -> None:
         self.calls.append("note")
 
-    def tell(self, ranks: int) -> None:
+    def replicate(self, ranks: int) -> None:
         self.calls.append(f"tell {ranks}")
 
 

@@ -103,9 +103,8 @@ def train(
     extra: list[Any] = [torch.optim.AdamW(model[2].parameters(), lr=0.02), average_of(kind)] if beside else []
     loader = EvenLoader(elastic_loader(DataLoader(Rows(), 1, shuffle=True), global_batch_size=BATCH))
     seen: dict[int, dict[str, str]] = {}
-    checkpoints = AsyncCheckpointer(
-        model=model, optimizer=optimizer, loader=loader, job=job, extra=extra, **{"save_every": 1, **shared}
-    )
+    shared.setdefault("save_every", 1)
+    checkpoints = AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, extra=extra, **shared)
     first, source = checkpoints.step, checkpoints.restored.source.value if checkpoints.restored else None
     try:
         with checkpoints:

@@ -72,7 +72,7 @@ class Net(LightningModule):
 
 
 class Recorder(Callback):
-    """Every hook with the step it fired at; `at[step]` is where the record stood at the quiet point after `step`."""
+    """Every hook with the step it fired at; `at[step]` is where the record stood at the step boundary after `step`."""
 
     def __init__(self, crash: tuple[str, int] | None = None) -> None:
         self.events: list[tuple] = []
@@ -148,7 +148,7 @@ def same(a, b) -> bool:
 
 
 def places(reference: Recorder, steps: int) -> list[tuple[str, int]]:
-    """Every quiet point, and three places inside the end of an epoch."""
+    """Every step boundary, and three places inside the end of an epoch."""
     quiet = [("batch_start", step) for step in sorted(reference.at) if step > 0]
     first_end = next(event[2] for event in reference.events if event[0] == "train_epoch_end")
     return [*quiet, ("validation_start", first_end), ("validation_end", first_end), ("train_epoch_end", steps)]

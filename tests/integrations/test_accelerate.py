@@ -70,7 +70,7 @@ def test_registered_objects_scheduler_and_rest_are_restored_in_order(job: str) -
         schedule = run.accelerator.prepare(run.made.schedule)
         begun = counter.n, schedule.get_last_lr()
         for batch in run.loader:
-            if run.accelerator.loop.step == crash:
+            if run.accelerator.step == crash:
                 break
             run.backward(batch)
             run.optimizer.step()
@@ -87,10 +87,10 @@ def test_registered_objects_scheduler_and_rest_are_restored_in_order(job: str) -
 
 
 def test_only_the_weights_and_only_of_its_own_kind(job: str) -> None:
-    """Step, optimizer and data begin anew (resume="weights"). Another adapter's checkpoint is refused."""
+    """Step, optimizer and data begin from 0 (resume="weights"). Another adapter's checkpoint is refused."""
     first = Run(job)
     for batch in first.loader:
-        if first.accelerator.loop.step == 2:
+        if first.accelerator.step == 2:
             break
         first.backward(batch)
         first.optimizer.step()
@@ -98,7 +98,7 @@ def test_only_the_weights_and_only_of_its_own_kind(job: str) -> None:
     first.accelerator.close(p.Departure.FAILED)
     kept = first.weights()
     again = Run(job, resume="weights")
-    assert again.accelerator.loop.step == 0
+    assert again.accelerator.step == 0
     assert again.weights() == kept
     assert not again.optimizer.state
     again.accelerator.close(p.Departure.FAILED)
@@ -128,7 +128,7 @@ def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest
     """Else it breaks in mid-step, for state of its own that is missing."""
     run = Run(job)
     for batch in run.loader:
-        if run.accelerator.loop.step == 2:
+        if run.accelerator.step == 2:
             break
         run.backward(batch)
         run.optimizer.step()
@@ -143,7 +143,7 @@ def test_what_is_missing_on_resume_is_named(job: str) -> None:
     run = Run(job)
     schedule = run.accelerator.prepare(run.made.schedule)
     for batch in run.loader:
-        if run.accelerator.loop.step == 2:
+        if run.accelerator.step == 2:
             break
         run.backward(batch)
         run.optimizer.step()
@@ -210,7 +210,7 @@ def test_without_an_elastic_loader_the_next_forward_is_the_quiet_point(job: str)
             assert epoch == 0
             for ids in own:
                 loss = loss_of(model, torch.full((1, 4), ids.item() / 40, dtype=torch.float64), ids)
-                if accelerator.loop.step == crash:
+                if accelerator.step == crash:
                     accelerator.close(p.Departure.FAILED)
                     return seen, []
                 seen += ids.tolist()
@@ -239,11 +239,11 @@ def test_a_torchdata_loader_goes_on_in_its_epoch_or_the_next(job: str, crash: in
         seen: list[tuple[int, int, int]] = []
         for epoch in accelerator.epochs(2):
             for x, ids in feed:
-                if accelerator.loop.step == crash:
-                    loss_of(model, x, ids)  # its forward is the quiet point
+                if accelerator.step == crash:
+                    loss_of(model, x, ids)  # its forward is the step boundary
                     accelerator.close(p.Departure.FAILED)
                     return seen
-                seen += [(epoch, accelerator.loop.step, one) for one in ids.tolist()]
+                seen += [(epoch, accelerator.step, one) for one in ids.tolist()]
                 accelerator.backward(loss_of(model, x, ids))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -268,7 +268,7 @@ def test_everything_else_is_accelerates(job: str) -> None:
 
 def test_settings_that_cannot_work_are_refused(job: str) -> None:
     with pytest.raises(UsageError, match="save_evry"):
-        ElasticAccelerator(Accelerator(cpu=True), save_evry=3)
+        ElasticAccelerator(Accelerator(cpu=True), save_evry=3)  # pyright: ignore[reportCallIssue]
     used = Accelerator(cpu=True)
     used.prepare(nn.Linear(1, 1))
     with pytest.raises(UsageError, match="prepared something"):
@@ -307,7 +307,7 @@ def test_what_was_prepared_is_prepared_once(job: str) -> None:
         again = run.accelerator.prepare(run.model, run.optimizer, run.loader)
         assert [*map(id, again)] == [id(run.model), id(run.optimizer), id(run.loader)]
         for batch in run.loader:
-            if run.accelerator.loop.step == crash:
+            if run.accelerator.step == crash:
                 run.accelerator.close(p.Departure.FAILED)
                 return run.seen
             run.backward(batch)
@@ -347,7 +347,7 @@ def test_an_exception_in_the_loop_leaves_the_job_to_be_resumed(job: str) -> None
     def life(crash: int | None) -> Run:
         run = Run(job)
         for batch in run.loader:
-            if run.accelerator.loop.step == crash:
+            if run.accelerator.step == crash:
                 raise Crash
             run.backward(batch)
             run.optimizer.step()

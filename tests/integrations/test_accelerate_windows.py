@@ -54,7 +54,7 @@ def test_a_loop_written_without_accumulation_accumulates_exactly(job: str, order
             if order == "last":
                 run.optimizer.zero_grad()
     run.accelerator.finish()
-    assert run.accelerator.loop.step == 3
+    assert run.accelerator.step == 3
     assert close_to(run.weights(), single(23, 10))
 
 
@@ -67,7 +67,7 @@ def test_the_tail_is_flushed(job: str) -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
     run.accelerator.finish()
-    assert run.accelerator.loop.step == 3
+    assert run.accelerator.step == 3
     assert close_to(run.weights(), single(20, 8))
 
 
@@ -83,7 +83,7 @@ def test_a_window_that_is_left_belongs_to_no_step(job: str) -> None:
             if number == 3:
                 break
     run.accelerator.finish()
-    assert run.accelerator.loop.step == 2
+    assert run.accelerator.step == 2
     assert close_to(run.weights(), single(16, 4, epochs=2, stop=4))
 
 

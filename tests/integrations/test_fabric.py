@@ -34,7 +34,7 @@ def test_inside_a_window_nothing_acts(job: str) -> None:
         clipped += fabric.clip_gradients(model, optimizer, max_norm=10.0) is not None
         optimizer.step()
         schedule.step()
-    assert (fabric.loop.step, schedule.last_epoch, clipped) == (4, 4, 4)
+    assert (fabric.step, schedule.last_epoch, clipped) == (4, 4, 4)
     schedule.step()  # after the loop, once an epoch: acts
     assert schedule.last_epoch == 5
     assert "step" not in schedule.state_dict()
@@ -54,7 +54,7 @@ def test_parts_set_up_one_by_one_are_restored(job: str) -> None:
         lr = made.schedule.last_epoch
         loader = fabric.setup_dataloaders(made.train)
         for batch in loader:
-            if fabric.loop.step == until:
+            if fabric.step == until:
                 break
             fabric.backward(loss_of(model, *batch))
             optimizer.step()
@@ -70,12 +70,55 @@ def test_parts_set_up_one_by_one_are_restored(job: str) -> None:
     assert lr == 4
 
 
+class Count:
+    """An object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class OtherCount(Count):
+    """Of another class."""
+
+
+def test_objects_are_found_by_class(job: str) -> None:
+    """Included in another order after a restart; one of a class that the checkpoint does not have is refused."""
+
+    def life(*objects: Count, until: int) -> Any:
+        made, fabric = Setup(Given(job=job, noise=False)), elastic(job)
+        model, optimizer = fabric.setup(made.net, made.optimizer)
+        fabric.include(*objects)
+        restored = [one.value for one in objects]
+        for batch in fabric.setup_dataloaders(made.train):
+            if fabric.step == until:
+                break
+            fabric.backward(loss_of(model, *batch))
+            optimizer.step()
+            for value, one in enumerate(objects, 1):
+                one.value = value
+        fabric.close()
+        return fabric.restored, restored
+
+    assert life(Count(), OtherCount(), until=3) == (None, [0, 0])
+    restored, values = life(OtherCount(), Count(), until=4)
+    assert restored.generation.step in (1, 2, 3)
+    assert values == [2, 1]
+    with pytest.raises(UsageError, match="of kind 'object'"):
+        life(Count(), Count(), until=5)
+
+
 def test_weights_of_a_run_without_a_model(job: str) -> None:
     """It is said by name; no KeyError."""
     made, fabric = Setup(Given(job=job, noise=False)), elastic(job)
     optimizer, loader = fabric.setup_optimizers(made.optimizer), fabric.setup_dataloaders(made.train)
     for batch in loader:
-        if fabric.loop.step == 2:
+        if fabric.step == 2:
             break
         loss_of(made.net, *batch).backward()
         optimizer.step()
@@ -141,7 +184,7 @@ def test_a_closure_is_called_for_each_micro_batch(job: str) -> None:
             losses += optimizer.step(closure) is not None
         assert losses == -(-14 // batch_size)
         assert fabric.loop is not None
-        assert fabric.loop.step == 4
+        assert fabric.step == 4
         fabric.close()
         return [value for one in made.net.state_dict().values() for value in one.flatten().tolist()]
 

@@ -19,11 +19,11 @@ from dlrover_hooks.checkpoint.memory.checksums import digests
 from dlrover_hooks.checkpoint.restore import generation_loader, shard_reader
 from dlrover_hooks.checkpoint.state.safetensors_reader import OURS, header_end
 from dlrover_hooks.checkpoint.storage.catalog import MANIFEST
-from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.protocol import Manifest
-from tests.e2e.kept import until
 from tests.integrations.torch_cases import Crash, train
 from tests.ranks import left_of, named_job
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_a_generation_whose_read_stands_still_is_passed_over(
             released.wait(60)
         read_at(fd, start, pieces)
 
-    monkeypatch.setattr(shard_reader, "READS", Patience(stall_s=0.2))
+    monkeypatch.setattr(shard_reader, "READS", StallGuard(stall_s=0.2))
     monkeypatch.setattr(generation_loader, "READS", shard_reader.READS)
     monkeypatch.setattr(shard_reader, "_read_at", hangs)
     step = int(older.name.split("-")[1])

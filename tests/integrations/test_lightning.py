@@ -140,7 +140,7 @@ def test_other_data_on_resume_is_refused_and_nothing_is_lost(
 
 
 def test_only_the_weights(job: str) -> None:
-    """Step, loops, optimizer and data begin anew (resume="weights")."""
+    """Step, loops, optimizer and data begin from 0 (resume="weights")."""
     before = crash(job, 7)
     saved = {name: value.clone() for name, value in before.state_dict().items()}
     found: list[bool] = []

@@ -116,7 +116,7 @@ def test_a_trial_of_the_tuner_is_no_training(job: str, monkeypatch: pytest.Monke
     ran: list[Trainer] = []
     monkeypatch.setattr(Trainer, "fit", Trainer.fit)
     again._wrap_fit()  # as under a launcher
-    monkeypatch.setattr(again.Fits, "run", lambda self, trainer, fit: (ran.append(trainer), fit()))
+    monkeypatch.setattr(again.FitRounds, "run", lambda self, trainer, fit: (ran.append(trainer), fit()))
     elastic, model = ElasticCallback(job=job, save_every=1), Tunable()
     trainer = Trainer(
         max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -131,7 +131,7 @@ def test_a_trial_of_the_tuner_is_no_training(job: str, monkeypatch: pytest.Monke
 
 
 def test_an_epoch_cut_short_is_not_gone_back_to(job: str) -> None:
-    """limit_train_batches=3 of 5: the next epoch begins anew, over a restart too, and no step is trained twice."""
+    """limit_train_batches=3 of 5: the next epoch begins at its start, over a restart too; no step is trained twice."""
     before, after = Net(crash_at=4), Net()
     with pytest.raises(Crash):
         fit(before, ElasticCallback(job=job, save_every=1), limit_train_batches=3)

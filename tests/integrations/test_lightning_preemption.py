@@ -17,12 +17,16 @@ from dlrover_hooks.config import runtime_dir
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.worker.preemption import Preempted
 from tests.integrations.test_lightning import Net, exactly_once, fit, surviving
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Raise(Callback):
-    """Sends this process a signal while step `at` is trained."""
+    """Sends this process a signal while step `at` is trained; the step ends once the reporter thread has acted on it.
+
+    Of steps of a millisecond all could be made before that.
+    """
 
     def __init__(self, at: int = 3, number: signal.Signals = signal.SIGTERM) -> None:
         self.at, self.number = at, number
@@ -30,6 +34,10 @@ class Raise(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.at:
             signal.raise_signal(self.number)
+            (elastic,) = (one for one in trainer.callbacks if isinstance(one, ElasticCallback))
+            assert elastic.session is not None
+            gate = elastic.session.parting._preemption.gate
+            until(lambda: gate._promised or gate._step is not None, "the promise to pass no further step boundary")
 
 
 @pytest.fixture

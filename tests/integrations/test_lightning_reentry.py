@@ -13,10 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import ElasticCallback, _private_api as private
 from dlrover_hooks.integrations.lightning.fresh_attributes import FreshAttributes
-from tests.integrations.test_lightning_private import At, Net, trainer
+from tests.integrations.test_lightning_private_api import At, Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

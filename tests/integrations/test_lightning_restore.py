@@ -9,19 +9,25 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
+from tests.deep import deep
 
 TRIAL = Path(__file__).with_name("restore_trial.py")
 WARM = ("torch._dynamo", "dlrover_hooks.integrations.lightning")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_restore_from_every_step_is_bit_equal(world: int, job: str, request: pytest.FixtureRequest) -> None:
-    """With validation, dropout, batch norm, a scheduler, accumulation 1 to 3, at W = 1, 2 and 3."""
+@pytest.mark.parametrize(
+    ("world", "accumulations", "places"),
+    [(1, "1,2,3", 40), (3, "2", 6), deep(2, "1,2,3", 20), deep(3, "1,3", 15)],
+)
+def test_restore_from_every_step_is_bit_equal(
+    world: int, accumulations: str, places: int, job: str, request: pytest.FixtureRequest
+) -> None:
+    """With validation, dropout, batch norm, a scheduler, accumulation 1 to 3, at W = 1, 2 and 3, in so many places."""
     master = request.getfixturevalue("live_master") if world > 1 else None
-    found = ranks.run([sys.executable, str(TRIAL), job, "1,2,3"], world, master, timeout_s=280, warm=WARM)
+    found = ranks.run([sys.executable, str(TRIAL), job, accumulations], world, master, timeout_s=280, warm=WARM)
     crashes = {(trial["accumulate"], *trial["crash"]) for trial in found}
-    assert len(crashes) >= {1: 40, 2: 20, 3: 15}[world]
+    assert len(crashes) >= places
     assert {trial["rank"] for trial in found} == set(range(world))
     broken = [
         trial for trial in found if not all(trial[part] for part in ("weights", "optimizer", "schedule", "events"))

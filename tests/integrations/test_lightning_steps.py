@@ -14,12 +14,11 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelChec
 from lightning.pytorch.plugins.precision import Precision
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.integrations.lightning import _compat as private
+from dlrover_hooks.integrations.lightning import ElasticCallback, _private_api as private
 from dlrover_hooks.integrations.lightning.consistent_cut import cut, put_back, validating
+from dlrover_hooks.integrations.lightning.state_beside_optimizer import StateBesideOptimizer
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
-from dlrover_hooks.integrations.lightning.step_state import Beside
-from tests.integrations.test_lightning_private import Net, trainer
+from tests.integrations.test_lightning_private_api import Net, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WEIGHTS = ("state_dict", "optimizer_states")
@@ -116,7 +115,7 @@ class Compares(Callback):
         assert self._own is not None
         for loader in private.stateful_loaders(trainer):
             self._own.add(loader)
-        self.beside = Beside(trainer, self._own, None)
+        self.beside = StateBesideOptimizer(trainer, self._own, None)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._compare(trainer)
@@ -178,7 +177,7 @@ def test_time_and_the_end_are_kept_too() -> None:
 
     class Looks(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            beside = Beside(trainer, None, None)
+            beside = StateBesideOptimizer(trainer, None, None)
             trainer.should_stop = True
             kept, elapsed = copy.deepcopy(beside.take()), timer.state_dict()
             trainer.should_stop = False
@@ -201,7 +200,7 @@ def test_what_a_validation_keeps_is_put_back_whole() -> None:
 
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             if taken:
-                made = Beside(trainer, None, None).put_over(now := cut(trainer, None, None), taken[0])
+                made = StateBesideOptimizer(trainer, None, None).put_over(now := cut(trainer, None, None), taken[0])
                 assert made == put_back(now, taken[0])
                 assert made["lightning"]["global_step"] == 8
                 taken.append(made)
@@ -249,7 +248,7 @@ def test_hooks_that_add_to_checkpoints_are_found(model: Any, callback: Any, prec
     made = trainer(callback(), plugins=[precision()])
     made.strategy._lightning_module = model()
     assert private.adds_to_checkpoints(made) == name
-    beside = Beside(made, None, None)
+    beside = StateBesideOptimizer(made, None, None)
     kept = beside.take()
     assert name in beside.lost(kept)
     assert bool(name) == bool(beside.lost(kept))

@@ -39,7 +39,8 @@ def start(job: str, model: nn.Module, **shared: Any) -> tuple[AsyncCheckpointer,
     parameters = [one for one in model.parameters() if one.is_floating_point() or one.is_complex()]
     optimizer = torch.optim.Adam(parameters, lr=0.1)
     loader = elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=optimizer)
-    made = AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, **{"save_every": 1, **shared})
+    shared.setdefault("save_every", 1)
+    made = AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, job=job, **shared)
     return made, optimizer, loader
 
 
@@ -72,7 +73,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def test_weights_alone(job: str) -> None:
-    """Step, optimizer and data begin anew; a run that was not saved yet must not go on from a random start."""
+    """Step, optimizer and data begin from 0; a run that was not saved yet must not go on from a random start."""
     saved = net()
     run(job, saved)
     again = net(seed=1)
@@ -173,31 +174,35 @@ def test_another_optimizer_is_refused_by_its_class(job: str, monkeypatch: pytest
     refuse_other_class(sgd, newer, "SGD")
 
 
-def test_parts_of_extra_in_another_order_are_refused(job: str) -> None:
-    """By what they are, before anything is loaded."""
+def test_parts_of_extra_are_found_by_class_and_optimizer(job: str) -> None:
+    """In another order; another class is refused before anything is loaded."""
 
-    def start(*, turned: bool) -> AsyncCheckpointer:
+    def start(arrange: Callable[[list[Any]], list[Any]]) -> tuple[AsyncCheckpointer, list[Any]]:
         model = net()
         first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in model)
         extra: list[Any] = [second, torch.optim.lr_scheduler.StepLR(first, 3)]
         loader = elastic_loader(DataLoader(Noisy(), batch_size=2), optimizer=first)
-        return AsyncCheckpointer(
-            model=model, optimizer=first, loader=loader, job=job, extra=extra[:: -1 if turned else 1]
-        )
+        return AsyncCheckpointer(model=model, optimizer=first, loader=loader, job=job, extra=arrange(extra)), extra
 
     def train() -> None:
-        with start(turned=False) as made:
+        made, (_, schedule) = start(lambda extra: extra)
+        with made:
             for x, _ in made._loaders[0]:
                 if made.step == 2:
                     raise Crash
                 made._whole.model(x).sum().backward()
                 made._optimizer.step()
+                schedule.last_epoch = 7
 
     with pytest.raises(Crash):
         train()
-    words = r"`extra` was SGD of 1.weight, StepLR of 0.weight; here it is StepLR of 0.weight, SGD of 1.weight"
+    again, (_, schedule) = start(lambda extra: extra[::-1])
+    assert again.step in (1, 2)
+    assert schedule.last_epoch == 7
+    again.close()
+    words = r"`extra` was SGD of 1.weight, StepLR of 0.weight; here it is StepLR of 0.weight, StepLR of 1.weight"
     with pytest.raises(UsageError, match=words):
-        start(turned=True)
+        start(lambda extra: [extra[1], torch.optim.lr_scheduler.StepLR(extra[0], 3)])
 
 
 class Schedules:
@@ -231,8 +236,9 @@ def test_parts_that_could_load_each_others_state_are_refused(job: str) -> None:
     assert 'extra={"teacher": teacher' in caught.value.hint
     with pytest.raises(Crash):
         Schedules(job, lambda made: made.schedules).train()
-    with pytest.raises(UsageError, match=r"here it is StepLR of 1.weight, StepLR of 0.weight"):
-        Schedules(job, lambda made: made.schedules[::-1])
+    again = Schedules(job, lambda made: made.schedules[::-1])
+    assert [one.last_epoch for one in again.schedules] == [0, 7]
+    again.made.close()
 
 
 def test_parts_with_names_may_stand_in_any_order(job: str) -> None:

@@ -1,7 +1,7 @@
 """Sharded state that could not be restored is refused before anything is trained for long, with what to do.
 
 Lightning, Fabric and Accelerate with a sharded model; optimizers whose state is not sharded as their parameters are.
-Who asked for checkpoints must not find out after a crash that there are none.
+A user that asked for checkpoints must not find out after a crash that there are none.
 """
 
 from __future__ import annotations

@@ -29,13 +29,12 @@ from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.protocol import Departure
 from dlrover_hooks.pytorch.even_batches import EvenLoader
 from tests import ranks
-from tests.contracts.spawn import plan
-from tests.contracts.spawn import spawn as spawn_trials
+from tests.contracts.spawn import plan, spawn as spawn_trials
 from tests.contracts.trial import Own
-from tests.e2e.kept import until
 from tests.e2e.master_process import LiveMaster
 from tests.integrations import torch_cases
 from tests.integrations.torch_cases import SAMPLES, Crash, Noisy, train
+from tests.waiting import until
 
 CASES = Path(__file__).with_name("torch_cases.py")
 WARM = ("torch._dynamo", "tests.integrations.torch_cases", "tests.contracts.torch_trial")
@@ -278,7 +277,8 @@ def test_closing_twice_and_a_finished_job(job: str, tmp_path: Path) -> None:
     for x, _ in loader:
         model(x).sum().backward()
         optimizer.step()
-    made.close()
+    made.finish()
+    made.finish()
     made.close()
     assert loader.before_batch == []
     assert json.loads((tmp_path / "latest.json").read_text())

@@ -66,8 +66,9 @@ def train(
     loader = elastic_loader(DataLoader(Noisy(), batch_size=2, shuffle=True), optimizer=optimizer, accumulation="manual")
     seen: list[tuple[int, int, int]] = []
     mine = int(os.environ.get("RANK", "0")) == crash_rank
+    shared.setdefault("save_every", 1)
     checkpoints = AsyncCheckpointer(
-        model=model, optimizer=optimizer, loader=loader, extra=[schedule], job=job, **{"save_every": 1, **shared}
+        model=model, optimizer=optimizer, loader=loader, extra=[schedule], job=job, **shared
     )
     first = checkpoints.step
     with checkpoints:

@@ -94,7 +94,7 @@ class World(RuleBasedStateMachine):
 
     @rule(counts=st.tuples(st.integers(1, 2), st.integers(1, 2)))
     def come_up(self, counts: tuple[int, int]) -> None:
-        """Two nodes join anew, the third is gone, all attach and load: the way to training that a walk rarely finds."""
+        """Two nodes join again, the third is gone, all attach and load: the way to training, rarely found by a walk."""
         for name in self.members():
             self.send(Lost(job="job", incarnation=name))
         for node in NODES:

@@ -43,7 +43,7 @@ class Checkpoints(World):
 
     @invariant()
     def a_peer_is_another_node_that_takes_part(self) -> None:
-        """And whoever restores from memory can be told who holds its image, each answered for by one node."""
+        """And each rank that restores from memory can be told which node holds its image, which is one node."""
         if self.job is None:
             return
         plan, neighbours = self.job.plan, self.job.offers.neighbours

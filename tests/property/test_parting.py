@@ -1,4 +1,4 @@
-"""All ranks leave at the quiet point of one step, whenever each hears that somebody is preempted.
+"""All ranks leave at the step boundary of one step, whenever each hears that somebody is preempted.
 
 The real core, the real worker's side; the schedule of background threads and training threads is drawn.
 """
@@ -9,8 +9,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core import job_registry, views
@@ -43,7 +42,7 @@ class Core:
 
 
 class Rank:
-    """One worker: `passed` is the quiet point behind which it trains, `left` where it left."""
+    """One worker: `passed` is the step boundary behind which it trains, `left` where it left."""
 
     def __init__(self, core: Core, rank: int) -> None:
         self.core, self.name = core, f"w{rank}"
@@ -56,7 +55,7 @@ class Rank:
         self.preemption.speak(lambda request, _: self.core.call(request))
 
     def arrive(self) -> None:
-        """The training thread comes to its next quiet point."""
+        """The training thread comes to its next step boundary."""
         if self.preemption.leaves_at(self.passed + 1, self.core):  # pyright: ignore[reportArgumentType]
             self.left = self.passed + 1
         else:
@@ -101,7 +100,7 @@ def test_all_leave_at_one_step(seed: int, ranks: int, lock_step: bool, share: in
 
 @given(seed=st.integers(0, 2**32))
 def test_a_death_before_the_agreement_ends_it(seed: int) -> None:
-    """The others are set free; who is to go goes alone, at its next quiet point."""
+    """The others are set free; the one that is to go goes alone, at its next step boundary."""
     core = Core(3)
     world = [Rank(core, rank) for rank in range(3)]
     draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """The reuse rule against the real master: what is whole on all ranks stays, and saves never stop.
 
 Ranks save in lockstep, as training does. How long hashing, votes and answers take, and which slots are being persisted,
-is the test's choice; couriers, core and `choose_slot` are the real ones.
+is the test's choice; reporters, core and `choose_slot` are the real ones.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
 from dlrover_hooks.checkpoint.memory.segment import SLOTS, Slot
-from dlrover_hooks.checkpoint.memory.slot_policy import FARTHEST, MEETING, Heard, Others, choose_slot
+from dlrover_hooks.checkpoint.memory.slot_policy import FARTHEST, MEETING, Heard, choose_slot
+from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.testing import MasterFake
-from dlrover_hooks.worker.reporter import Courier, _Saved, _Skipped
+from dlrover_hooks.worker.reporter import Reporter, _Saved, _Skipped
 from tests.e2e.job_script import attach, join
 
 RUN, OLD = "a" * 32, "b" * 32
@@ -64,29 +64,34 @@ def test_chosen_slot_is_never_a_needed_one(
 
 
 class Engine:
-    """What a courier tells its rank's engine; heard when the test says so."""
+    """What a reporter tells its rank's engine; heard when the test says so."""
 
     def __init__(self) -> None:
-        self.newest: p.Generation | None = None
-        self.others = Others()
+        self.generations = GenerationTracker()
+
+    def begin_session(self) -> GenerationTracker:
+        return self.generations
 
     def complete(self, generation: p.Generation) -> None:
-        self.newest = generation
+        self.generations.complete_here = generation
+
+    def fail_if_keeper_gone(self) -> None:
+        """Nothing is ever lost of what is to be persisted."""
 
 
 class Rank:
-    """Slots, a keeper that hashes in order, a courier; `heard` is what its training thread knows."""
+    """Slots, a keeper that hashes in order, a reporter; `heard` is what its training thread knows."""
 
     def __init__(self, rank: int, world: int, master: MasterFake) -> None:
         self.slots = [Slot(index, 0) for index in range(SLOTS)]
-        self.pinned: set[p.Generation] = set()
         self.heard, self.skipped, self.away = Heard(), 0, False
         self.heard_too_late = False
         """What it sends while the master is away does reach it, but is not answered."""
         self._to_hash: deque[Hashed] = deque()
         self._rank, self._world, self._master = rank, world, master
         self._engine = Engine()
-        self._courier = Courier(self, "job", (f"w{rank}", rank, world), self._engine)  # type: ignore[arg-type]
+        self.generations = self._engine.generations
+        self._reporter = Reporter(self, "job", (f"w{rank}", rank, world), self._engine)  # type: ignore[arg-type]
 
     def call(self, request: p.Message, **_: Any) -> p.Message:
         if self.away:
@@ -102,37 +107,43 @@ class Rank:
         return {slot.generation for slot in self.slots if slot.generation is not None}
 
     def save(self, generation: p.Generation) -> bool:
-        others, pinned = self._engine.others, self.pinned & self.whole
-        index = others.choose_slot(lambda: self.slots, self.heard, pinned, generation)
+        index = self._engine.generations.choose_slot(self.slots, self.heard, generation)
         if index is None:
             self.skipped += 1
-            self._courier._take(_Skipped(generation))
+            self._reporter._take(_Skipped(generation))
             return False
         self.slots[index] = Slot(index, 2, generation, 1, self._rank, self._world)
-        self._courier._take(_Saved(generation, durable=False))
+        self._reporter._take(_Saved(generation, durable=False))
         self._to_hash.append(Hashed(generation=generation, rank=self._rank, world_size=self._world))
         return True
 
     def hash(self) -> None:
         if self._to_hash:
-            self._courier._take(self._to_hash.popleft())
+            self._reporter._take(self._to_hash.popleft())
 
     def deliver(self) -> None:
-        self._courier._deliver()
+        self._reporter._deliver()
 
     def beat(self) -> None:
-        self._courier._beat()
+        self._reporter._beat()
 
     def hear(self) -> None:
-        self.heard = Heard(self._engine.newest, self._engine.others.hopeless)
+        self.heard = self.generations.heard(alone=False)
 
     def lose_keeper(self) -> None:
         """What it held is gone with it, hashed or not; the next save goes to a new one."""
         self.slots = [Slot(index, 0) for index in range(SLOTS)]
         self._to_hash.clear()
-        self.pinned.clear()
-        self._engine.newest = None
+        self.persisted()
+        self.generations.complete_here = None
         self.hear()
+
+    def persist(self, generation: p.Generation) -> None:
+        self.generations.ordered(generation)
+
+    def persisted(self) -> None:
+        for generation in self.generations.pending:
+            self.generations.ended(generation, stored=True)
 
     def settle(self) -> None:
         while self._to_hash:
@@ -213,12 +224,12 @@ class Lockstep(RuleBasedStateMachine):
     @rule(data=st.data())
     def persist(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(self.ranks))
-        if rank.whole and not rank.pinned:
-            rank.pinned.add(data.draw(st.sampled_from(sorted(rank.whole))))
+        if rank.whole and not rank.generations.pending:
+            rank.persist(data.draw(st.sampled_from(sorted(rank.whole))))
 
     @rule(data=st.data())
     def persisted(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.ranks)).pinned.clear()
+        data.draw(st.sampled_from(self.ranks)).persisted()
 
     @rule(data=st.data())
     def lose_keeper(self, data: st.DataObject) -> None:
@@ -272,11 +283,13 @@ def test_two_ranks_that_have_one_slot_each_meet_again(lags: tuple[int, int]) -> 
 
     save()
     for rank in cluster.ranks:
-        rank.pinned |= rank.whole
-    cluster.ranks[0].pinned |= {p.Generation(1, 2, cluster.run)}
+        for generation in rank.whole:
+            rank.persist(generation)
+    second = p.Generation(1, 2, cluster.run)
+    cluster.ranks[0].persist(second)
     save()
     save()
-    cluster.ranks[0].pinned.discard(p.Generation(1, 2, cluster.run))
+    cluster.ranks[0].generations.ended(second, stored=True)
     gaps, newest = [0], cluster.floor
     for _ in range(1000):
         save()

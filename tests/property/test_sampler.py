@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.data.loader import elastic_loader
@@ -218,7 +217,7 @@ def run_live(n: int, b: int, N: int, tail: str, kind: str, events: list[tuple[st
     for event, world, steps, extra in events:
         world = min(world, N)
         if event == "live" and ranks:
-            state = ranks[0].loader.state_dict() | {"cursor": ranks[0].loader.sampler.progress.marked}
+            state = ranks[0].loader.state_dict()
         else:
             state, trained = saved, trained[:committed]
             ranks = ranks if event == "recover" else []

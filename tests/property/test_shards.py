@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from dlrover_hooks import protocol as p
@@ -229,7 +228,7 @@ class Synchronous(ShardWorld):
     @precondition(lambda self: bool(self.zombies))
     @rule(who=st.integers(0, 3), as_member=st.booleans())
     def zombie(self, who: int, as_member: bool) -> None:
-        """Whoever slept through a restore is refused, whatever it says, and whoever uses its fence too."""
+        """A worker that slept through a restore is refused, whatever it says, and any that uses its fence, too."""
         worker = self.zombies[who % len(self.zombies)]
         acks = tuple(p.Ack(number, mine.lease.hi) for number, mine in worker.held.items())
         name = self.workers[0].name if as_member else worker.name

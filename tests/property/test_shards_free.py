@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from dlrover_hooks import protocol as p
@@ -135,7 +134,7 @@ class Free(ShardWorld):
         except Stale:
             assert job_registry.encode(self.state) == before
         else:
-            raise AssertionError("whoever left was heard")
+            raise AssertionError("a worker that has left was heard")
 
     @rule(seconds=st.sampled_from([1.0, 50.0, 700.0]))
     def wait(self, seconds: float) -> None:

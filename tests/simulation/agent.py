@@ -94,7 +94,7 @@ class Agent:
             self.bell.pop()
 
     def _refused(self, error: BaseException) -> None:
-        """The seats that it asked for are not to be had: whoever should sit there must be a new process."""
+        """The seats that it asked for are not to be had: the worker of each must be a new process."""
         self.world.tell(self.process.name, f"joins again: {type(error).__name__} {str(error)[:90]}")
         if not isinstance(error, MasterAway):
             self._end_workers()
@@ -214,7 +214,7 @@ class Agent:
                 self._finished = self.world.promises.exited = True
 
     async def _tell_again(self) -> None:
-        """See `Speaker.tell_again`."""
+        """See `MasterRequests.tell_again`."""
         while self._unheard and await self._heard(self._unheard[0], again=False):
             del self._unheard[0]
 

@@ -1,4 +1,4 @@
-"""The master's books against a count by hand: rounds and members, deaths, votes, leases. Made anew from the events."""
+"""The master's books against a count by hand: rounds and members, deaths, votes, leases. Made from the events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GOING = (Phase.RESTORING, Phase.TRAINING)
 
 
 class Waits(NamedTuple):
-    """Whoever waits for a seat: since when (true time), with how many in one join, and who has sent that."""
+    """Workers that wait for a seat: since when (true time), with how many in one join, and which node sent that."""
 
     since: float
     size: int
@@ -42,17 +42,17 @@ class Counted:
         self._attempts: dict[str, tuple[int, int]] = {}
         self._sizes: dict[tuple[str, int], int] = {}
         self._places: dict[tuple[str, int], frozenset[tuple[str, int]]] = {}
-        """By job and attempt, who sits where: node and rank."""
+        """By job and attempt, the seats: node and rank."""
         self.places: dict[str, tuple[str, int]] = {}
         """By incarnation, node and local rank."""
         self._speakers: dict[str, set[str]] = {}
-        """By incarnation, who has joined for it, and who reaps it."""
+        """By incarnation, which agent has joined for it, and which reaps it."""
         self._stored: dict[str, set[p.Generation]] = {}
         """By job, what the newest rank 0 found in storage."""
         self._waiting: dict[str, dict[str, Waits]] = {}
         """By job and incarnation."""
         self._attached: dict[str, set[str]] = {}
-        """By job, who has come to the current round."""
+        """By job, the workers that have come to the current round."""
         self._before: dict[str, World] = {}
         """By job, the round before the current one."""
         self._failures: dict[str, tuple[int, bool]] = {}
@@ -86,7 +86,7 @@ class Counted:
             dead |= self._taken_along(event.job, event.incarnation)
         elif isinstance(event, p.Attach):
             self._attached.setdefault(job, set()).add(event.incarnation)
-            if event.held or self.places[event.incarnation][1] == 0:  # who speaks for its node may hold nothing
+            if event.held or self.places[event.incarnation][1] == 0:  # the speaker of its node may hold nothing
                 self._held.setdefault(job, {})[event.node] = event.held
             if reply.rank == 0:
                 self._stored[job] = {manifest.generation for manifest in event.stored}
@@ -96,7 +96,7 @@ class Counted:
             self._lent(event, reply)
 
     def _joined(self, event: p.Join, dead: set[str]) -> None:
-        """Who it speaks for lives; whoever it, or its node, had before is over."""
+        """Those it speaks for live; those that it, or its node, had before are over."""
         names = {seat.incarnation for seat in event.seats}
         for name, (node, _) in self.places.items():
             gone = event.incarnation in self._speakers[name] or (event.sole and node == event.node)
@@ -148,7 +148,7 @@ class Counted:
         return self._sizes.get((job, attempt), 0)
 
     def waits_since(self, job: str, number: int) -> dict[str, float]:
-        """Since when who could be added to round `number` waits; nobody if it is not the newest one."""
+        """Since when a worker that could be added to round `number` waits; none if it is not the newest one."""
         numbers, dead = self._numbers.get(job), self._dead.get(job, ())
         world = self._worlds.get(job, {}).get(number, ())
         if numbers is None or numbers[0] != number:

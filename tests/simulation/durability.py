@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover_hooks.master.core.checkpoints.votes import seconds
+from dlrover_hooks.master.core.checkpoints.save_votes import seconds
 
 if TYPE_CHECKING:
     from tests.simulation.worker import Worker
@@ -55,7 +55,7 @@ class Durability:
         """What storage has is not older than `persist_every`, the steps between two saves, and the time of two saves.
 
         Two, since one that is under way when the next is due comes first. Faults that keep a save from storage begin
-        this time anew, and so does an attempt.
+        this time again, and so does an attempt.
         """
         world, swarm = self._world, self._world.swarm
         if swarm.save_to is None or swarm.free or swarm.loss or swarm.late or not self._steps:

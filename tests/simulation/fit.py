@@ -1,7 +1,7 @@
 """What a worker trains on, and its loop: a leased dataset, or a sampler whose state is one cursor.
 
 Stands for the leased loader, `ElasticSampler` and an adapter's loop. When a batch counts is theirs: mark at the step,
-commit at the quiet point, cut there.
+commit at the step boundary, cut there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased.applied_ranges import LeasePart, Tally
+from dlrover_hooks.data.leased.applied_ranges import AppliedRanges, LeasePart
 from dlrover_hooks.data.leased.lease_client import HeldLease, LeaseRequester
 from dlrover_hooks.protocol import LedgerState
 from tests.simulation.group import Group, Share
@@ -25,7 +25,7 @@ class Fit:
 
     def __init__(self, worker: Worker, *, free: bool) -> None:
         self.worker, self.world, self.free = worker, worker.world, free
-        self.tally = Tally()
+        self.tally = AppliedRanges()
         self.base: dict[str, str] = {}
         self.fence, self.rank = 0, 0
         self.lender: Lender | None = None
@@ -64,7 +64,7 @@ class Fit:
         return self.lender
 
     def pull(self) -> LeasePart | None:
-        """See `Feed._cut`: the next batch of what is leased."""
+        """See `LoaderFeed._cut`: the next batch of what is leased."""
         lender = self.lender
         assert lender is not None
         while not self._left(lender):
@@ -93,14 +93,14 @@ class Fit:
 
     @property
     def marked(self) -> bool:
-        """A step was made since the last quiet point."""
+        """A step was made since the last step boundary."""
         return bool(self.tally.marks)
 
     def mask(self, piece: LeasePart) -> int:
         return bits(self.world.data.index(piece.held.partition), piece.lo, piece.hi)
 
     def commit(self) -> None:
-        """A quiet point. Raises Stale if a sample is in the model that somebody else trains again."""
+        """A step boundary. Raises Stale if a sample is in the model that somebody else trains again."""
         for held, upto in self.tally.commit():
             if self.lender is not None:
                 self.lender.committed(held, upto)
@@ -172,11 +172,11 @@ class Sampled:
 
     @property
     def marked(self) -> bool:
-        """A step was made since the last quiet point."""
+        """A step was made since the last step boundary."""
         return self._drawn > 0
 
     def commit(self) -> None:
-        """A quiet point: what was drawn is in the model."""
+        """A step boundary: what was drawn is in the model."""
         self.cursor += self._drawn
         self._drawn = 0
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FreeWorker:
-    """A process without a seat: it leases, trains and acknowledges at its own pace. Started anew when it dies."""
+    """A process without a seat: it leases, trains and acknowledges at its own pace. Started again when it dies."""
 
     def __init__(self, world: World, node: Node) -> None:
         self.world, self.node, self.job = world, node, world.job

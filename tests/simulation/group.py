@@ -32,7 +32,7 @@ class Aborted(Exception):
 
 
 class Group:
-    """The process group of one round, on one store prefix. Whoever dies or is cut off fails it for all."""
+    """The process group of one round, on one store prefix. A member that dies or is cut off fails it for all."""
 
     def __init__(self, loop: Loop, dice: random.Random, promises: Promises, prefix: str) -> None:
         self._loop, self._dice, self._promises, self._prefix = loop, dice, promises, prefix

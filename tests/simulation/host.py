@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, HooksError
-from dlrover_hooks.master.checkpoint_store import NoStorage, Storage
 from dlrover_hooks.master.clock import Clock
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import Effect
 from dlrover_hooks.master.core.events import Key
+from dlrover_hooks.master.manifest_storage import NoStorage, Storage
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Message, Problem, Route, Routes
 from tests.simulation.disk import Disk, FakeJournal

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
 from dlrover_hooks.checkpoint.memory.segment import SLOTS, Slot
-from dlrover_hooks.checkpoint.memory.slot_policy import Heard, Others
+from dlrover_hooks.checkpoint.memory.slot_policy import Heard
+from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.errors import CheckpointError, Corrupt, KeeperAway, StorageFailed
 from tests.simulation.loop import Process
 from tests.simulation.model import Model
@@ -116,7 +117,7 @@ class Keeper:
         return (*own, *others)
 
     def find(self, generation: p.Generation, rank: int, world_size: int) -> Image | None:
-        """A hashed image: this node's own, or a replica. Damage is noticed by whoever reads it."""
+        """A hashed image: this node's own, or a replica. Damage is noticed when it is read."""
         own = [image for (seat, index), image in sorted(self.images.items()) if self._proved(seat, index)]
         others = [image for images in self.replicas.values() for image in images]
         found = (one for one in (*own, *others) if whose(one) == (generation, rank, world_size))
@@ -183,11 +184,13 @@ class Engine:
     def __init__(self, world: World, node: str, seat: int, notify: Callable[[Any], None]) -> None:
         self._world, self._node, self._seat, self._notify = world, node, seat, notify
         self.attempt, self.run, self.rank, self.world_size = 0, "", 0, 0
-        self._newest_complete: p.Generation | None = None
-        self.others = Others()
-        self.others.hopeless = frozenset()
-        self._persisting: set[p.Generation] = set()
+        self.generations = GenerationTracker()
         self._known: Keeper | None = None
+
+    def begin_session(self) -> GenerationTracker:
+        """A session begins, in the same process and with the same memory at the keeper."""
+        self.generations = self.generations.next_session()
+        return self.generations
 
     @property
     def keeper(self) -> Keeper | None:
@@ -199,16 +202,16 @@ class Engine:
         """With another life of the keeper everything is forgotten."""
         keeper = self._world.nodes[self._node].keeper
         if keeper is not self._known:
-            self._known, self._newest_complete = keeper, None
+            self._known, self.generations.complete_here = keeper, None
             self._gone()
 
     def _gone(self) -> None:
-        for generation in sorted(self._persisting):
+        for generation in sorted(self.generations.pending):
             self._noticed(PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
 
     def _noticed(self, notice: Any) -> None:
         if isinstance(notice, (Persisted, PersistFailed)):
-            self._persisting.discard(notice.generation)
+            self.generations.ended(notice.generation, stored=isinstance(notice, Persisted))
         if (notice.generation.run, notice.generation.attempt) == (self.run, self.attempt):
             self._notify(notice)
 
@@ -217,14 +220,15 @@ class Engine:
     ) -> bool:
         """See `Checkpointer.save`; False: skipped."""
         generation = p.Generation(self.attempt, model.step, self.run)
-        heard = Heard(self._newest_complete, self.others.hopeless if world_size > 1 else None)
+        heard = self.generations.heard(alone=world_size == 1)
         image = Image(generation, self.rank, world_size, model, leases)
         return await self._write(process, image, heard, self._noticed, last=last)
 
     async def save_lone(self, process: Process, generation: p.Generation, model: Model, state: dict[str, Any]) -> bool:
         """See `Checkpointer.save_lone`."""
         held = self.keeper.seat(self._seat) if self.keeper is not None else ()
-        heard = Heard(self._newest_complete, frozenset(slot.generation for slot in held if slot.generation is not None))
+        heard = self.generations.heard(alone=False)
+        heard = heard._replace(hopeless=frozenset(slot.generation for slot in held if slot.generation is not None))
         hashed = Bell(self._world.loop, process)
         image = Image(generation, 0, 1, model, state)
         return await self._write(process, image, heard, hashed.put, last=True) and await hashed.wait(LONE_S)
@@ -233,10 +237,10 @@ class Engine:
         self, process: Process, image: Image, heard: Heard, notify: Callable[[Any], None], *, last: bool
     ) -> bool:
         """Into a slot that may be written over; False: there is none, or no keeper."""
-        keeper, seat, pinned = self.keeper, self._seat, tuple(self._persisting)
+        keeper, seat = self.keeper, self._seat
         if keeper is None:
             return False
-        index = self.others.choose_slot(lambda: keeper.seat(seat), heard, pinned, image.generation, last=last)
+        index = self.generations.choose_slot(keeper.seat(seat), heard, image.generation, last=last)
         if index is None:
             return False
         keeper.begin(seat, index)
@@ -248,21 +252,13 @@ class Engine:
 
     def complete(self, generation: p.Generation) -> None:
         if self.keeper is not None:
-            self._newest_complete = generation
+            self.generations.complete_here = generation
 
-    def hold(self, generation: p.Generation, *, last: bool = False) -> bool:
-        if self._persisting - {generation} and not last:
-            return False
-        self._persisting.add(generation)
+    def fail_if_keeper_gone(self) -> None:
         if self.keeper is None:
             self._gone()
-        return True
-
-    def release(self, generation: p.Generation) -> None:
-        self._persisting.discard(generation)
 
     def persist(self, generation: p.Generation) -> None:
-        self._persisting.add(generation)
         keeper = self.keeper
         if keeper is None:
             self._noticed(PersistFailed(generation=generation, reason="the keeper is gone", gone=True))
@@ -272,7 +268,7 @@ class Engine:
     def restored(self, generation: p.Generation) -> None:
         """It lies whole in memory."""
         if self.keeper is not None:
-            self._newest_complete = generation
+            self.generations.complete_here = generation
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import Stale
 from dlrover_hooks.master import clock
 from dlrover_hooks.master.core import dispatch, heartbeats
-from dlrover_hooks.master.core.checkpoints import restore_sources, votes
+from dlrover_hooks.master.core.checkpoints import restore_sources, save_votes
 from dlrover_hooks.master.core.effects import Wake, parting_topic
 from dlrover_hooks.master.core.leased_data import ledger, partitions
 from dlrover_hooks.master.core.rounds import member_changes, preemption_agreement, rank_assignment, rendezvous
@@ -39,30 +39,30 @@ def lease_twice(patch: Patch) -> None:
 
 def commit_early(patch: Patch) -> None:
     """The last file is not waited for."""
-    real: Any = votes._COUNT[p.VoteKind.STORED]
+    real: Any = save_votes._COUNT[p.VoteKind.STORED]
 
     def count(saves: Any, settings: Any, job: str, entry: Any, event: Any, now: float) -> Any:
         if entry.in_storage == entry.world_size - 2 and entry.stored[event.rank] is None:
             entry.in_storage += 1
         return real(saves, settings, job, entry, event, now)
 
-    patch.setitem(votes._COUNT, p.VoteKind.STORED, count)
+    patch.setitem(save_votes._COUNT, p.VoteKind.STORED, count)
 
 
 def complete_early(patch: Patch) -> None:
     """The last rank's memory is not waited for."""
-    real: Any = votes._COUNT[p.VoteKind.MEMORY]
+    real: Any = save_votes._COUNT[p.VoteKind.MEMORY]
 
     def count(saves: Any, settings: Any, job: str, entry: Any, event: Any, now: float) -> Any:
         if entry.in_memory == entry.world_size - 2 and not entry.memory[event.rank]:
             entry.in_memory += 1
         return real(saves, settings, job, entry, event, now)
 
-    patch.setitem(votes._COUNT, p.VoteKind.MEMORY, count)
+    patch.setitem(save_votes._COUNT, p.VoteKind.MEMORY, count)
 
 
 def count_echoes(patch: Patch) -> None:
-    """Whoever dies of a broken round costs a restart, too."""
+    """A worker that dies of a broken round costs a restart, too."""
     real = member_changes._part
 
     def part(job: Any, incarnation: str, how: str, *rest: Any) -> Any:
@@ -102,14 +102,14 @@ def count_the_stale(patch: Patch) -> None:
             if not job.attempt or job.finished or event.rank >= job.rounds.round.world_size:
                 raise
             event = msgspec.structs.replace(event, world_size=job.rounds.round.world_size)
-            votes.vote(job.saves, job.settings, job.name, event, now)
-            return votes.voted(job.saves)
+            save_votes.vote(job.saves, job.settings, job.name, event, now)
+            return save_votes.voted(job.saves)
 
     patch.setitem(dispatch._TABLE, p.Vote, vote)
 
 
 def seat_the_dead(patch: Patch) -> None:
-    """Whoever dies while it waits for a seat still gets it."""
+    """A worker that dies while it waits for a seat still gets it."""
     real = rendezvous.part
 
     def part(known: Any, incarnation: str, how: str) -> bool:
@@ -181,7 +181,7 @@ def wait_for_nobody(patch: Patch) -> None:
 
 
 def believe_strangers(patch: Patch) -> None:
-    """Whoever says that a worker ended is believed."""
+    """Any caller that says that a worker ended is believed."""
 
     real = rendezvous.reapers
 
@@ -268,13 +268,13 @@ def count_pauses(patch: Patch) -> None:
 
 def count_from_nothing(patch: Patch) -> None:
     """While step times are unknown, saves are due at powers of two of the job's steps, not the attempt's."""
-    real = votes.begin
+    real = save_votes.begin
 
     def begin(saves: Any, *args: Any, **more: Any) -> None:
         real(saves, *args, **more)
         saves.cadence = msgspec.structs.replace(saves.cadence, begun_step=0)
 
-    patch.setattr(votes, "begin", begin)
+    patch.setattr(save_votes, "begin", begin)
 
 
 def charge_no_exit(patch: Patch) -> None:
@@ -293,7 +293,7 @@ def charge_no_exit(patch: Patch) -> None:
 
 def count_launches_twice(patch: Patch) -> None:
     """Behind a launch that goes on from storage, the next generation is made durable at twice its step."""
-    real = votes.begin
+    real = save_votes.begin
 
     def begin(saves: Any, settings: Any, step: int, *args: Any, **more: Any) -> None:
         real(saves, settings, step, *args, **more)
@@ -301,22 +301,22 @@ def count_launches_twice(patch: Patch) -> None:
             saves.persisted_step = 2 * step
             saves.cadence = msgspec.structs.replace(saves.cadence, persist_from=2 * step + 100)
 
-    patch.setattr(votes, "begin", begin)
+    patch.setattr(save_votes, "begin", begin)
 
 
 def announce_at_once(patch: Patch) -> None:
     """The next persist is announced as soon as one rank could not make the one before; others still write that."""
-    real = votes._answer
+    real = save_votes._answer
 
     def answer(saves: Any, settings: Any, event: p.Vote) -> None:
         start = saves.cadence.persist_from
         failed = event.kind in (p.VoteKind.FAILED, p.VoteKind.REFUSED)
         if failed and start is not None and event.generation.step >= start:
-            votes._give_up(saves, settings)
+            save_votes._give_up(saves, settings)
         else:
             real(saves, settings, event)
 
-    patch.setattr(votes, "_answer", answer)
+    patch.setattr(save_votes, "_answer", answer)
 
 
 MUTANTS: tuple[Callable[[Patch], None], ...] = (

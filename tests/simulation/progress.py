@@ -117,7 +117,7 @@ class Progress:
             for name in before
             if name not in world and counted.lives(job.name, name) and name not in job.rounds.seats
         )
-        self._check(not absent, f"round {number} was formed without {absent}, who live")
+        self._check(not absent, f"round {number} was formed without {absent}, which live")
         stays = sorted((rank, name) for name, rank in before.items() if name in world)
         taken = {0} if stays else set[int]()
         for place, (rank, name) in enumerate(stays):

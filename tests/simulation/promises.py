@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Data:
-    """The dataset of every job. A stream's ends are known here, and found out by whoever reads that far."""
+    """The dataset of every job. A stream's ends are known here, and found out by a worker that reads that far."""
 
     def __init__(self, swarm: Swarm, dice: random.Random) -> None:
         self._swarm = swarm
@@ -248,7 +248,7 @@ class Promises:
         self.tell("storage", f"has {manifest.generation}")
 
     def passed(self, who: str, round_: int, step: int, left: int | None) -> None:
-        """A member that is bound by the agreement passes the quiet point of `step`; `left`: or leaves there, and has
+        """A member that is bound by the agreement passes the step boundary of `step`; `left`: or leaves there, and has
         begun at that step."""
         agreed = self._partings.get(round_)
         if left is None:

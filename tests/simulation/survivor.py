@@ -1,6 +1,6 @@
 """A worker that speaks for itself: it keeps its process when its round breaks, saves what it has, and joins again.
 
-Stands for `elastic_run` (`elastic.in_process_recovery`, `worker.surviving_process`, `worker.acquire_rank`).
+Stands for `elastic_run` (`elastic.in_process_recovery`, `worker.surviving_process`, `worker.round_join`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Crowded(Aborted):
 
 
 class Kept(NamedTuple):
-    """What a quiet point of this round left behind."""
+    """What a step boundary of this round left behind."""
 
     generation: p.Generation
     model: Model
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 class Survivor:
-    """Of one process. `launcher`: who reaps it."""
+    """Of one process. `launcher`: what reaps it."""
 
     def __init__(self, worker: Worker, launcher: str) -> None:
         self._worker, self._world, self._launcher = worker, worker.world, launcher
@@ -105,7 +105,7 @@ class Survivor:
         return view.round == worker.round and any(one.gone == "exited" for one in view.members)
 
     async def _salvage(self) -> None:
-        """A lone image: the state of the last quiet point, as that of a world of one."""
+        """A lone image: the state of the last step boundary, as that of a world of one."""
         kept, worker = self._kept, self._worker
         if kept is not None and await worker.engine.save_lone(worker.process, *kept):
             self._world.progress.saved(worker, kept.generation)

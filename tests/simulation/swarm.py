@@ -47,7 +47,7 @@ class Recovery(enum.Enum):
     AGENT = "agents speak"
     """They stay, and their agent joins again for them."""
     WORKER = "workers speak"
-    """They stay, and each joins again for itself; the agent replaces who died."""
+    """They stay, and each joins again for itself; the agent replaces those that died."""
 
 
 class Level(enum.Enum):
@@ -169,7 +169,7 @@ def _always(recovery: Recovery, *, quiet: bool, masterly: bool) -> tuple[str, ..
 
 
 def _fewest(dice: random.Random, recovery: Recovery, level: Level, sizes: tuple[int, int]) -> int:
-    """Workers of a round; `sizes`: of a node, and of all. Who joins for a whole node needs as many at least."""
+    """Workers of a round; `sizes`: of a node, and of all. A join for a whole node needs as many at least."""
     workers, world = sizes
     if recovery is not Recovery.WORKER:
         return dice.choice((world, dice.randint(workers, world)))

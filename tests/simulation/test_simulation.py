@@ -14,14 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS, announce_at_once
+from tests.deep import deep
+from tests.simulation.mutants import MUTANTS, announce_at_once, restore_a_half
 from tests.simulation.swarm import FAULTS, INSTEAD
 from tests.simulation.world import LEAST, simulate
 
 SEEDS, AT_ONCE = 2000, 100
+FIRST = range(1, SEEDS + 1, AT_ONCE)
+SOON = 5
+"""So many hundreds of seeds are enough for `make test`; the others are deep."""
 ROOT = Path(__file__).resolve().parents[2]
-RARE: dict[Callable[[pytest.MonkeyPatch], None], int] = {announce_at_once: 433}
-"""Where few seeds notice a mutant: the one to look at first."""
+RARE: dict[Callable[[pytest.MonkeyPatch], None], int] = {announce_at_once: 433, restore_a_half: 108}
+"""Where few seeds notice a mutant, or most take long: the one to look at first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +37,7 @@ def no_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("first", range(1, SEEDS + 1, AT_ONCE))
+@pytest.mark.parametrize("first", [*FIRST[:SOON], *map(deep, FIRST[SOON:])])
 def test_seeds(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         result = simulate(seed)

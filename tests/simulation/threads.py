@@ -1,4 +1,4 @@
-"""The real background threads of a worker without their threads: `Borrower` (leases) and `Courier` (votes, beats).
+"""The real background threads of a worker without their threads: `LeaseClient` (leases) and `Reporter` (votes, beats).
 
 Their decisions run as they are. What blocks a thread there, a call to the master or a wait on a queue, is here an
 `await` of the process that they belong to.
@@ -7,14 +7,14 @@ Their decisions run as they are. What blocks a thread there, a call to the maste
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased.lease_client import Borrower, HeldLease, LeaseRequester
+from dlrover_hooks.data.leased.lease_client import HeldLease, LeaseClient, LeaseRequester
 from dlrover_hooks.errors import HooksError, MasterAway, Stale
-from dlrover_hooks.worker.reporter import Courier, _Saved, _Skipped, _Woken
+from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.worker.reporter import Reporter, _Saved, _Skipped, _Woken
 from tests.simulation.loop import Loop, Process
 
 Call = Callable[..., Awaitable[Any]]
@@ -77,8 +77,8 @@ class Answered:
         self._bell.put(None)
 
 
-class Lender(Borrower):
-    """`Borrower._run` and `_exchange`, awaited; everything else is inherited."""
+class Lender(LeaseClient):
+    """`LeaseClient._run` and `_exchange`, awaited; everything else is inherited."""
 
     def __init__(
         self, loop: Loop, process: Process, call: Call, claim: LeaseRequester, reopen: Any, *, exact: bool
@@ -91,8 +91,8 @@ class Lender(Borrower):
         self._reopen_later = reopen
         self.over = process.spawn(self._live())
 
-    def _start(self) -> threading.Thread:
-        return threading.current_thread()
+    def _start(self) -> BackgroundThread:
+        return BackgroundThread("simulated", lambda: None, where=str(self.claim))  # never started: `_live` is its body
 
     async def _live(self) -> None:
         try:
@@ -159,7 +159,7 @@ class Lender(Borrower):
         await asyncio.wait([self.over], timeout=5.0)
 
     def lapsed(self, held: HeldLease) -> bool:
-        """See `Feed._left`: it was not worked off in its time."""
+        """See `LoaderFeed._left`: it was not worked off in its time."""
         if self._process.clock() < held.until:
             return False
         self.stop(held, held.received)
@@ -202,8 +202,8 @@ class Turns:
         return outcome
 
 
-class Post(Courier):
-    """`Courier._run`, awaited."""
+class Post(Reporter):
+    """`Reporter._run`, awaited."""
 
     def __init__(
         self,

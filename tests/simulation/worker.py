@@ -384,8 +384,7 @@ class Worker:
             self._obey()
             if self.notices >= self.round and self.world.swarm.recovery is not Recovery.RESTART:
                 raise Aborted
-            if generation in post.failed:
-                post.failed.discard(generation)
+            if post.generations.retry(generation):
                 saved = False
             if generation in post.broken:
                 return

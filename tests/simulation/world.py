@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
     @property
     def report(self) -> str:
-        """For whoever has to mend it."""
+        """For the reader that has to mend it."""
         again = f"replay it with: make simulate SEEDS={self.seed}:{self.seed}"
         return f"{self.story}\nseed {self.seed}: {self.broken}\n{again}"
 

@@ -19,6 +19,7 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.unix_socket import address, dial, reach
 from dlrover_hooks.config import worker_environment
 from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 _HINT = "its memory is lost; the next save starts a new keeper, older checkpoints come from `save_to`"
@@ -51,7 +52,14 @@ class KeeperLink:
         self._answers = threading.Lock()
         """Held to put a reply into its queue or to remove the queue, so that the two never overlap."""
         self._alive = True
-        self._reader = threading.Thread(target=self._read, name="dlrover-hooks-keeper-link", daemon=True)
+        self._frames = keeper_messages.Frames()
+        self._reader = BackgroundThread(
+            "dlrover-hooks-keeper-link",
+            self._read,
+            where="the connection to the keeper",
+            kind=KeeperAway,
+            failed=lambda _: self._over(),
+        )
         self._reader.start()
         _links.add(self)
 
@@ -119,18 +127,23 @@ class KeeperLink:
         try:
             self.send(request(ref))
             if not self._alive:
-                raise KeeperAway("the keeper is gone", hint=_HINT)
+                raise self._gone()
             got = answer.get(timeout=timeout_s)
         except queue.Empty:
             raise KeeperAway(f"the keeper did not answer within {timeout_s:g} s", hint=_HINT) from None
         finally:
             self._give_up(ref, answer)
         if got is None:
-            raise KeeperAway("the keeper is gone", hint=_HINT)
+            raise self._gone()
         reply, fd = got
         if fd < 0 and isinstance(reply, keeper_messages.CARRY_FD) and reply.at is not None:
             fd = reach(reply.at)
         return reply, fd
+
+    def _gone(self) -> KeeperAway:
+        """The error for a connection that has ended. Raises the reader's own instead, if it ended by that."""
+        self._reader.check()
+        return KeeperAway("the keeper is gone", hint=_HINT)
 
     def _give_up(self, ref: int, answer: queue.SimpleQueue[tuple[keeper_messages.KeeperMessage, int] | None]) -> None:
         """Stop waiting for the reply `ref`; close the descriptor of a reply that came too late."""
@@ -163,25 +176,26 @@ class KeeperLink:
         self._alive, self._closed = False, True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._reader:
-            self._reader.join(5.0)
+        self._reader.stop()
         self._socket.close()
 
     def _read(self) -> None:
-        frames = keeper_messages.Frames()
         try:
-            while frames.receive(self._socket):
-                for message, fd in frames.messages():
+            while self._frames.receive(self._socket):
+                for message, fd in self._frames.messages():
                     self._deliver(message, fd)
         except (OSError, KeeperAway) as error:
             _log.debug("the connection to the keeper ended: %s", error)
-        finally:
-            self._alive = False
-            frames.close()
-            for answer in list(self._waiting.values()):
-                answer.put(None)
-            if not self._closed:
-                self._ended()
+        self._over()
+
+    def _over(self) -> None:
+        """No reply will come any more. On the reader's thread."""
+        self._alive = False
+        self._frames.close()
+        for answer in list(self._waiting.values()):
+            answer.put(None)
+        if not self._closed:
+            self._ended()
 
     def _deliver(self, message: Any, fd: int) -> None:
         if not message.ref:

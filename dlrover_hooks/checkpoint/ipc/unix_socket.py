@@ -46,7 +46,7 @@ def address(job: str, node: str) -> Address:
     return Address(f"{base}.sock", f"{base}.lock")
 
 
-class Plate:
+class KeeperSocket:
     """A keeper's socket and lock file in the runtime folder. `fd`: the locked file. `mend` recreates removed files."""
 
     def __init__(self, at: Address, fd: int) -> None:

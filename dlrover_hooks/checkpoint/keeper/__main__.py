@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.ipc.unix_socket import Address, Plate, address, dial, lock, send
+from dlrover_hooks.checkpoint.ipc.unix_socket import Address, KeeperSocket, address, dial, lock, send
 from dlrover_hooks.checkpoint.keeper.daemon import Keeper
 
 GRACE_S = 30.0
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fd = _take(place, options.life_fd, options.grace_s)
     if fd is None:
         return 0
-    plate = Plate(place, fd)
+    plate = KeeperSocket(place, fd)
     try:
         if options.detach and os.fork():  # no thread exists yet; the parent's exit means: trainers may connect
             os._exit(0)

@@ -1,4 +1,4 @@
-"""Connects the keeper's parts and controls its end: one loop, with worker threads (`Crew`) for everything slow.
+"""Connects the keeper's parts and controls its end: one loop, with worker threads (`ThreadPool`) for everything slow.
 
 Hashing, pre-faulting and storing never delay a Hello, an Allocate or a hash of another worker. No torch.
 """
@@ -13,16 +13,16 @@ from typing import Any
 from dlrover_hooks.checkpoint.ipc import keeper_messages, unix_socket
 from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
-from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
-from dlrover_hooks.checkpoint.keeper.hasher import Hashes
+from dlrover_hooks.checkpoint.keeper.emergency_flush import EmergencyFlush
+from dlrover_hooks.checkpoint.keeper.hasher import SlotHasher
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
-from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
-from dlrover_hooks.checkpoint.keeper.request_handlers import Answers
-from dlrover_hooks.checkpoint.keeper.segment_allocator import Rooms
-from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot, Holdings, Segment
+from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
+from dlrover_hooks.checkpoint.keeper.request_handlers import RequestHandlers
+from dlrover_hooks.checkpoint.keeper.segment_allocator import SegmentAllocator
+from dlrover_hooks.checkpoint.memory.segment_registry import Found, HashedSlot, Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.errors import Corrupt
-from dlrover_hooks.host.worker_pool import Crew
+from dlrover_hooks.host.thread_pool import ThreadPool
 
 LOOK_S = 2.0
 """Interval of the check that the socket file still exists. A trainer tries to connect for much longer."""
@@ -32,24 +32,26 @@ _log = logging.getLogger(__name__)
 class Keeper:
     """Loop and state of the process. All but the jobs of the worker threads runs on the main thread."""
 
-    def __init__(self, plate: unix_socket.Plate, *, life_fd: int | None, linger_s: float, grace_s: float) -> None:
-        self.holdings = Holdings()
+    def __init__(
+        self, plate: unix_socket.KeeperSocket, *, life_fd: int | None, linger_s: float, grace_s: float
+    ) -> None:
+        self.holdings = SegmentRegistry()
         launched = life_fd is not None
         self._lifetime = Lifetime(time.monotonic(), launched=launched, linger_s=linger_s, grace_s=grace_s)
         self._plate, self._look_at = plate, time.monotonic() + LOOK_S
         self._loop = ServerLoop(plate.listener, self._handle, self._lost)
-        rooms, openings = Crew("room", 2, self._loop.post), Crew("open", 2, self._loop.post)
-        self._hashes = Hashes(self._loop.post, self._hashed)
-        self._shards = Shards(self._loop.post, self._loop.tell)
-        self._will = Will(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
+        rooms, openings = ThreadPool("room", 2, self._loop.post), ThreadPool("open", 2, self._loop.post)
+        self._hashes = SlotHasher(self._loop.post, self._hashed)
+        self._shards = PersistQueue(self._loop.post, self._loop.tell)
+        self._will = EmergencyFlush(self.holdings, self._hashes, self._shards, lambda: self._answers.saving)
         self._replication = ReplicationController(self.holdings, self._loop.post, self._loop.tell)
-        self._answers = Answers(
+        self._answers = RequestHandlers(
             self._loop,
             self.holdings,
             self._lifetime,
             self._hashes,
             self._shards,
-            Rooms(self._loop, self.holdings, self._lifetime, self._shards, rooms),
+            SegmentAllocator(self._loop, self.holdings, self._lifetime, self._shards, rooms),
             openings,
             self._will,
             self._replication,

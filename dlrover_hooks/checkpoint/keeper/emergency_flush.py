@@ -10,20 +10,24 @@ import logging
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.keeper.hasher import Hashes
-from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
-from dlrover_hooks.checkpoint.memory.inventory import Holdings
+from dlrover_hooks.checkpoint.keeper.hasher import SlotHasher
+from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
+from dlrover_hooks.checkpoint.memory.segment_registry import SegmentRegistry
 from dlrover_hooks.checkpoint.storage.shard_writer import NotAsHashed
 from dlrover_hooks.protocol import Generation, Manifest
 
 _log = logging.getLogger(__name__)
 
 
-class Will:
+class EmergencyFlush:
     """The emergency flush. `saving()`: the newest Hello that names a `save_to`, if any."""
 
     def __init__(
-        self, holdings: Holdings, hashes: Hashes, shards: Shards, saving: Callable[[], keeper_messages.Hello | None]
+        self,
+        holdings: SegmentRegistry,
+        hashes: SlotHasher,
+        shards: PersistQueue,
+        saving: Callable[[], keeper_messages.Hello | None],
     ) -> None:
         self._holdings, self._hashes, self._shards, self._saving = holdings, hashes, shards, saving
         self._begun: Generation | None = None

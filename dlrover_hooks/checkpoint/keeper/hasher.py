@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover_hooks.checkpoint.memory.inventory import HashedSlot, Segment, prove
-from dlrover_hooks.host.worker_pool import Crew
+from dlrover_hooks.checkpoint.memory.segment_registry import HashedSlot, Segment, prove
+from dlrover_hooks.host.thread_pool import ThreadPool
 
 
-class Hashes:
-    """Hashes slots on threads. All calls, and `done(segment, slot, outcome)`, are on the loop's thread (see `Crew`)."""
+class SlotHasher:
+    """Hashes slots on threads. All calls, and `done(segment, slot, outcome)`, are on the loop's thread."""
 
     def __init__(
         self,
         post: Callable[[Callable[[], None]], None],
         done: Callable[[Segment, int, HashedSlot | Exception | None], None],
     ) -> None:
-        self._crew = Crew("hash", 2, post)
+        self._crew = ThreadPool("hash", 2, post)
         self._done = done
         self._number, self._under_way = 0, dict[int, int]()
         """Bytes, by number."""

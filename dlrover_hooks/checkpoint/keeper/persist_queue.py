@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.memory.inventory import Found
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
+from dlrover_hooks.checkpoint.memory.segment_registry import Found
 from dlrover_hooks.checkpoint.storage import shard_writer
 from dlrover_hooks.checkpoint.storage.filesystem import reason
-from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, StallGuard
 from dlrover_hooks.errors import CheckpointError, HooksError, Stale
-from dlrover_hooks.host.worker_pool import Crew
+from dlrover_hooks.host.thread_pool import ThreadPool
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
 
@@ -29,8 +29,8 @@ class _LastWill:
         return self._claim.acquire(blocking=False)
 
 
-class Shards:
-    """Writes on threads. All calls, and `tell(seat, notice)`, are on the loop's thread (see `Crew`).
+class PersistQueue:
+    """Writes on threads. All calls, and `tell(seat, notice)`, are on the loop's thread.
 
     A store that hangs blocks these threads for `stall_guard.STALL_S` per attempt; then the write fails.
     """
@@ -38,9 +38,9 @@ class Shards:
     def __init__(
         self, post: Callable[[Callable[[], None]], None], tell: Callable[[int, keeper_messages.KeeperMessage], None]
     ) -> None:
-        self._crew = Crew("store", 2, post)
+        self._crew = ThreadPool("store", 2, post)
         self._post, self._tell = post, tell
-        self._patience = Patience()
+        self._patience = StallGuard()
         self._under_way: set[tuple[int, Generation]] = set()
         """Local rank and generation of each pending write."""
         self._wills: dict[_LastWill, Callable[[Manifest | Exception], None]] = {}

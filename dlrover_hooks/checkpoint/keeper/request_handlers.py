@@ -12,17 +12,17 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.keeper import admission
-from dlrover_hooks.checkpoint.keeper.emergency_flush import Will
-from dlrover_hooks.checkpoint.keeper.hasher import Hashes
+from dlrover_hooks.checkpoint.keeper.emergency_flush import EmergencyFlush
+from dlrover_hooks.checkpoint.keeper.hasher import SlotHasher
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
-from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
-from dlrover_hooks.checkpoint.keeper.segment_allocator import Rooms
-from dlrover_hooks.checkpoint.memory.inventory import HashedSlot, Holdings, Segment, whose
+from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
+from dlrover_hooks.checkpoint.keeper.segment_allocator import SegmentAllocator
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
+from dlrover_hooks.checkpoint.memory.segment_registry import HashedSlot, Segment, SegmentRegistry, whose
 from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.checkpoint.storage import mounts, shard_writer
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.host.worker_pool import Crew
+from dlrover_hooks.host.thread_pool import ThreadPool
 
 _WITHOUT_SEAT = (
     keeper_messages.Hello,
@@ -36,19 +36,19 @@ _WITHOUT_SEAT = (
 _log = logging.getLogger(__name__)
 
 
-class Answers:
+class RequestHandlers:
     """One method for each request. `saving`: the newest Hello that names a `save_to`."""
 
     def __init__(
         self,
         loop: ServerLoop,
-        holdings: Holdings,
+        holdings: SegmentRegistry,
         lifetime: Lifetime,
-        hashes: Hashes,
-        shards: Shards,
-        rooms: Rooms,
-        openings: Crew,
-        will: Will,
+        hashes: SlotHasher,
+        shards: PersistQueue,
+        rooms: SegmentAllocator,
+        openings: ThreadPool,
+        will: EmergencyFlush,
         replication: ReplicationController,
     ) -> None:
         self.saving: keeper_messages.Hello | None = None
@@ -63,7 +63,7 @@ class Answers:
             raise KeeperAway(f"unexpected {type(message).__name__}")
         answer(self, peer, message)
 
-    # ---- who comes and goes
+    # ---- registration and end
 
     def _hello(self, peer: Peer, message: keeper_messages.Hello) -> None:
         self._loop.sweep(peer)

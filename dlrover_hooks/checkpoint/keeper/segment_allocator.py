@@ -12,21 +12,23 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
-from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
-from dlrover_hooks.checkpoint.memory.inventory import Holdings, Segment
-from dlrover_hooks.checkpoint.memory.segment import SLOTS, Arena, shared_folder
+from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
+from dlrover_hooks.checkpoint.memory.segment import SLOTS, SharedSegment, shared_folder
+from dlrover_hooks.checkpoint.memory.segment_registry import Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.save.segment_client import SPARE_BYTES
 from dlrover_hooks.checkpoint.storage import capacity
 from dlrover_hooks.checkpoint.storage.filesystem import reason
-from dlrover_hooks.host.worker_pool import Crew
+from dlrover_hooks.host.thread_pool import ThreadPool
 
 _log = logging.getLogger(__name__)
 
 
-class Rooms:
+class SegmentAllocator:
     """Segments by local rank (`seat`). `crew`: worker threads that create segments and measure disks."""
 
-    def __init__(self, loop: ServerLoop, holdings: Holdings, lifetime: Lifetime, shards: Shards, crew: Crew) -> None:
+    def __init__(
+        self, loop: ServerLoop, holdings: SegmentRegistry, lifetime: Lifetime, shards: PersistQueue, crew: ThreadPool
+    ) -> None:
         self._loop, self._holdings, self._lifetime, self._shards = loop, holdings, lifetime, shards
         self._crew = crew
         self._making: set[int] = set()
@@ -67,7 +69,7 @@ class Rooms:
             self._say(seat, verdict)
         self._making.add(seat)
         self._crew.submit(
-            lambda: Arena.create(seat, message.slot_bytes, note_bytes=message.note_bytes, filled=slots),
+            lambda: SharedSegment.create(seat, message.slot_bytes, note_bytes=message.note_bytes, filled=slots),
             lambda made: self._made(peer, message, seat, made),
         )
         if for_images:
@@ -121,7 +123,7 @@ class Rooms:
         segments = (self._holdings.current(seat) for seat in seats)
         return sum(1 for segment in segments if segment is None or segment.arena.slot_bytes < slot_bytes)
 
-    def _made(self, peer: Peer, message: keeper_messages.Allocate, seat: int, made: Arena | Exception) -> None:
+    def _made(self, peer: Peer, message: keeper_messages.Allocate, seat: int, made: SharedSegment | Exception) -> None:
         if isinstance(made, Exception):
             text = f"no memory for local rank {seat}: {reason(made)}"
             self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))

@@ -117,7 +117,8 @@ class Copier:
     ) -> None:
         """Fill all `pieces` from `base` on; `sources[i]` is the source address of destination i.
 
-        The caller's thread first runs `meanwhile` while the others already copy; its exceptions propagate.
+        The caller's thread first runs `meanwhile` while the others already copy. Raises what it raises, and what any
+        of the threads raises: a share that was not copied must not count as copied.
         """
         froms: _Words = np.asarray(sources, np.uint64)[pieces.of] + pieces.at
         shares = pieces.shares(1 if self.threads == 1 else self.threads * _TURNS)
@@ -126,10 +127,17 @@ class Copier:
         else:
             work = functools.partial(_run, pieces, base, froms, iter(shares))
         count = min(self.threads, len(shares))
-        helpers = list[threading.Thread]()
+        helpers, failed = list[threading.Thread](), list[BaseException]()
+
+        def help_out() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised on the caller's thread
+                failed.append(error)
+
         try:
             for _ in range(count - 1):
-                helper = threading.Thread(target=work, name="dlrover-hooks-copy")
+                helper = threading.Thread(target=help_out, name="dlrover-hooks-copy")
                 with contextlib.suppress(RuntimeError):  # the limit of threads is reached: those that run do all
                     helper.start()
                     helpers.append(helper)
@@ -138,6 +146,8 @@ class Copier:
         finally:
             for helper in helpers:
                 helper.join()
+        if failed:
+            raise failed[0]
 
 
 def _native(

@@ -62,7 +62,7 @@ class Slot(Message, frozen=True):
         return self.seq % 2 == 1
 
 
-class Arena:
+class SharedSegment:
     """A mapping of one segment. One writer (the worker's trainer) at a time; any number of readers.
 
     The mapping lives until all views of slots are dropped, also after `close`.
@@ -87,7 +87,7 @@ class Arena:
     @classmethod
     def create(
         cls, seat: int, slot_bytes: int, slots: int = SLOTS, note_bytes: int = 0, *, filled: int | None = None
-    ) -> Arena:
+    ) -> SharedSegment:
         """A new sealed segment with slots of at least `slot_bytes`, all its pages allocated. Takes 137 ms per GB.
 
         `filled`: only that many slots have pages, and are in the table, until `grow`.
@@ -115,7 +115,7 @@ class Arena:
             raise
 
     @classmethod
-    def attach(cls, fd: int, *, writable: bool = True) -> Arena:
+    def attach(cls, fd: int, *, writable: bool = True) -> SharedSegment:
         """Map a segment received from the keeper; takes over `fd`. Page tables of writable mappings are filled now."""
         try:
             arena = cls(fd, writable=writable)

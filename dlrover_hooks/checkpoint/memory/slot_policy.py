@@ -8,17 +8,14 @@ A generation that is complete on all ranks, or may become so, stays on all of th
 - A slot that is being persisted is never free.
 
 While the master is unreachable, a rank does not learn what the others skipped. A generation that it has not voted for
-is not complete, and never will be once its vote is withdrawn. Saves overwrite these, the oldest first (`Others`).
+is not complete, and never will be once its vote is withdrawn. Saves overwrite these, the oldest first.
 
 With a single rank the generation published last is complete.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.memory.segment import Slot
@@ -52,64 +49,6 @@ class Heard(NamedTuple):
     """This rank's newer generations that never become complete. None: there are no other ranks."""
     unvoted: frozenset[Generation] = frozenset()
     """The master is unreachable, and has no vote for these."""
-
-
-class Others:
-    """State shared with the other ranks through the master: their skipped saves and this rank's votes. Any thread."""
-
-    def __init__(self) -> None:
-        self.hopeless: frozenset[Generation] | None = None
-        """See `Heard`."""
-        self.away = False
-        """The master is unreachable."""
-        self._lock = threading.Lock()
-        self._voted, self._withdrawn = deque[Generation](maxlen=16), set[Generation]()
-
-    def vote(self, generation: Generation) -> bool:
-        """Record a vote before it is sent: its slot stays until the master reports. False: it was overwritten."""
-        with self._lock:
-            if generation in self._withdrawn:
-                return False
-            if generation not in self._voted:
-                self._voted.append(generation)
-            return True
-
-    def unvote(self, generation: Generation) -> None:
-        """The vote for it certainly did not reach the master."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._voted.remove(generation)
-
-    def forget(self, generation: Generation) -> bool:
-        """True once if it was overwritten before its vote was sent: there will be no vote for it."""
-        with self._lock:
-            gone = generation in self._withdrawn
-            self._withdrawn.discard(generation)
-            return gone
-
-    def choose_slot(
-        self, slots: Callable[[], Sequence[Slot]], heard: Heard, persisting: Collection[Generation], saved: Generation,
-        *, last: bool = False,
-    ) -> int | None:  # fmt: skip
-        """As the function `choose_slot`. If the slot's generation could still get a vote, rules that out first."""
-        while True:
-            rows = slots()
-            asked = self.away and heard.hopeless is not None  # a single rank has no others to consider
-            unvoted = self._unvoted(slot.generation for slot in rows) if asked else frozenset[Generation]()
-            index = choose_slot(rows, heard._replace(unvoted=unvoted), persisting, saved, last=last)
-            before = rows[index].generation if index is not None else None
-            if before is None or before not in unvoted or self._withdraw(before):
-                return index
-
-    def _unvoted(self, held: Iterable[Generation | None]) -> frozenset[Generation]:
-        with self._lock:
-            return frozenset(one for one in held if one is not None and one not in self._voted)
-
-    def _withdraw(self, generation: Generation) -> bool:
-        with self._lock:
-            if generation in self._voted:
-                return False
-            self._withdrawn.add(generation)
-            return True
 
 
 def choose_slot(

@@ -14,17 +14,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
-from dlrover_hooks.checkpoint.memory.inventory import Berth, Found, Holdings, Segment, age
-from dlrover_hooks.checkpoint.memory.segment import Arena, shared_folder
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment, shared_folder
+from dlrover_hooks.checkpoint.memory.segment_registry import Found, ReplicaSlot, Segment, SegmentRegistry, age
 from dlrover_hooks.checkpoint.replication import replica_protocol as r
-from dlrover_hooks.checkpoint.replication.listener import Door
+from dlrover_hooks.checkpoint.replication.listener import ReplicationListener
 from dlrover_hooks.checkpoint.replication.peer_channel import Channel, call
 from dlrover_hooks.checkpoint.replication.sender import Sender
 from dlrover_hooks.checkpoint.replication.transfer import give, sound, take
 from dlrover_hooks.checkpoint.storage import capacity
 from dlrover_hooks.checkpoint.storage.filesystem import reason
 from dlrover_hooks.errors import CheckpointError, Corrupt, KeeperAway
-from dlrover_hooks.host.worker_pool import Crew
+from dlrover_hooks.host.thread_pool import ThreadPool
 from dlrover_hooks.protocol import KeeperAddress, Secret
 
 SLOTS = 2
@@ -43,13 +43,13 @@ class ReplicationController:
     """Inactive until a trainer sends `Replicate`."""
 
     def __init__(
-        self, holdings: Holdings, post: Post, tell: Callable[[int, keeper_messages.KeeperMessage], None]
+        self, holdings: SegmentRegistry, post: Post, tell: Callable[[int, keeper_messages.KeeperMessage], None]
     ) -> None:
         self._holdings, self._post, self._tell = holdings, post, tell
-        self._door: Door | None = None
+        self._door: ReplicationListener | None = None
         self._node, self._secret = "", Secret()
         self._sender = Sender(self._failed)
-        self._fetches = Crew("fetch", 2, post)
+        self._fetches = ThreadPool("fetch", 2, post)
         self._said: set[str] = set()
 
     # ---- what trainers ask
@@ -75,7 +75,9 @@ class ReplicationController:
             self._door.close()
             self._door = None
         try:
-            self._door = Door(order.host, order.port, lambda: self._secret, lambda: self._node, self._serve)
+            self._door = ReplicationListener(
+                order.host, order.port, lambda: self._secret, lambda: self._node, self._serve
+            )
         except (OSError, OverflowError, UnicodeError) as error:  # the latter two: invalid port, invalid host name
             text = f"this node's keeper cannot listen on {order.host}:{order.port or '*'}: {reason(error)}"
             raise KeeperAway(text, hint="replicas=0 does without replication") from error
@@ -199,7 +201,7 @@ class ReplicationController:
         finally:
             self._on_loop(lambda: replicas.end(berth, proof))
 
-    def _berth(self, offer: r.Offer) -> Berth | None:
+    def _berth(self, offer: r.Offer) -> ReplicaSlot | None:
         """The slot to fill; None: the image is here already. Waits while another one of that worker arrives."""
         replicas, home, seat = self._holdings.replicas, offer.home, offer.seat
         if not sound(offer):
@@ -217,7 +219,7 @@ class ReplicationController:
         return None
 
 
-def _room(offer: r.Offer) -> Arena:
+def _room(offer: r.Offer) -> SharedSegment:
     need, free = SLOTS * offer.image_bytes, capacity.free_memory(shared_folder())
     if need > free.nbytes:
         raise KeeperAway(
@@ -225,6 +227,6 @@ def _room(offer: r.Offer) -> Arena:
             f"that are free on this node ({free.where} sets the limit)"
         )
     try:
-        return Arena.create(offer.seat, offer.image_bytes + offer.image_bytes // 64, SLOTS)
+        return SharedSegment.create(offer.seat, offer.image_bytes + offer.image_bytes // 64, SLOTS)
     except OSError as error:
         raise KeeperAway(f"no memory for replicas of node {offer.home}: {reason(error)}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.replication.peer_channel import Channel, admit
 from dlrover_hooks.errors import HooksError, KeeperAway
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import Secret
 
 CALLERS = 64
@@ -21,7 +23,7 @@ PAUSE_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-class Door:
+class ReplicationListener:
     """Listens on `host`:`port` (0: any free port) until `close`. `serve(channel, node)` is called on a caller's thread.
 
     `secret()` and `node()`: the current secret and node name, for authentication.
@@ -47,32 +49,38 @@ class Door:
         self._strangers: dict[socket.socket, None] = {}
         """In order of arrival."""
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
+        self._accepting = BackgroundThread(
+            "keeper-door",
+            self._accept,
+            where=f"the port {self.port} for other nodes",
+            on_error="warn",
+            again_s=PAUSE_S,
+        )
+        self._accepting.start()
 
     def close(self) -> None:
         """Close the listener and all connections, which ends their threads. Idempotent."""
-        self._closing.set()
+        self._accepting.stopping.set()
         for one in (self._listener, *tuple(self._open)):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
+        self._accepting.stop()
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, address = self._listener.accept()
             except OSError as error:
-                if self._closing.is_set():
+                if self._accepting.stopping.is_set():
                     return
                 _log.warning("port %d takes no connection for now: %s", self.port, error)
-                self._closing.wait(PAUSE_S)
+                self._accepting.stopping.wait(PAUSE_S)
                 continue
             self._let_in(connection)
             self._open.add(connection)
-            caller = threading.Thread(
-                target=self._answer, args=(connection, str(address[0])), name="keeper-caller", daemon=True
-            )
+            answer = functools.partial(self._answer, connection, str(address[0]))
+            caller = BackgroundThread("keeper-caller", answer, where=f"the caller {address[0]}", on_error="warn")
             try:
                 caller.start()
             except RuntimeError as error:  # the limit of threads is reached
@@ -95,8 +103,6 @@ class Door:
             self._take(channel, node)
         except (HooksError, OSError) as error:
             _log.warning("%s", error.message if isinstance(error, HooksError) else error)
-        except Exception:
-            _log.exception("the connection from %s ended", address)
         finally:
             self._end(connection)
 

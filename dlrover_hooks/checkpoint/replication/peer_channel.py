@@ -131,7 +131,7 @@ def _call(to: KeeperAddress, secret: Secret, node: str) -> Channel:
     except (OSError, OverflowError, UnicodeError) as error:  # the latter two: invalid port, invalid host name
         raise KeeperAway(f"{who} cannot be reached: {getattr(error, 'strerror', None) or error}") from error
     try:
-        knock = r.Knock(node, secrets.token_hex(16))
+        knock = r.PeerHello(node, secrets.token_hex(16))
         channel.send(knock, GREET_S)
         challenge = channel.receive(r.Challenge, within_s=GREET_S)
         channel.send(r.AuthProof(r.mac(secret, "caller", knock, challenge)), GREET_S)
@@ -153,7 +153,7 @@ def admit(connection: socket.socket, address: str, secret: Secret, node: str) ->
         NotAdmitted: it does not have the secret. It received nothing but the node's name and a nonce.
     """
     channel, until = Channel(connection, f"a caller from {address}"), time.monotonic() + GREET_S
-    knock = channel.receive(r.Knock, within_s=GREET_S)
+    knock = channel.receive(r.PeerHello, within_s=GREET_S)
     if not secret.key or knock.protocol != r.PROTOCOL:
         why = f"its protocol is {knock.protocol}" if secret.key else "this node has not begun its round"
         channel.send(r.Refuse(why), GREET_S)

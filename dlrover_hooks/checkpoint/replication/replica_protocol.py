@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover_hooks.protocol import Generation, Secret
+from dlrover_hooks.protocol import Count, Generation, Rank, Secret, Size, World
 
 PROTOCOL = 1
 MAX_BYTES = 8 << 20
@@ -29,7 +29,7 @@ class Word(msgspec.Struct, frozen=True, tag=True):
     """A message from one keeper to another."""
 
 
-class Knock(Word, frozen=True):
+class PeerHello(Word, frozen=True):
     """`nonce`: hex, fresh. `node`: the caller's node."""
 
     node: str
@@ -43,7 +43,7 @@ class Challenge(Word, frozen=True):
 
 
 class AuthProof(Word, frozen=True):
-    """HMAC-SHA256 of role, Knock and Challenge under the run's secret, hex."""
+    """HMAC-SHA256 of role, PeerHello and Challenge under the run's secret, hex."""
 
     mac: str
 
@@ -52,19 +52,19 @@ class Get(Word, frozen=True):
     """Request an Offer of `rank`'s image of `generation`."""
 
     generation: Generation
-    rank: int
-    world_size: int
+    rank: Rank
+    world_size: World
 
 
 class Offer(Word, frozen=True):
     """The image of `rank`, saved on node `home` by local rank `seat`. `chunks`: xxh3-64 digests of its 4 MiB chunks."""
 
     home: str
-    seat: int
+    seat: Rank
     generation: Generation
-    rank: int
-    world_size: int
-    image_bytes: int
+    rank: Rank
+    world_size: World
+    image_bytes: Size
     chunks: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Offer(Word, frozen=True):
 
 
 class Want(Word, frozen=True):
-    chunk: int
+    chunk: Count
 
 
 class ChunkFollows(Word, frozen=True):
@@ -86,23 +86,23 @@ class TransferComplete(Word, frozen=True):
 class ChunkDamaged(Word, frozen=True):
     """This chunk did not match its digest on arrival."""
 
-    chunk: int
+    chunk: Count
 
 
 class Refuse(Word, frozen=True):
     reason: str
 
 
-Said = Knock | Challenge | AuthProof | Get | Offer | Want | ChunkFollows | TransferComplete | ChunkDamaged | Refuse
+Said = PeerHello | Challenge | AuthProof | Get | Offer | Want | ChunkFollows | TransferComplete | ChunkDamaged | Refuse
 
 
-def mac(secret: Secret, role: str, knock: Knock, challenge: Challenge) -> str:
+def mac(secret: Secret, role: str, knock: PeerHello, challenge: Challenge) -> str:
     """Proof that the side in `role` has `secret`. Both nonces are included, so it is valid for one connection only."""
     said = msgspec.json.encode((role, knock, challenge))
     return hmac.new(secret.key.encode(), said, hashlib.sha256).hexdigest()
 
 
-def proves(secret: Secret, role: str, knock: Knock, challenge: Challenge, proof: AuthProof) -> bool:
+def proves(secret: Secret, role: str, knock: PeerHello, challenge: Challenge, proof: AuthProof) -> bool:
     """Compares in constant time. Always False without a secret."""
     return bool(secret.key) and hmac.compare_digest(mac(secret, role, knock, challenge), proof.mac)
 

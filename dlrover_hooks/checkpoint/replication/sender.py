@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dlrover_hooks.checkpoint.memory.inventory import Found
+from dlrover_hooks.checkpoint.memory.segment_registry import Found
 from dlrover_hooks.checkpoint.replication.peer_channel import Declined, call
 from dlrover_hooks.checkpoint.replication.replica_protocol import TokenBucket
-from dlrover_hooks.checkpoint.replication.transfer import Overwritten, give, pacer
+from dlrover_hooks.checkpoint.replication.transfer import Overwritten, give
 from dlrover_hooks.errors import CheckpointError, KeeperAway
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import KeeperAddress, Secret
 
 PAUSES_S = (0.25, 30.0)
@@ -19,7 +21,7 @@ PAUSES_S = (0.25, 30.0)
 _log = logging.getLogger(__name__)
 
 
-class Aim(NamedTuple):
+class ReplicaTarget(NamedTuple):
     """The receiver of the images, and the sender's credentials."""
 
     to: KeeperAddress
@@ -39,20 +41,20 @@ class Sender:
         self.lost = 0
         """Images that were not sent, or not completely."""
         self._failed = failed
-        self._aim: Aim | None = None
+        self._aim: ReplicaTarget | None = None
         self._pace = TokenBucket(0.0)
         self._waiting: dict[int, Found] = {}
         self._changed = threading.Condition()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keeper-sender", daemon=True)
+        self._thread = BackgroundThread(
+            "keeper-sender", self._run, where="replicas of this node", on_error="warn", again_s=0.0, wake=self._wake
+        )
 
     def aim(self, to: KeeperAddress | None, secret: Secret, node: str, bytes_per_s: float) -> None:
         """From now on send images of `node` to that keeper (None: to none)."""
         with self._changed:
-            self._aim = Aim(to, secret, node) if to is not None else None
+            self._aim = ReplicaTarget(to, secret, node) if to is not None else None
             self._pace.rate = bytes_per_s
-            if not self._thread.ident:
-                self._thread.start()
+            self._thread.start()
             self._changed.notify()
 
     def put(self, found: Found) -> None:
@@ -62,7 +64,10 @@ class Sender:
             self._changed.notify()
 
     def close(self) -> None:
-        self._closing.set()
+        """Make the thread end; a transfer in progress is not awaited."""
+        self._thread.stop(0.0)
+
+    def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
@@ -85,22 +90,26 @@ class Sender:
                 self._failed(found, CheckpointError(f"{type(error).__name__}: {error}"))
             del work, found  # these may hold a segment that is to be freed
 
-    def _next(self) -> tuple[Found, Aim] | None:
+    def _next(self) -> tuple[Found, ReplicaTarget] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing.is_set() or (self._aim is not None and self._waiting))
-            if self._closing.is_set() or self._aim is None:
+            over = self._thread.stopping.is_set
+            self._changed.wait_for(lambda: over() or (self._aim is not None and self._waiting))
+            if over() or self._aim is None:
                 return None
             return self._waiting.pop(next(iter(self._waiting))), self._aim
 
-    def _try_again(self, found: Found, aim: Aim, pause_s: float) -> None:
+    def _try_again(self, found: Found, aim: ReplicaTarget, pause_s: float) -> None:
         """Queue it again after a pause, or at once if the receiver changed, unless a newer image waits by then."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing.is_set() or self._aim is not aim, pause_s)
+            self._changed.wait_for(lambda: self._thread.stopping.is_set() or self._aim is not aim, pause_s)
             self._waiting.setdefault(found.segment.seat, found)
 
     def _send(self, found: Found, to: KeeperAddress, secret: Secret, node: str) -> None:
         channel = call(to, secret, node, within_s=0.0)
         try:
-            give(channel, found, node, pacer(self._pace, self._closing.wait))
+            give(channel, found, node, self._wait)
         finally:
             channel.close()
+
+    def _wait(self, nbytes: int) -> None:
+        self._thread.stopping.wait(self._pace.wait_s(nbytes, time.monotonic()))

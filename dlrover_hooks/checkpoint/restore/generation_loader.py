@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.checkpoint.restore.shard_reader import READS, StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
 from dlrover_hooks.checkpoint.storage import generations
@@ -180,7 +180,7 @@ class Restorer:
                 reply, fd = ask(rank)
             if isinstance(reply, keeper_messages.Refused):
                 raise Corrupt(reply.reason, hint=reply.hint)
-            arena = Arena.attach(fd, writable=False)
+            arena = SharedSegment.attach(fd, writable=False)
             try:
                 return KeeperSlotImage(arena, reply.slot, reply.seq, reply.image_bytes, reply.seat)
             except BaseException:

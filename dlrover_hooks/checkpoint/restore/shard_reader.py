@@ -23,7 +23,7 @@ from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.state.safetensors_reader import header_end, parse
 from dlrover_hooks.checkpoint.storage.catalog import folder, shard_name
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
-from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, StallGuard
 from dlrover_hooks.checkpoint.tensors.shard_index import Delivery, deliver_from_view
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Manifest, ShardFile
@@ -33,7 +33,7 @@ RUN_CHUNKS = 4
 MOST_PIECES = 512
 """Buffers of one read; Linux allows 1024 (IOV_MAX)."""
 THREADS = min(4, len(os.sched_getaffinity(0)))
-READS = Patience()
+READS = StallGuard()
 """For all reads of a restore: a read that receives no further byte for `stall_guard.STALL_S` is abandoned. A hard NFS
 mount whose server is gone never reports an error."""
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from dlrover_hooks.checkpoint.storage.atomic_files import FULL
 from dlrover_hooks.checkpoint.storage.filesystem import reason
 from dlrover_hooks.errors import CheckpointError, HooksError, StorageFailed
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 log = logging.getLogger("dlrover_hooks")
 SAVES = 2
@@ -35,7 +36,7 @@ class _Job(NamedTuple):
     save: bool
 
 
-class Behind:
+class BackgroundSaves:
     """Jobs of one process. The thread lives from the first job to `close`, or to the interpreter's end.
 
     All methods run on the training thread. `check`, `room`, `wait` and `close` raise StorageFailed for a job that
@@ -55,7 +56,7 @@ class Behind:
         """The first one is in progress."""
         self._failed: list[HooksError] = []
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._closing = False
 
     def room(self) -> None:
@@ -127,7 +128,9 @@ class Behind:
             self._jobs.append(job)
             self._closing = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="dlrover-hooks-behind", daemon=True)
+                self._thread = BackgroundThread(
+                    "dlrover-hooks-behind", self._run, where="saving in the background", again_s=0.0, failed=self._met
+                )
                 self._thread.start()
                 atexit.register(self._exit)
             self._changed.notify_all()
@@ -145,6 +148,12 @@ class Behind:
                     self._failed.append(failed)
                 self._changed.notify_all()
 
+    def _met(self, error: HooksError) -> None:
+        with self._changed:
+            if self._on_error != "warn":
+                self._failed.append(error)
+            self._changed.notify_all()
+
     def _next(self) -> _Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closing)
@@ -161,7 +170,7 @@ class Behind:
             log.error("%s", error)
 
 
-_alive: weakref.WeakSet[Behind] = weakref.WeakSet()
+_alive: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
 
 
 def _renew_in_child() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from dlrover_hooks.errors import CheckpointError
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.fork_guard import ForkGuard
 
 WAIT_S, COPY_BYTES_PER_S = 10.0, 500e6
@@ -20,7 +21,7 @@ FREE_S = 600.0
 _log = logging.getLogger("dlrover_hooks")
 
 
-class Aside:
+class CopyThread:
     """Owns the thread `dlrover-hooks-copy`, from the first job on. `begin` and `close` run on the training thread.
 
     A forked child has no such thread, and its weights are not those being copied: there, nothing waits.
@@ -38,20 +39,28 @@ class Aside:
         self._idle.set()
         self.idle = self._idle.is_set
         """Nothing is being copied."""
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     def begin(self, job: Callable[[], None], nbytes: int) -> None:
         """Run `job` after the previous one. It copies at most `nbytes` and stores its own errors.
 
         Raises:
-            CheckpointError: see `check`.
+            CheckpointError: see `check`; also if an earlier job raised an error of its own.
         """
         self.wait()
         self.check()
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="dlrover-hooks-copy", daemon=True)
+            thread = BackgroundThread(
+                "dlrover-hooks-copy",
+                self._run,
+                where="a copy into memory during a step",
+                kind=CheckpointError,
+                again_s=0.0,  # the jobs after it are copied
+                wake=lambda: self._jobs.put(None),
+            )
             thread.start()
             self._thread = thread
+        self._thread.check()
         self._within_s = WAIT_S + nbytes / COPY_BYTES_PER_S
         self._idle.clear()
         self._jobs.put(job)
@@ -93,9 +102,7 @@ class Aside:
         """Wait, and end the thread; if its copy hangs, it ends after that copy. Idempotent."""
         self.wait()
         if self.here and self._thread is not None:
-            self._jobs.put(None)
-            if not self.given_up:
-                self._thread.join(WAIT_S)
+            self._thread.stop(0.0 if self.given_up else WAIT_S)
             self._thread = None
 
     def _run(self) -> None:

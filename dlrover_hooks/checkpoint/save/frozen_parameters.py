@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 
 BLOCK_BYTES, _PART_BYTES = 16 << 10, 256
 """3 % of the time of a copy. 64 bytes of each 4 KiB, for example, take five times as long (measured)."""
@@ -33,7 +33,7 @@ class Left(NamedTuple):
 
     slot: tuple[int, int]
     """Segment, index."""
-    recipe: Recipe
+    recipe: CachedLayout
     marks: dict[int, Mark]
     """Of all frozen tensors, by place."""
     places: frozenset[int]
@@ -51,7 +51,7 @@ class Frozen:
         self._slots: dict[tuple[int, int], tuple[int, dict[int, Mark]]] = {}
         self._turn = 0
 
-    def take(self, slot: tuple[int, int], recipe: Recipe, marks: dict[int, Mark]) -> Left:
+    def take(self, slot: tuple[int, int], recipe: CachedLayout, marks: dict[int, Mark]) -> Left:
         """What need not be copied into `slot` because it is there; to be confirmed with `changed`."""
         number, filled = self._slots.pop(slot, (0, {}))
         same = number == recipe.number

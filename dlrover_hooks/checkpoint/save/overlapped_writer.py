@@ -16,11 +16,11 @@ import torch
 
 from dlrover_hooks.checkpoint.memory.memcpy import place_of
 from dlrover_hooks.checkpoint.save import cuda_copy
-from dlrover_hooks.checkpoint.save.copy_thread import Aside
+from dlrover_hooks.checkpoint.save.copy_thread import CopyThread
 from dlrover_hooks.checkpoint.save.frozen_parameters import Frozen, Left
 from dlrover_hooks.checkpoint.save.optimizer_gate import ByteSamples, MemoryHold, OptimizerGate, Traces, Unchanged
 from dlrover_hooks.checkpoint.save.overlap_policy import LAZY, Mode
-from dlrover_hooks.checkpoint.save.slot_writer import Shot, SlotTarget, Writer
+from dlrover_hooks.checkpoint.save.slot_writer import SlotSave, SlotTarget, Writer
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.layout_cache import pick
 from dlrover_hooks.errors import CheckpointError, HooksError
@@ -79,7 +79,7 @@ class LazyWriter(Writer):
         parameters: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         super().__init__()
-        self.mode, self.aside = mode, Aside()
+        self.mode, self.aside = mode, CopyThread()
         self._dropped, self._parameters, self._kept = dropped, parameters, Frozen()
         self._walked, self._still = 0, list[torch.Tensor]()
         """How often the frozen parameters were requested, and those without a gradient at the last search."""
@@ -97,7 +97,7 @@ class LazyWriter(Writer):
         """See `Writer`."""
         return self.mode.next() == LAZY
 
-    def write(self, shot: Shot, target: SlotTarget, *, lazy: bool) -> None:
+    def write(self, shot: SlotSave, target: SlotTarget, *, lazy: bool) -> None:
         """See `Writer`."""
         left = self._leave(shot, target)
         split = self._divide(shot, self._others(shot, left)) if lazy else None
@@ -164,7 +164,7 @@ class LazyWriter(Writer):
         target.publish(left.whole)
         self._kept.filled(left)
 
-    def _copy(self, shot: Shot, target: SlotTarget, places: Sequence[int]) -> list[torch.cuda.Event]:
+    def _copy(self, shot: SlotSave, target: SlotTarget, places: Sequence[int]) -> list[torch.cuda.Event]:
         """Copy `places`. Copies from devices are only begun."""
         on_device = shot.found.on_device
         self.fill(shot, target, [place for place in places if place not in on_device] if on_device else places)
@@ -176,7 +176,7 @@ class LazyWriter(Writer):
 
     # ---- overlapped with the step
 
-    def _divide(self, shot: Shot, places: Sequence[int]) -> Split:
+    def _divide(self, shot: SlotSave, places: Sequence[int]) -> Split:
         """Divide `places`. If any of them is on a device, only those on a device are left for later."""
         left = list(places) if len(places) < len(shot.recipe.places) else None
         on_device = [one.data_ptr() for one in shot.found.on_device.values()]
@@ -196,7 +196,9 @@ class LazyWriter(Writer):
             self._form = form
         return split
 
-    def _begin(self, shot: Shot, target: SlotTarget, split: Split, events: list[torch.cuda.Event], left: Left) -> Rest:
+    def _begin(
+        self, shot: SlotSave, target: SlotTarget, split: Split, events: list[torch.cuda.Event], left: Left
+    ) -> Rest:
         tensors, kept = pick(shot.found.held, split.later), pick(shot.found.held, sorted(left.places))
         if shot.found.on_device:
             self._traces = Traces(tensors)
@@ -209,7 +211,7 @@ class LazyWriter(Writer):
 
         return Rest((), split.later, changed, split, left, torch_backend.memory(kept))
 
-    def _finish(self, shot: Shot, target: SlotTarget, rest: Rest, hold: MemoryHold) -> None:
+    def _finish(self, shot: SlotSave, target: SlotTarget, rest: Rest, hold: MemoryHold) -> None:
         """On the copy thread: copy the rest, check that nothing changed during the copy, publish."""
         try:
             if (reason := self._thawed(rest.left, target)) is not None:
@@ -227,7 +229,7 @@ class LazyWriter(Writer):
         finally:
             hold.end()
 
-    def _refuse(self, shot: Shot, name: str) -> None:
+    def _refuse(self, shot: SlotSave, name: str) -> None:
         reason = f"{name} was changed outside of an optimizer's step while it was copied"
         self._say(self.mode.forbid(reason))
         raise CheckpointError(
@@ -242,7 +244,7 @@ class LazyWriter(Writer):
 
     # ---- frozen
 
-    def _leave(self, shot: Shot, target: SlotTarget) -> Left:
+    def _leave(self, shot: SlotSave, target: SlotTarget) -> Left:
         """What the slot appears to hold already. Never tensors on a device: comparing those costs too much."""
         frozen = self._frozen()
         places = range(len(shot.recipe.places)) if frozen else ()
@@ -251,7 +253,7 @@ class LazyWriter(Writer):
         return self._kept.take((target.segment, target.slot), shot.recipe, marks)
 
     @staticmethod
-    def _others(shot: Shot, left: Left) -> Sequence[int]:
+    def _others(shot: SlotSave, left: Left) -> Sequence[int]:
         """The places that have to be copied."""
         places = range(len(shot.recipe.places))
         return [place for place in places if place not in left.places] if left.places else places

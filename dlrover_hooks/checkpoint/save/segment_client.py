@@ -5,24 +5,23 @@ New memory costs 130 ms per GB in the keeper and as much here; a save that finds
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
-from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, Arena
+from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, SharedSegment
 from dlrover_hooks.errors import CheckpointError, HooksError, KeeperAway
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 PREPARE_WAIT_S = 1.0
 """A save waits at most this long for memory that is being prepared; then it is skipped and counted."""
 SPARE_BYTES = 64 << 10
 """Allows a header to grow without a new segment. A request for 0 bytes gets this much, for notes."""
 _ALLOCATE_S = 300.0
-_log = logging.getLogger(__name__)
 
 
-class Room:
+class SegmentClient:
     """The segment of one worker. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
 
     `allocated(reply)` is called on the helper thread, before the memory is used; `closing()` on the training thread,
@@ -38,17 +37,17 @@ class Room:
         self._line, self._allocated, self._closing = line, allocated, closing
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._arena: Arena | None = None
-        self._next: Arena | None = None
+        self._arena: SharedSegment | None = None
+        self._next: SharedSegment | None = None
         """Ready, but not in use yet."""
-        self._stale: list[Arena] = []
+        self._stale: list[SharedSegment] = []
         """Made by keepers that are gone; not closed yet."""
         self._notes: dict[int, tuple[bytes, bytes]] = {}
         self._note_bytes = NOTE_BYTES
         self._lives = 0
         self._wanted = 0
         self._closed = False
-        self._helper: threading.Thread | None = None
+        self._helper: BackgroundThread | None = None
         self._error: HooksError | None = None
 
     @property
@@ -73,7 +72,9 @@ class Room:
         if self._closed or self._helper is not None or self._serves():
             return
         self._error = None
-        helper = threading.Thread(target=self._work, name="dlrover-hooks-room", daemon=True)
+        helper = BackgroundThread(
+            "dlrover-hooks-room", self._work, where="the memory for saves", kind=CheckpointError, failed=self._worked
+        )
         try:
             helper.start()
         except RuntimeError as error:
@@ -81,7 +82,7 @@ class Room:
         else:
             self._helper = helper  # it needs this lock before it can reset `_helper`
 
-    def take(self, nbytes: int) -> Arena:
+    def take(self, nbytes: int) -> SharedSegment:
         """The segment, with slots of at least `nbytes`. If it is a new one, the previous one is closed.
 
         Raises:
@@ -133,7 +134,7 @@ class Room:
         with self._changed:
             self._closed, helper = True, self._helper
         if helper is not None:
-            helper.join(5.0)
+            helper.stop()
         self.lose()
         with self._changed:
             self._switch()
@@ -166,9 +167,10 @@ class Room:
             error = raised
         except OSError as raised:
             error = KeeperAway(f"the memory cannot be mapped: {raised}")
-        except Exception as raised:  # raised by the next save; this thread must not fail silently
-            _log.exception("the memory for saves could not be prepared")
-            error = CheckpointError(f"the memory could not be prepared: {type(raised).__name__}: {raised}")
+        self._worked(error)
+
+    def _worked(self, error: HooksError | None) -> None:
+        """The helper thread ends; the next `take` raises `error`."""
         with self._changed:
             self._helper, self._error = None, error
             self._changed.notify_all()
@@ -188,7 +190,7 @@ class Room:
         )
         if isinstance(reply, keeper_messages.Refused):
             raise KeeperAway(reply.reason, hint=reply.hint)
-        arena = Arena.attach(fd)
+        arena = SharedSegment.attach(fd)
         with self._changed:
             if self._closed or lives != self._lives:
                 arena.close()

@@ -10,7 +10,7 @@ import numpy as np
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
 from dlrover_hooks.checkpoint.save.frozen_parameters import Range
 from dlrover_hooks.checkpoint.state.safetensors_layout import Outgrown
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe, Sources
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout, Sources
 from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
 
@@ -19,13 +19,13 @@ class Changed(CheckpointError):
     """The tensors or the other state no longer match the recipe: lay out the image again."""
 
 
-class Shot(NamedTuple):
+class SlotSave(NamedTuple):
     """One save, laid out. `found`: the current addresses of its tensors."""
 
     generation: Generation
-    recipe: Recipe
+    recipe: CachedLayout
     header: Iterable[bytes]
-    """Can be iterated once, see `Recipe.header`."""
+    """Can be iterated once, see `CachedLayout.header`."""
     found: Sources
     holds: Callable[[], bool] | None = None
     """To be called before a copy counts: whether the tensors still match the recipe."""
@@ -48,7 +48,7 @@ class SlotTarget(NamedTuple):
     room: memoryview
     publish: Callable[[tuple[Range, ...]], None]
 
-    def head(self, shot: Shot) -> None:
+    def head(self, shot: SlotSave) -> None:
         """Write the header."""
         at = 0
         for part in shot.header:
@@ -66,7 +66,7 @@ class Writer:
         """Whether the next save, which a step follows, is to be overlapped with that step."""
         return False
 
-    def write(self, shot: Shot, target: SlotTarget, *, lazy: bool) -> None:
+    def write(self, shot: SlotSave, target: SlotTarget, *, lazy: bool) -> None:
         """Fill `target` with `shot` and publish it; overlapped with the step if `lazy`.
 
         Raises:
@@ -76,7 +76,7 @@ class Writer:
         self.fill(shot, target, range(len(shot.recipe.places)))
         target.publish(())
 
-    def fill(self, shot: Shot, target: SlotTarget, places: Sequence[int], *, alone: bool = False) -> None:
+    def fill(self, shot: SlotSave, target: SlotTarget, places: Sequence[int], *, alone: bool = False) -> None:
         """Copy the tensors of `places` (sorted). `alone`: on this thread only, after `prove`; else during `prove`."""
         sources = shot.found.addresses
         some = sources if len(places) == len(sources) else sources[np.asarray(places, np.intp)]
@@ -87,7 +87,7 @@ class Writer:
         else:
             self.copier.fill(*where, lambda: self.prove(shot, target))
 
-    def prove(self, shot: Shot, target: SlotTarget) -> None:
+    def prove(self, shot: SlotSave, target: SlotTarget) -> None:
         """Write the header and check that the tensors match it. Raises Changed."""
         try:
             target.head(shot)

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES
-from dlrover_hooks.checkpoint.save.segment_client import Room
+from dlrover_hooks.checkpoint.save.segment_client import SegmentClient
 from dlrover_hooks.errors import KeeperAway
 
 
-class Notes:
+class SuccessorNotes:
     """Writes one trainer's notes, and reads all notes of its node."""
 
-    def __init__(self, line: KeeperClient, room: Room) -> None:
+    def __init__(self, line: KeeperClient, room: SegmentClient) -> None:
         self._line, self._room = line, room
 
     def leave(self, place: int, data: bytes, body: bytes = b"") -> None:
-        """Put the note `data + body` at `place`. As `Room.note`: it is written once there is memory.
+        """Put the note `data + body` at `place`. As `SegmentClient.note`: it is written once there is memory.
 
         A body that is the same object as the previous one at that place is not written again.
         """
         self._room.note(place, data, body)
 
     def expect(self, nbytes: int) -> None:
-        """Prepare memory for notes with `nbytes` besides the random states. As `Room.prepare`."""
+        """Prepare memory for notes with `nbytes` besides the random states. As `SegmentClient.prepare`."""
         self._room.expect(NOTE_BYTES + nbytes)
 
     def recall(self) -> tuple[bytes, ...]:

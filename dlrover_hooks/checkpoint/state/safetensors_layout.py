@@ -25,8 +25,8 @@ from dlrover_hooks.checkpoint.state.safetensors_reader import (
     Header,
     Inside,
     WholeTensor,
+    parse as parse,
 )
-from dlrover_hooks.checkpoint.state.safetensors_reader import parse as parse
 
 PAGE = 4096
 RESERVE = 16 << 10

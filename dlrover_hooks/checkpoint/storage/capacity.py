@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
-from dlrover_hooks.host.memory_limit import Free
-from dlrover_hooks.host.memory_limit import free as memory_of_machine
+from dlrover_hooks.host.memory_limit import Free, free as memory_of_machine
 
 TIGHT = 0.9
 """It is tight if more than this share of the free space is needed."""

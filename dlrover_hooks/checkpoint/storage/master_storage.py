@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint.storage import generations, url_claim
-from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Manifest, Retention
 
@@ -24,10 +24,10 @@ class CommittedStorage:
 
     def __init__(self, stall_s: float = STALL_S) -> None:
         self._stall_s = stall_s
-        self._patience: Patience | None = None
+        self._patience: StallGuard | None = None
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
-        """See `dlrover_hooks.master.checkpoint_store.Storage`."""
+        """See `dlrover_hooks.master.manifest_storage.Storage`."""
 
         def work() -> None:
             url_claim.still_held(url, options)
@@ -36,16 +36,16 @@ class CommittedStorage:
         self._twice(f"commit {manifest.generation} to {url}", work)
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
-        """See `dlrover_hooks.master.checkpoint_store.Storage`."""
+        """See `dlrover_hooks.master.manifest_storage.Storage`."""
         self._twice(f"write the end of job {job!r} to {url}", lambda: generations.finish(url, options, job, run, step))
 
     def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> url_claim.UrlClaim:
-        """See `dlrover_hooks.master.checkpoint_store.Storage`."""
+        """See `dlrover_hooks.master.manifest_storage.Storage`."""
         return self._twice(f"claim {url} for job {job!r}", lambda: url_claim.UrlClaim.take(url, options, job, owner))
 
     def _twice(self, what: str, work: Callable[[], Any]) -> Any:
         if self._patience is None:
-            self._patience = Patience(self._stall_s)
+            self._patience = StallGuard(self._stall_s)
         try:
             return self._patience.run(lambda _: work(), what)
         except StorageFailed as error:

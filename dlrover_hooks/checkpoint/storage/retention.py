@@ -33,7 +33,7 @@ from dlrover_hooks.checkpoint.storage.catalog import (
     outlived,
 )
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
-from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Message, Retention
 
@@ -214,7 +214,7 @@ def being_read(place: StorageFolder, one: Listed, now: float) -> bool:
 def reading(place: StorageFolder, generation: Generation) -> Iterator[None]:
     """Protect `generation` from retention, for at most `READ_S`. Without write permission there is no protection."""
     note = f"{folder(generation)}/{READER}{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.json"
-    patience, data = Patience(), msgspec.json.encode(Reader(until=time.time() + READ_S))
+    patience, data = StallGuard(), msgspec.json.encode(Reader(until=time.time() + READ_S))
     with contextlib.suppress(StorageFailed):
         patience.run(lambda _: place.put(note, data), f"write {note}")
     try:

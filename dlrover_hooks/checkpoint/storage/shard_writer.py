@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint.memory.checksums import damaged
-from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot
+from dlrover_hooks.checkpoint.memory.segment_registry import Found, HashedSlot
 from dlrover_hooks.checkpoint.state.safetensors_layout import subset
 from dlrover_hooks.checkpoint.state.safetensors_reader import Header, parse
 from dlrover_hooks.checkpoint.storage import generations
-from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, StallGuard
 from dlrover_hooks.checkpoint.storage.url_claim import KEEPER, UrlClaim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention, ShardFile
@@ -43,7 +43,7 @@ def persist(
     options: Mapping[str, Any],
     *,
     job: str,
-    patience: Patience,
+    patience: StallGuard,
     wait: Callable[[float], None] = time.sleep,
     report: Callable[[Attempt], None] = lambda _: None,
 ) -> ShardFile:
@@ -130,7 +130,7 @@ def last_will(
     options: Mapping[str, Any],
     keep: int | Retention,
     known: Mapping[int, ShardFile],
-    patience: Patience,
+    patience: StallGuard,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Write and commit an entire generation held by this keeper alone. `known`: files that are written already.

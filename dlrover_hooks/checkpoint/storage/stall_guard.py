@@ -53,7 +53,7 @@ class Attempt:
             raise AttemptAbandoned
 
 
-class Patience:
+class StallGuard:
     """Runs calls, and abandons those that stall for `stall_s`. Any thread may call `run`."""
 
     def __init__(self, stall_s: float = STALL_S, report_s: float = REPORT_S) -> None:

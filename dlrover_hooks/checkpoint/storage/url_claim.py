@@ -27,6 +27,7 @@ from dlrover_hooks.checkpoint.storage import mounts
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.checkpoint.storage.mounts import LOCK as LOCK
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.protocol import Message
 
@@ -61,8 +62,13 @@ class UrlClaim:
         self._here = ForkGuard()
         self._count = 1
         self._fd = -1
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread(
+            "dlrover-hooks-claim",
+            self._keep_fresh,
+            where=f"job {who.job}, the claim on {place.url}",
+            kind=StorageFailed,
+            again_s=0.0,  # `_keep_fresh` begins with a pause
+        )
 
     @classmethod
     def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> UrlClaim:
@@ -155,11 +161,19 @@ class UrlClaim:
             self.place.put(LEASE, self._fresh())
         elif not self.place.put_new(LEASE, self._fresh()):
             raise _busy(self.place, read_owner(self.place))
-        self._thread = threading.Thread(target=self._keep_fresh, name="dlrover-hooks-claim", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise SaveToBusy if the lease expired and another owner has the URL now. Does nothing for a local lock."""
+        """Does nothing for a local lock.
+
+        Raises:
+            SaveToBusy: the lease expired, and another owner has the URL now.
+            StorageFailed: the last refresh failed by an error in this program.
+        """
+        self._thread.check()
+        self._look()
+
+    def _look(self) -> None:
         if self.place.local:
             return
         until, held = time.monotonic() + _TORN_S, read_owner(self.place)
@@ -175,9 +189,9 @@ class UrlClaim:
         return msgspec.json.encode(msgspec.structs.replace(self.who, expires=time.time() + _LEASE_S))
 
     def _keep_fresh(self) -> None:
-        while not self._stop.wait(_REFRESH_S):
+        while not self._thread.stopping.wait(_REFRESH_S):
             try:
-                self.check()
+                self._look()
                 self.place.put(LEASE, self._fresh())
             except SaveToBusy as lost:
                 _log.error("job %s: nothing is committed to it any more: %s", self.who.job, lost)
@@ -186,11 +200,9 @@ class UrlClaim:
                 _log.warning("job %s: the claim on %s was not refreshed: %s", self.who.job, self.place.url, error)
 
     def _end_lease(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5.0)
+        self._thread.stop()
         with contextlib.suppress(SaveToBusy):
-            self.check()
+            self._look()
             self.place.remove(LEASE)
 
 

@@ -1,7 +1,7 @@
 """The layout of a set of tensors in an image and the plan of their copies, made once for many saves.
 
 A model is saved many times with the same names, shapes and types. While they `fit`, a save only inspects what may have
-changed, in one pass in C over all tensors (about 1 ms for 5000 of them instead of 20). Most tensors are at rest: they
+changed, in one pass in C over all tensors (0.4 ms for 5000 of them; in Python 1 to 1.5). Most tensors are at rest: they
 keep their address between saves. A few do not, such as random states, which are new tensors at each save.
 """
 
@@ -36,7 +36,7 @@ class Sources(NamedTuple):
     """By place."""
 
 
-class Recipe:
+class CachedLayout:
     """The layout of `tensors` (by name), and the places to fill, in the order of the names. `number`: unique.
 
     `apart`: names of tensors that are laid out together, because they are seldom copied.

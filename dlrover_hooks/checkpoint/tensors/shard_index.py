@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.checkpoint.state.safetensors_reader import Header, WholeTensor, parse
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
@@ -51,7 +51,7 @@ class Image(Protocol):
 class KeeperSlotImage:
     """A slot of this node's keeper, which has verified it."""
 
-    def __init__(self, arena: Arena, slot: int, seq: int, nbytes: int, seat: int) -> None:
+    def __init__(self, arena: SharedSegment, slot: int, seq: int, nbytes: int, seat: int) -> None:
         self._arena, self._slot, self._seq, self._seat = arena, slot, seq, seat
         self.view = arena.view(slot, nbytes)
         self.header = parse(self.view)

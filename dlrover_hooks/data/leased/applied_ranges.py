@@ -19,7 +19,7 @@ class LeasePart(msgspec.Struct, frozen=True, gc=False):
     hi: int
 
 
-class Tally:
+class AppliedRanges:
     """Parts in the order in which the loop received them, and those that are committed since the attempt began."""
 
     def __init__(self) -> None:

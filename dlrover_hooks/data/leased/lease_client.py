@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError, MasterAway, MasterError, Stale
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import LedgerState
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ MOST_ACKS = 64
 
 
 class LeaseCaller(Protocol):
-    """A `MasterClient`, or the master core in this process (`Alone`)."""
+    """A `MasterClient`, or the master core in this process (`InProcessMaster`)."""
 
     def call(self, request: p.Message, *, channel: str = "main", timeout_s: float | None = None) -> Any: ...
 
@@ -93,7 +94,7 @@ class HeldLease:
         return f"lease {self.id}, positions [{self.lo}, {self.hi}) of partition {self.partition!r}"
 
 
-class Borrower:
+class LeaseClient:
     """Owns the thread `dlrover-hooks-leases` for one epoch. All methods run on the training thread. Only `wait` and
     `close` ever wait; the others take no lock, since a thread that blocks, even briefly, loses its processor.
 
@@ -140,8 +141,14 @@ class Borrower:
         self._told_at = time.monotonic()
         self._thread = self._start()
 
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="dlrover-hooks-leases", daemon=True)
+    def _start(self) -> BackgroundThread:
+        thread = BackgroundThread(
+            "dlrover-hooks-leases",
+            self._run,
+            where=str(self.claim),
+            failed=self._fail,
+            wake=lambda: self._bell.put(None),
+        )
         thread.start()
         return thread
 
@@ -216,8 +223,7 @@ class Borrower:
         If the master does not answer in time, the rest is lent out again when the lease expires.
         """
         self._closing = True
-        self._bell.put(None)
-        self._thread.join(timeout_s)
+        self._thread.stop(timeout_s)
 
     # ---- the borrower's thread ---------------------------------------------------------------------------------------
 
@@ -232,9 +238,6 @@ class Borrower:
                     self._exchange(request)
         except HooksError as error:
             self._fail(error)
-        except BaseException as error:
-            self._fail(HooksError(f"{self.claim}: {type(error).__name__}: {error}", hint="this is a bug: report it"))
-            raise
 
     def _next(self) -> p.TakeLeases | p.AwaitShards | dict[str, int] | None:
         """The next request; waits while there is none. None: the end."""

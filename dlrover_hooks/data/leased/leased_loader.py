@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.data.leased import step_agreement
-from dlrover_hooks.data.leased.applied_ranges import Tally
-from dlrover_hooks.data.leased.lease_client import Borrower, LeaseCaller
-from dlrover_hooks.data.leased.ledger_client import LedgerClient, LedgerConnection, hold, let_go, own_line
-from dlrover_hooks.data.leased.pipeline import Delivery, Feed, FeedSampler, shut_down, with_picks
+from dlrover_hooks.data.leased.applied_ranges import AppliedRanges
+from dlrover_hooks.data.leased.lease_client import LeaseCaller, LeaseClient
+from dlrover_hooks.data.leased.ledger_connection import LedgerClient, LedgerConnection, hold, let_go, own_line
+from dlrover_hooks.data.leased.loader_feed import Delivery, FeedSampler, LoaderFeed, shut_down, with_picks
 from dlrover_hooks.data.leased.shard_dataset import Read, ShardDataset, checked, stand_ins
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.data.leased.step_agreement import Agreement
@@ -38,7 +38,7 @@ _AGAIN_S = 1.0
 class LeasedLoader:
     """A DataLoader over leased shards. Training thread only. Other attributes are the inner DataLoader's.
 
-    before_batch: as of `ElasticLoader`. Without a session it connects to the master of the environment
+    `before_batch`: as of `ElasticLoader`. Without a session it connects to the master of the environment
     (DLROVER_HOOKS_MASTER, DLROVER_HOOKS_JOB), or keeps the ledger itself if there is none. Raises UsageError for a
     loader whose sampler, batch sampler or drop_last contradicts the leases.
     """
@@ -48,18 +48,18 @@ class LeasedLoader:
         self.name, self.batch_size = self.dataset.name, int(loader.batch_size or 1)
         self.before_batch: list[Callable[[], object]] = []
         self.weight = 1.0
-        """Of this rank's gradient in the current step, for a SUM over ranks (see `dlrover_hooks.pytorch.ddp`)."""
+        """Of this rank's gradient in the current step, for a SUM over ranks (`dlrover_hooks.pytorch.ddp_exactness`)."""
         self.loss_scale = 1.0
         self._picks = FeedSampler()
         self.inner = with_picks(loader, self.dataset, self._picks)
         self._marks: list[RemovableHandle] = []
         self._holder: LedgerClient | None = None
         self._own: LedgerConnection | None = None
-        self._borrower: Borrower | None = None
+        self._borrower: LeaseClient | None = None
         self._live: object | None = None
         self._agreement: Agreement | None = None
         self._epochs, self._epoch, self._begun = self.dataset.epochs, 0, False
-        self.tally = Tally()
+        self.tally = AppliedRanges()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "inner" not in self.__dict__:
@@ -142,7 +142,7 @@ class LeasedLoader:
         self._epoch, self._begun = (0 if isinstance(self.dataset.source, Stream) else epoch), False
         self._borrower = self.holder.borrow(self._epoch)
         self._borrower_end = weakref.finalize(self, self._borrower.close)
-        feed = self._picks.feed = Feed(self._borrower, self.dataset.order, self.batch_size)
+        feed = self._picks.feed = LoaderFeed(self._borrower, self.dataset.order, self.batch_size)
         token = self._live = object()
         return self._steps(feed, token) if self._synchronous() else self._stream(feed, token)
 
@@ -152,7 +152,7 @@ class LeasedLoader:
             log.info("dataset %r: synchronous=True means nothing with one rank", self.name)
         return several and wanted is not False
 
-    def _stream(self, feed: Feed, token: object) -> Iterator[Any]:
+    def _stream(self, feed: LoaderFeed, token: object) -> Iterator[Any]:
         """Batches at this worker's own speed."""
         try:
             self._start(feed)
@@ -168,7 +168,7 @@ class LeasedLoader:
         finally:
             self._end_workers(feed)
 
-    def _steps(self, feed: Feed, token: object) -> Iterator[Any]:
+    def _steps(self, feed: LoaderFeed, token: object) -> Iterator[Any]:
         """Batches in step with all ranks; a rank without data repeats its last one with weight 0."""
         if self._agreement is None or self._agreement.world is not step_agreement.dist.group.WORLD:
             self._agreement = Agreement(self.dataset.patience_s)
@@ -196,7 +196,7 @@ class LeasedLoader:
         finally:
             self._end_workers(feed)
 
-    def _look(self, feed: Feed, agreed: Agreement, *, again: bool = False) -> Delivery | None:
+    def _look(self, feed: LoaderFeed, agreed: Agreement, *, again: bool = False) -> Delivery | None:
         """The next batch, if there is one; its size is reported to all ranks. An error is reported to them too.
 
         again: no rank had a batch: wait for leases that are given back, or for the end.
@@ -224,13 +224,13 @@ class LeasedLoader:
                 return read.batch
         raise ShardsFailed(f"dataset {self.name!r}: no sample to stand in on a rank without data: {read.reason}")
 
-    def _start(self, feed: Feed) -> None:
+    def _start(self, feed: LoaderFeed) -> None:
         """Create the inner iterator once the first lease is there, because creating it requests batches at once."""
         while not feed.borrower.ready and not feed.borrower.dry:
             feed.borrower.wait(feed.borrower.state, _AGAIN_S)
         feed.rows = iter(self.inner)
 
-    def _end_workers(self, feed: Feed) -> None:
+    def _end_workers(self, feed: LoaderFeed) -> None:
         """End the workers at once, not when the last traceback is dropped. Persistent ones end with `close`."""
         rows, feed.rows = feed.rows, iter(())
         if not self.inner.persistent_workers:
@@ -274,7 +274,7 @@ class LeasedLoader:
         self.commit()
         return False
 
-    def _over(self, feed: Feed) -> None:
+    def _over(self, feed: LoaderFeed) -> None:
         """The epoch is finished: let the DataLoader reach its end, then report what could not be read."""
         for _ in feed.rows:
             pass

@@ -74,6 +74,7 @@ class Table:
         return f"table of {len(self)}"
 
     def place(self, index: int) -> str:
+        """The location of record `index`, as in `RecordSource`."""
         return f"row {index}"
 
 
@@ -99,13 +100,16 @@ class Files:
         return f"{len(self)} files {names}"
 
     def place(self, index: int) -> str:
+        """The path of file `index`."""
         return self.paths[index]
 
 
 class Stream:
     """Partitions of offsets, each from `begin` to `end` (None: unknown). Neither shuffled nor cut into epochs.
 
-    partitions: names (each from 0 on, without an end), or `dlrover_hooks.protocol.Partition` with bounds.
+    Args:
+        reader: reads the records.
+        partitions: names (each from 0 on, without an end), or `dlrover_hooks.protocol.Partition` with bounds.
     """
 
     def __init__(self, reader: OffsetReader, partitions: Iterable[str | Partition]) -> None:
@@ -128,6 +132,7 @@ class Stream:
         return "stream of " + ", ".join(f"{part.name}@{part.begin}" for part in self.partitions)
 
     def place(self, partition: str, offset: int) -> str:
+        """The location of a record, for the user to find it."""
         return f"partition {partition!r} offset {offset}"
 
 

@@ -38,8 +38,12 @@ class Text(msgspec.Struct, frozen=True):
 class TextRecords:
     """The lines of `paths` in sequence: a line is a record, without its line end.
 
-    encoding: None gives bytes. every: the start of every `every`-th record is kept, 8 bytes; a read costs that many
-    lines. Scanning reads everything once (about a second per GB).
+    Scanning reads everything once (about a second per GB).
+
+    Args:
+        paths: one file or several, in the order of their records.
+        encoding: None gives bytes.
+        every: the start of every `every`-th record is kept, 8 bytes; a read costs that many lines.
 
     Raises UsageError for a file that cannot be read now. Reading raises DataMismatch if a file has changed.
     """
@@ -82,6 +86,7 @@ class TextRecords:
         return f"{len(self)} text records {content}"
 
     def place(self, index: int) -> str:
+        """File and line of record `index`."""
         number, line = self._find(index)
         return f"{self.texts[number].path} line {line + 1}"
 

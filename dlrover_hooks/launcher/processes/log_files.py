@@ -17,6 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.host.background_thread import BackgroundThread
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -66,8 +67,10 @@ class Logs:
         self._folder, self._redirects, self._tee = folder, redirects, tee
         self._copies: dict[str, list[Copy]] = {}
         self._ended: list[Copy] = []
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._thread = BackgroundThread(
+            "dlrover-hooks-logs", self._run, where=f"showing the output in {folder}", on_error="warn", again_s=_LOOK_S
+        )
 
     @contextlib.contextmanager
     def files(self, worker: str, local_rank: int, rank: int, number: int) -> Iterator[tuple[int, int]]:
@@ -97,24 +100,18 @@ class Logs:
         """Show the rest of all output and end the thread; abandon it if the screen's reader blocks."""
         for worker in list(self._copies):
             self.ended(worker)
-        self._over.set()
-        if self._thread is None:
-            return
-        self._thread.join(_END_S)
-        if self._thread.is_alive():
+        if not self._thread.stop(_END_S):
             log.warning("the output of the workers is not read: what was not shown is in %s", self._folder)
 
     def _copy(self, worker: str, copy: Copy) -> None:
         with self._lock:
             self._copies.setdefault(worker, []).append(copy)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dlrover-hooks-logs", daemon=True)
-            self._thread.start()
+        self._thread.start()
 
     def _run(self) -> None:
         over = False
         while not over:
-            over = self._over.wait(_LOOK_S)
+            over = self._thread.stopping.wait(_LOOK_S)
             with self._lock:
                 ended, self._ended = self._ended, []
                 running = [copy for copies in self._copies.values() for copy in copies]

@@ -23,7 +23,7 @@ class WorkerError(msgspec.Struct, frozen=True):
     step: int = -1
 
 
-class LastWords:
+class FinalErrors:
     """The launcher's end of one worker's pipe. Main thread only."""
 
     def __init__(self, *, prints: bool = False) -> None:

@@ -18,10 +18,10 @@ from dlrover_hooks import config as settings
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.host.child_process import Child
 from dlrover_hooks.launcher.processes.log_files import Logs
-from dlrover_hooks.launcher.processes.worker_errors import LastWords
+from dlrover_hooks.launcher.processes.worker_errors import FinalErrors
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
 from dlrover_hooks.protocol import JobView, Seat, Seated
-from dlrover_hooks.worker.acquire_rank import seat_environment
+from dlrover_hooks.worker.round_join import seat_environment
 
 
 class Workers:
@@ -51,7 +51,7 @@ class Workers:
         self.seats: dict[str, Seat] = {}
         self.ranks: dict[str, int] = {}
         """By incarnation; those of new workers are their predecessors'."""
-        self.words: dict[str, LastWords] = {}
+        self.words: dict[str, FinalErrors] = {}
         """Pipes for the errors that end them."""
         self._told = set[str]()
 
@@ -78,7 +78,7 @@ class Workers:
     def _launch(self, rank: int, number: int, command: Sequence[str], seat: Seat, place: Mapping[str, str]) -> None:
         own, name = seat.incarnation, worker_name(rank, seat.local_rank)
         with self._output(own, seat.local_rank, rank, number) as (out, err):
-            words = self.words[own] = LastWords(prints=err != 2)
+            words = self.words[own] = FinalErrors(prints=err != 2)
             env = settings.worker_environment(**{**self._environment, **place, **words.environment})
             child, fds = None, words.pass_fds
             if self._standbys is not None:
@@ -200,7 +200,8 @@ def worker_command(script: str, arguments: Sequence[str], *, module: bool, pytho
 
 
 def newcomer_command(command: Sequence[str]) -> tuple[str, ...]:
-    """The same program, started through `warm.bootstrap`: it imports first and then joins. Unchanged if not Python."""
+    """The same program, started through `warm.bootstrap`, which joins for it: a Python script imports first."""
+    bootstrap = (sys.executable, "-u", "-m", "dlrover_hooks.launcher.warm.bootstrap")
     if tuple(command[:2]) != (sys.executable, "-u"):
-        return tuple(command)
-    return (sys.executable, "-u", "-m", "dlrover_hooks.launcher.warm.bootstrap", "--", *command[2:])
+        return (*bootstrap, "--exec", "--", *command)
+    return (*bootstrap, "--", *command[2:])

@@ -1,11 +1,12 @@
 """A worker that first imports, then joins, then runs the script.
 
-`python -u -m dlrover_hooks.launcher.warm.bootstrap -- script args`
+    python -u -m dlrover_hooks.launcher.warm.bootstrap -- script args
+    python -u -m dlrover_hooks.launcher.warm.bootstrap --exec -- program args
 
 The other workers wait for a new one from its join on. Everything slow therefore comes before: importing the modules
 that a worker of the node had imported (`worker.imported_modules`). Then the process joins, if its launcher has not done
 so for it, and the script runs just as `python -u script args` would run it. A warm standby (`fork_server`) has already
-imported.
+imported. With `--exec` (`run --no-python`) nothing is imported, and the program takes the place of this process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType, TracebackType
@@ -26,7 +28,7 @@ from dlrover_hooks import config as settings
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import JobFinished, UsageError
 from dlrover_hooks.worker import imported_modules
-from dlrover_hooks.worker.acquire_rank import join_request, seat_environment, take_seat
+from dlrover_hooks.worker.round_join import join_request, seat_environment, take_seat
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -53,7 +55,13 @@ def program(arguments: Sequence[str]) -> Program:
 def main() -> None:
     """The cold start: this process was started for the script."""
     end_of_options = sys.argv.index("--") if "--" in sys.argv else 0
-    what = program(sys.argv[end_of_options + 1 :])
+    arguments = sys.argv[end_of_options + 1 :]
+    if "--exec" in sys.argv[1:end_of_options]:
+        take_place()
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by the program after exec
+            signal.signal(ignored, signal.SIG_DFL)
+        os.execvp(arguments[0], arguments)
+    what = program(arguments)
     forget_cwd()
     enter(what)
     wanted = imported_modules.told(settings.preload_file())

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import psutil
 
-from dlrover_hooks.host import child_process as children
-from dlrover_hooks.host import memory_limit
+from dlrover_hooks.host import child_process as children, memory_limit
 from dlrover_hooks.host.child_process import Child, described
 from dlrover_hooks.host.parent_death import adopt_orphans, bury_orphans
 from dlrover_hooks.launcher.warm.fork_server import NO_FORK, ONE_THREAD, StandbyOrder

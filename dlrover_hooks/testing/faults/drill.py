@@ -25,7 +25,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.testing.faults import fault_plan as faults
-from dlrover_hooks.testing.faults.fault_actions import Struck, Surroundings, strike
+from dlrover_hooks.testing.faults.fault_actions import FaultContext, InjectedFaults, strike
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment
 from dlrover_hooks.testing.faults.step_trace import Head, Trace
 
@@ -70,10 +70,10 @@ class Drill:
         self._session, self._orders, self._here = session, orders, ForkGuard()
         self._rank = session.place.rank
         self._faults: tuple[Fault, ...] = faults.read(orders.faults) if orders.faults else ()
-        self._struck = Struck(f"{orders.faults}.{session.run[:8]}.struck")
-        self._around = Surroundings(session.config.job, session.place.node, session.config.master or "")
+        self._struck = InjectedFaults(f"{orders.faults}.{session.run[:8]}.struck")
+        self._around = FaultContext(session.config.job, session.place.node, session.config.master or "")
         self._trace = Trace(orders.trace, self._head(begin)) if orders.trace else None
-        self._quiet_at, self.now = -1, begin + 1
+        self._boundary_at, self.now = -1, begin + 1
         """`now`: the current step."""
         self._slow: list[float] = []
         self.hooked_at = -1
@@ -107,11 +107,11 @@ class Drill:
 
         def on_request(step: int) -> bool:
             due = requested(step)
-            self.quiet(step)
+            self.boundary(step)
             return due
 
         def on_finish(step: int, state: Any) -> None:
-            self.quiet(step)
+            self.boundary(step)
             finish(step, state)
 
         def on_parameters(parameters: Callable[[], Iterable[Any]]) -> None:
@@ -125,19 +125,19 @@ class Drill:
         session.stepped, session.batch_requested, session.finish = on_step, on_request, on_finish
         session.frozen_among, session.leave = on_parameters, on_leave
 
-    def quiet(self, step: int) -> None:
+    def boundary(self, step: int) -> None:
         """Step `step` is over. Only the first call per step counts: epoch starts and micro-batches repeat it.
 
         Raises:
             SystemExit: it was the last one.
         """
-        if step == self._quiet_at or not self._here:
+        if step == self._boundary_at or not self._here:
             return
-        self._quiet_at = self.now = step
+        self._boundary_at = self.now = step
         if self._trace is not None:
             self._trace.step(step, self._parameters, self._session._data.parts(), self.losses)
         self.losses.clear()
-        self.meet(Moment.QUIET)
+        self.meet(Moment.BOUNDARY)
         if self._slow:
             time.sleep(self._slow.pop())
         if 0 < self._orders.last_step <= step:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import itertools
 import os
 import resource
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dlrover_hooks.errors import HooksError
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Target
 
 _KEEPER = "dlrover_hooks.checkpoint.keeper"
@@ -33,7 +34,7 @@ class InjectedFault(RuntimeError):
     """Raised on the training thread by an `exception` fault. Stands for an error in the user's code."""
 
 
-class Surroundings(msgspec.Struct, frozen=True):
+class FaultContext(msgspec.Struct, frozen=True):
     """The job and node of this process. `master`: its URL; empty: none."""
 
     job: str
@@ -41,7 +42,7 @@ class Surroundings(msgspec.Struct, frozen=True):
     master: str = ""
 
 
-def strike(fault: Fault, around: Surroundings) -> None:
+def strike(fault: Fault, around: FaultContext) -> None:
     """Inject `fault` into this process, or into its master, keeper or launcher. The caller implements SLOW.
 
     Raises:
@@ -92,7 +93,7 @@ def segfault() -> None:
     ctypes.string_at(0)
 
 
-def cut(master: str, seconds: float = 0.0, *, peers: bool = False) -> threading.Thread:
+def cut(master: str, seconds: float = 0.0, *, peers: bool = False) -> BackgroundThread:
     """End this process's TCP connections to `master` (a URL), or all others (`peers`), and new ones for `seconds`.
 
     Both sides see the end of the connection, as with a reset. Returns the thread that keeps cutting.
@@ -100,7 +101,8 @@ def cut(master: str, seconds: float = 0.0, *, peers: bool = False) -> threading.
     until = time.monotonic() + seconds
     hosts = _addresses(master)
     _shut_down(hosts, peers)
-    thread = threading.Thread(target=_keep_cutting, args=(hosts, peers, until), name="dlrover-hooks-cut", daemon=True)
+    run = functools.partial(_keep_cutting, hosts, peers, until)
+    thread = BackgroundThread("dlrover-hooks-cut", run, where=f"cutting connections, master {master}", on_error="warn")
     thread.start()
     return thread
 
@@ -139,7 +141,7 @@ def _addresses(url: str) -> set[tuple[str, int]]:
     return {(str(found[4][0]), port) for found in socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)}
 
 
-def _master(around: Surroundings) -> int:
+def _master(around: FaultContext) -> int:
     import requests
 
     try:
@@ -148,7 +150,7 @@ def _master(around: Surroundings) -> int:
         raise HooksError(f"the master at {around.master!r} does not say its pid: {error}") from error
 
 
-def _keeper(around: Surroundings) -> int:
+def _keeper(around: FaultContext) -> int:
     import psutil
 
     for process in psutil.process_iter(["cmdline"]):
@@ -158,7 +160,7 @@ def _keeper(around: Surroundings) -> int:
     raise HooksError(f"job {around.job!r} has no keeper on node {around.node!r}")
 
 
-def _launcher(around: Surroundings) -> int:
+def _launcher(around: FaultContext) -> int:
     import psutil
 
     for process in psutil.Process().parents():
@@ -172,7 +174,7 @@ def _after(words: list[str], flag: str) -> str | None:
     return words[words.index(flag) + 1] if flag in words[:-1] else None
 
 
-class Struck:
+class InjectedFaults:
     """The faults of a schedule that were injected already: lines of a file beside it, shared by all workers of a run.
 
     A line is written before its fault is injected, so that no failure or restart injects it twice.

@@ -2,11 +2,11 @@
 
     # one fault in a line: words and key=value; what follows # is a comment
     step=20 rank=1 kill
-    step=30 rank=0 at=quiet stop seconds=3
+    step=30 rank=0 at=boundary stop seconds=3
     step=40 kill of=master
 
 `at` is a moment of optimizer step `step`: `forward`, `backward` (mid-step, the default), `stepped` (the optimizer has
-stepped, the step is not over yet), `quiet` (the step boundary: the step is over, the next one has not begun).
+stepped, the step is not over yet), `boundary` (the step boundary: the step is over, the next one has not begun).
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ class Moment(str, Enum):
     """Moments of an optimizer step, in order."""
 
     FORWARD = "forward"
+    """Before the forward of a module that trains."""
     BACKWARD = "backward"
+    """In the backward, while gradients are reduced."""
     STEPPED = "stepped"
-    QUIET = "quiet"
+    """The optimizer has stepped; the step is not over."""
+    BOUNDARY = "boundary"
+    """The step boundary: the step is entirely over."""
 
 
 class Target(str, Enum):
@@ -69,12 +73,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One fault. It is injected once in a run, across restarts and rolled back steps too."""
 
     step: int
+    """The optimizer step in which it is injected, from 1."""
     kind: Kind
     rank: int = 0
+    """The global rank that it hits, or that injects it into its node's master, keeper or launcher."""
     at: Moment = Moment.BACKWARD
     of: Target = Target.WORKER
     seconds: float = 0.0
+    """How long it lasts, see `Kind`."""
     steps: int = 1
+    """How many steps SLOW slows down."""
 
     def __str__(self) -> str:
         """Formats the fault as a line of the file."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core.checkpoints import replica_ring, restore_sources, votes
+from dlrover_hooks.master.core.checkpoints import replica_ring, restore_sources, save_votes
 from dlrover_hooks.master.core.checkpoints.restore_sources import Neighbour
-from dlrover_hooks.master.core.checkpoints.votes import Settings
+from dlrover_hooks.master.core.checkpoints.save_votes import Settings
 from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm_for_persist, enter, seat
 from dlrover_hooks.master.core.leased_data import job_ledgers
@@ -32,7 +32,7 @@ def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
         persist_every=event.persist_every,
         resume=event.resume,
     )
-    votes.check(settings)
+    save_votes.check(settings)
     _check_attempts(job, event)
     if current.phase is Phase.BROKEN:
         raise Stale(f"Round {current.number} of job {job.name!r} broke before all attached.", hint="Join again.")
@@ -98,7 +98,7 @@ def _choose(job: Job, current: Round, now: float, effects: Effects) -> None:
     current.attempt = job.attempt
     step = whole.generation.step if whole else 0
     complete = whole.generation if whole is not None and whole.source is not Source.STORAGE else None
-    votes.begin(job.saves, job.settings, step, complete, now, durable=_is_durable(job, whole))
+    save_votes.begin(job.saves, job.settings, step, complete, now, durable=_is_durable(job, whole))
     job_ledgers.begin(job, effects)
     waits = chosen is not None or job.plan.refused is not None
     if not waits:

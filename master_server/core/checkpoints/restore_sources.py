@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dlrover_hooks.master.core.checkpoints.votes import Kept
+from dlrover_hooks.master.core.checkpoints.save_votes import Kept
 from dlrover_hooks.protocol import Generation, Held, KeeperAddress, Manifest, Restore, Source
 
 

@@ -9,11 +9,18 @@ from __future__ import annotations
 from dlrover_hooks.errors import BadRequest, Stale, UnknownDataset
 from dlrover_hooks.master.core.effects import Wake, shards_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm, seat
-from dlrover_hooks.master.core.leased_data import leases, partitions
-from dlrover_hooks.master.core.leased_data import ledger as one
+from dlrover_hooks.master.core.leased_data import leases, ledger as one, partitions
 from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger
-from dlrover_hooks.protocol import AwaitShards, Leases, LedgerState, LedgerView, Loaded, OpenLedger, TakeLeases
-from dlrover_hooks.protocol import Ledger as Opened
+from dlrover_hooks.protocol import (
+    AwaitShards,
+    Leases,
+    Ledger as Opened,
+    LedgerState,
+    LedgerView,
+    Loaded,
+    OpenLedger,
+    TakeLeases,
+)
 from dlrover_hooks.protocol.ranges import END, Ranges
 
 LONGEST_NAME = 200

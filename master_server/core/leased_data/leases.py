@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core.leased_data import ledger as books_of
-from dlrover_hooks.master.core.leased_data import partitions
-from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger, Holder, Lent
-from dlrover_hooks.master.core.leased_data.partitions import Books, ReturnedRange, Span
+from dlrover_hooks.master.core.leased_data import ledger as books_of, partitions
+from dlrover_hooks.master.core.leased_data.ledger import DatasetLedger, Holder, LeaseRecord
+from dlrover_hooks.master.core.leased_data.partitions import PartitionLedger, ReturnedRange, Span
 from dlrover_hooks.protocol import Ack, Lease, Leases, TakeLeases
 
 FIRST_S = 600.0
@@ -122,7 +121,7 @@ def _acknowledge(ledger: DatasetLedger, holder: Holder, acks: list[tuple[str, Ac
     return count, over, news
 
 
-def _sort_rest(ledger: DatasetLedger, lent: Lent, ack: Ack) -> None:
+def _sort_rest(ledger: DatasetLedger, lent: LeaseRecord, ack: Ack) -> None:
     """Return the rest of an ended lease, and count a failure of the positions that could not be read."""
     rest = books_of.rest_of(lent)
     if ack.failed:
@@ -188,7 +187,7 @@ def _lend(
     return tuple(leases)
 
 
-def _size(ledger: DatasetLedger, holder: Holder, books: Books, span: Span) -> int:
+def _size(ledger: DatasetLedger, holder: Holder, books: PartitionLedger, span: Span) -> int:
     """Number of positions of the next lease, in full batches: few for a slow holder, and for all near the end."""
     batch = ledger.batch
     if ledger.shard:
@@ -212,7 +211,7 @@ def _lease(
     ledger.issued += 1
     number, until = str(ledger.issued), now + within_s
     epoch = str(piece.lo // ledger.epoch_length) if ledger.epoch_length else "0"
-    ledger.leases[number] = Lent(
+    ledger.leases[number] = LeaseRecord(
         incarnation, partition, epoch, piece.lo, piece.lo, piece.hi, until, piece.losses, piece.failures, piece.reason
     )
     ledger.doing[epoch] = ledger.doing.get(epoch, 0) + 1

@@ -14,7 +14,7 @@ import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.leased_data import partitions
-from dlrover_hooks.master.core.leased_data.partitions import Books, ReturnedRange, Span
+from dlrover_hooks.master.core.leased_data.partitions import PartitionLedger, ReturnedRange, Span
 from dlrover_hooks.protocol import Lease, Leases, LedgerState, OpenLedger, Quarantined
 from dlrover_hooks.protocol.ranges import Ranges
 
@@ -22,7 +22,7 @@ MOST_TOLD = 256
 """Most quarantined ranges in one reply; further ones are merged into the last."""
 
 
-class Lent(msgspec.Struct, gc=False):
+class LeaseRecord(msgspec.Struct, gc=False):
     """One lease: positions [lo, at) are acknowledged, [at, hi) are DOING. The last fields are its range's history."""
 
     holder: str
@@ -59,12 +59,12 @@ class DatasetLedger(msgspec.Struct):
     shard: int
     free: bool
     fence: int
-    books: dict[str, Books]
+    books: dict[str, PartitionLedger]
     open: list[str]
     """Partitions that may have positions to hand out, served in turn."""
     turn: int = 0
     issued: int = 0
-    leases: dict[str, Lent] = {}
+    leases: dict[str, LeaseRecord] = {}
     """By their number as text: journaled mappings have text keys only."""
     holders: dict[str, Holder] = {}
     doing: dict[str, int] = {}
@@ -90,7 +90,7 @@ class Ledgers(msgspec.Struct):
 
 def made(event: OpenLedger, fence: int) -> DatasetLedger:
     """An empty ledger."""
-    books = {part.name: Books(begin=part.begin, end=part.end, next=part.begin) for part in event.partitions}
+    books = {part.name: PartitionLedger(begin=part.begin, end=part.end, next=part.begin) for part in event.partitions}
     return DatasetLedger(
         name=event.name,
         fingerprint=event.fingerprint,
@@ -157,7 +157,7 @@ def queue(ledger: DatasetLedger, incarnation: str, holder: Holder, at: float) ->
         heapq.heappush(ledger.heap, (at, incarnation))
 
 
-def end_lease(ledger: DatasetLedger, number: str) -> Lent:
+def end_lease(ledger: DatasetLedger, number: str) -> LeaseRecord:
     """Remove a lease. The caller removes it from its holder's list."""
     lent = ledger.leases.pop(number)
     ledger.doing[lent.epoch] -= 1
@@ -166,7 +166,7 @@ def end_lease(ledger: DatasetLedger, number: str) -> Lent:
     return lent
 
 
-def _give_back(ledger: DatasetLedger, lent: Lent, *, losses: int = 0, reason: str = "") -> None:
+def _give_back(ledger: DatasetLedger, lent: LeaseRecord, *, losses: int = 0, reason: str = "") -> None:
     """Put the rest of an ended lease to the front of TODO."""
     piece = rest_of(lent)
     if losses:
@@ -174,7 +174,7 @@ def _give_back(ledger: DatasetLedger, lent: Lent, *, losses: int = 0, reason: st
     put_back(ledger, lent.partition, piece)
 
 
-def rest_of(lent: Lent) -> ReturnedRange:
+def rest_of(lent: LeaseRecord) -> ReturnedRange:
     """The part of the lease that is DOING."""
     return ReturnedRange(lo=lent.at, hi=lent.hi, losses=lent.losses, failures=lent.failures, reason=lent.reason)
 
@@ -261,7 +261,7 @@ def holder_named(ledger: DatasetLedger, job: str, incarnation: str) -> Holder:
     return holder
 
 
-def part_of(books: Books, span: Span) -> Span:
+def part_of(books: PartitionLedger, span: Span) -> Span:
     """The part of `span` that belongs to the partition."""
     return partitions.span_of(books) if span[1] is None else span
 

@@ -43,7 +43,7 @@ class ReturnedRange(msgspec.Struct, gc=False):
         return ReturnedRange(lo=lo, hi=hi, losses=self.losses, failures=self.failures, reason=self.reason)
 
 
-class Books(msgspec.Struct):
+class PartitionLedger(msgspec.Struct):
     """One partition. `end` None: a stream whose end is not known yet."""
 
     begin: int
@@ -63,17 +63,17 @@ Span = tuple[int, int | None]
 """Positions [lo, hi), None for no end: an epoch, or the whole partition."""
 
 
-def span_of(books: Books) -> Span:
+def span_of(books: PartitionLedger) -> Span:
     """The whole partition."""
     return books.begin, books.end
 
 
-def has_todo(books: Books, span: Span) -> bool:
+def has_todo(books: PartitionLedger, span: Span) -> bool:
     """True if positions of `span` can be handed out. O(log k)."""
     return books.next < (END if span[1] is None else span[1]) or _first_returned(books, span) is not None
 
 
-def _first_returned(books: Books, span: Span) -> int | None:
+def _first_returned(books: PartitionLedger, span: Span) -> int | None:
     """Index of the first returned range that has positions of `span`."""
     if not books.returned:
         return None
@@ -82,13 +82,13 @@ def _first_returned(books: Books, span: Span) -> int | None:
     return at if at < len(books.returned) and (hi is None or books.returned[at].lo < hi) else None
 
 
-def todo(books: Books, span: Span) -> int:
+def todo(books: PartitionLedger, span: Span) -> int:
     """Estimated number of positions to hand out: an upper bound for a span with an end. O(1)."""
     lo, hi = span
     return books.returned_size + (0 if hi is None else max(0, hi - max(lo, books.next)))
 
 
-def take(books: Books, span: Span, size: int, batch: int) -> ReturnedRange | None:
+def take(books: PartitionLedger, span: Span, size: int, batch: int) -> ReturnedRange | None:
     """Take at most `size` positions of `span`, returned ones first. Ranges lost repeatedly are taken in halves.
 
     Halving isolates the position that crashes its holders, so that few others are given up with it.
@@ -116,7 +116,7 @@ def _whole(size: int, batch: int) -> int:
     return size // batch * batch
 
 
-def _cut_out(books: Books, at: int, lo: int, hi: int) -> ReturnedRange:
+def _cut_out(books: PartitionLedger, at: int, lo: int, hi: int) -> ReturnedRange:
     piece = books.returned[at]
     books.returned_size -= hi - lo
     rest = [piece.part(*left) for left in ((piece.lo, lo), (hi, piece.hi)) if left[0] < left[1]]
@@ -124,7 +124,7 @@ def _cut_out(books: Books, at: int, lo: int, hi: int) -> ReturnedRange:
     return piece.part(lo, hi)
 
 
-def put_back(books: Books, piece: ReturnedRange) -> None:
+def put_back(books: PartitionLedger, piece: ReturnedRange) -> None:
     """Hand these positions out again before new ones, or never if they are hopeless."""
     hi = piece.hi if books.end is None else min(piece.hi, books.end)
     if piece.lo >= hi:
@@ -136,7 +136,7 @@ def put_back(books: Books, piece: ReturnedRange) -> None:
         books.returned_size += hi - piece.lo
 
 
-def end_at(books: Books, end: int) -> None:
+def end_at(books: PartitionLedger, end: int) -> None:
     """Set the end of the partition. No position after it is done or bad."""
     books.end = end
     books.next = min(books.next, end)
@@ -145,17 +145,17 @@ def end_at(books: Books, end: int) -> None:
         put_back(books, piece)
 
 
-def left(books: Books) -> int | None:
+def left(books: PartitionLedger) -> int | None:
     """Number of positions to hand out; None if the end is not known."""
     return None if books.end is None else books.returned_size + books.end - books.next
 
 
-def last_used(books: Books) -> int:
+def last_used(books: PartitionLedger) -> int:
     """The end of the last range that is done or bad."""
     return max(books.done.highs[-1:] + [piece.hi for piece in books.bad[-1:]], default=books.begin)
 
 
-def bad_within(books: Books, span: Span) -> list[ReturnedRange]:
+def bad_within(books: PartitionLedger, span: Span) -> list[ReturnedRange]:
     """The parts of `span` that were given up, in order."""
     lo, hi = span
     first = bisect_right(books.bad, lo, key=_HI)
@@ -165,7 +165,7 @@ def bad_within(books: Books, span: Span) -> list[ReturnedRange]:
     ]
 
 
-def roll_back(books: Books, cut: Ranges, lent: list[ReturnedRange]) -> None:
+def roll_back(books: PartitionLedger, cut: Ranges, lent: list[ReturnedRange]) -> None:
     """Only `cut` is done; the leases `lent` are void. Positions given up stay so; losses and failures still count."""
     books.done = Ranges.of(cut.within(books.begin, END if books.end is None else books.end))
     bad = [part for piece in books.bad for part in _missing(books.done, piece)]

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.master.core.checkpoints import votes
+from dlrover_hooks.master.core.checkpoints import save_votes
 from dlrover_hooks.master.core.checkpoints.restore_sources import Offers
 from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
 from dlrover_hooks.master.core.events import Lost, Tick
@@ -184,7 +184,7 @@ def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
     job.alarm = math.inf
     job_ledgers.expire(job, now, effects)
     if persist_due_at(job) <= now:
-        votes.remind(job.saves, job.settings, now)
+        save_votes.remind(job.saves, job.settings, now)
     _after_membership(job, now, effects, broken=False)
     return Done()
 

@@ -135,7 +135,7 @@ def test_a_glitch_does_not_cost_the_newest(bucket: Bucket) -> None:
 
 
 def test_to_read_nothing_is_not_to_find_nothing(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
-    """A run would silently begin at step 0. Who does not ask what there is, hears of it all the same."""
+    """A run would silently begin at step 0. A caller that does not ask what there is hears of it all the same."""
     for step in (1, 2):
         StorageFolder("faulty://ck").remove_folder(f"step-{step:010d}-0000")
     unreadable(bucket, 3)
@@ -374,7 +374,7 @@ def test_what_became_another_ones_meanwhile_is_not_removed(tree: str, monkeypatc
 
 
 def test_resuming_from_nowhere_says_that_nothing_is_there(tree: str, tmp_path: Path) -> None:
-    """A misspelt path, an empty folder and one generation look alike to whoever only counts what is whole."""
+    """A misspelt path, an empty folder and one generation look alike where only what is whole is counted."""
     (tmp_path / "empty").mkdir()
     for one in (1, 2, 3):
         (home(tree, one) / catalog.MANIFEST).write_text("{")

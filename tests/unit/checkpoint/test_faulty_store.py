@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_hooks.checkpoint.memory.inventory import Found, Segment, prove
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
+from dlrover_hooks.checkpoint.memory.segment_registry import Found, Segment, prove
 from dlrover_hooks.checkpoint.state.safetensors_layout import Inside, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage import generations, shard_writer
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
-from dlrover_hooks.checkpoint.storage.stall_guard import STUCK, Attempt, AttemptAbandoned, Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import STUCK, Attempt, AttemptAbandoned, StallGuard
 from dlrover_hooks.errors import StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import Bucket, faulty_store
@@ -39,7 +39,7 @@ def found() -> Iterator[Found]:
     which = Generation(0, 1, RUN)
     layout = plan([TensorSpec("state.w", "U8", (len(DATA),), len(DATA))])
     header = header_bytes(layout, Inside(which, 0, 1, {}))
-    arena = Arena.create(0, layout.total_bytes)
+    arena = SharedSegment.create(0, layout.total_bytes)
     arena.begin(0)
     view = arena.view(0, layout.total_bytes)
     view[:] = header + DATA
@@ -51,8 +51,8 @@ def found() -> Iterator[Found]:
     arena.close()
 
 
-def persist(found: Found, patience: Patience | None = None) -> ShardFile:
-    return shard_writer.persist(found, URL, {}, job="job", patience=patience or Patience(), wait=lambda _: None)
+def persist(found: Found, patience: StallGuard | None = None) -> ShardFile:
+    return shard_writer.persist(found, URL, {}, job="job", patience=patience or StallGuard(), wait=lambda _: None)
 
 
 def commit(found: Found, file: ShardFile) -> None:
@@ -84,7 +84,7 @@ def test_a_failed_upload_is_aborted_and_tried_again(verb: str, bucket: Bucket, f
     bucket.fail = Fails(verb, 4, ConnectionResetError("the connection broke"))
     waits: list[float] = []
     with pytest.raises(StorageFailed, match="the connection broke"):
-        shard_writer.persist(found, URL, {}, job="job", patience=Patience(), wait=waits.append)
+        shard_writer.persist(found, URL, {}, job="job", patience=StallGuard(), wait=waits.append)
     assert waits == list(shard_writer.BACKOFF_S)
     assert (bucket.objects, bucket.uploads) == ({}, {}) or verb == "ls"
 
@@ -101,7 +101,7 @@ def test_a_full_bucket_holds_nothing_partial(bucket: Bucket, found: Found) -> No
 
 
 def test_expired_credentials_are_looked_up_again(bucket: Bucket, found: Found) -> None:
-    """The keeper and the master open the store anew after a refusal, in one and the same process."""
+    """The keeper and the master open the store again after a refusal, in one and the same process."""
     generations.probe(URL)
 
     def expire(verb: str, path: str) -> None:
@@ -149,7 +149,7 @@ def hang(bucket: Bucket) -> Iterator[Hang]:
 def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, bucket: Bucket, found: Found) -> None:
     """And what hung does no harm when it wakes up, though the slot has been used again meanwhile."""
     hang.verb, hang.times = verb, 1
-    file = persist(found, Patience(stall_s=0.5))
+    file = persist(found, StallGuard(stall_s=0.5))
     commit(found, file)
     found.segment.arena.view(0, found.proof.slot.image_bytes)[4096:] = bytes(found.proof.slot.image_bytes - 4096)
     hang.end()
@@ -171,7 +171,7 @@ def test_what_was_given_up_during_its_last_piece_is_not_published() -> None:
 def test_a_store_that_never_answers_uses_up_no_threads(hang: Hang, found: Found) -> None:
     """A few calls may hang; while they do, the next ones fail at once."""
     hang.verb, hang.times = "read", 1000
-    patience = Patience(stall_s=0.05)
+    patience = StallGuard(stall_s=0.05)
     for _ in range(STUCK // 4):
         with pytest.raises(StorageFailed, match=r"nothing moved for 0\.05 s") as caught:
             persist(found, patience)
@@ -181,7 +181,7 @@ def test_a_store_that_never_answers_uses_up_no_threads(hang: Hang, found: Found)
         persist(found, patience)
     assert threading.active_count() == before
     hang.end()
-    persist(found, Patience())
+    persist(found, StallGuard())
 
 
 def test_the_masters_commit_is_bounded(hang: Hang, found: Found) -> None:
@@ -211,7 +211,7 @@ def test_progress_is_reported(found: Found, bucket: Bucket) -> None:
             assert heard.wait(60)
 
     bucket.fail = wait
-    patience = Patience(report_s=0.05)
+    patience = StallGuard(report_s=0.05)
     shard_writer.persist(found, URL, {}, job="job", patience=patience, report=report)
     assert 0 < seen[0] <= found.proof.slot.image_bytes
 

@@ -7,7 +7,7 @@ import pytest
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
 from dlrover_hooks.checkpoint.save.frozen_parameters import BLOCK_BYTES, TURNS, Frozen
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 
 SLOT = (7, 1)
 
@@ -18,7 +18,7 @@ class Saves:
     def __init__(self, sizes: tuple[int, ...]) -> None:
         chance = np.random.default_rng(0)
         self.arrays = {f"w{i}": chance.integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)}
-        self.recipe, self.frozen = Recipe(self.arrays), Frozen()
+        self.recipe, self.frozen = CachedLayout(self.arrays), Frozen()
         self.image = memoryview(bytearray(self.recipe.layout.total_bytes))
         rows = zip(self.arrays.values(), self.recipe.places, strict=True)
         self.marks = {place: (array.ctypes.data, nbytes, 0) for place, (array, (_, nbytes)) in enumerate(rows)}
@@ -62,7 +62,7 @@ def test_nothing_else_is_taken_for_what_the_slot_holds(change: str) -> None:
     saves = Saves(SIZES)
     address, nbytes, version = saves.marks[1]
     marks = saves.marks | {1: (address + 64 * (change == "address"), nbytes, version + (change == "version"))}
-    recipe = Recipe(saves.arrays) if change == "recipe" else saves.recipe
+    recipe = CachedLayout(saves.arrays) if change == "recipe" else saves.recipe
     if change.startswith("a save"):
         saves.frozen.take(SLOT, recipe, marks)
     left = saves.frozen.take((7, 2) if change == "slot" else SLOT, recipe, marks)

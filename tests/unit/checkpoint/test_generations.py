@@ -12,12 +12,10 @@ from typing import Any
 import fsspec
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
-from dlrover_hooks.checkpoint.restore import verification
-from dlrover_hooks.checkpoint.storage import catalog, generations, retention
+from dlrover_hooks.checkpoint.storage import catalog, damage_scan, generations, retention
 from dlrover_hooks.checkpoint.storage.url_claim import UrlClaim
 from dlrover_hooks.errors import Corrupt, SaveToBusy, Stale, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, Retention
@@ -218,7 +216,7 @@ def test_nothing_of_another_job_is_ever_written_over(url: str) -> None:
 
 
 def test_a_run_that_starts_anew_removes_the_runs_before_with_its_first_commit(url: str) -> None:
-    """Not earlier, and not those of a run that was not told to start anew."""
+    """Not earlier, and not those of a run that was not told to start from step 0."""
     for step in (20, 40):
         save(url, generation(step))
     generations.start_anew(url, None, "job", FRESH)
@@ -365,7 +363,7 @@ def test_a_latest_of_an_unknown_run_hides_no_generation(url: str) -> None:
     damaged = generations.scan(url, None, "job").damaged
     assert "names a run of which nothing is there; step 4" in damaged[-1]
     assert [
-        *verification.tree_faults(generations.StorageFolder(url), catalog.listing(generations.StorageFolder(url)))
+        *damage_scan.tree_faults(generations.StorageFolder(url), catalog.listing(generations.StorageFolder(url)))
     ] == [f"latest.json: names {row.generation}, which is not there or not whole"]
 
 

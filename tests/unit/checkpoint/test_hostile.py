@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
@@ -24,7 +23,7 @@ from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
 from dlrover_hooks.checkpoint.state.safetensors_reader import HEADER_LIMIT, Header, Inside, header_end, parse
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
@@ -38,7 +37,7 @@ TREE = {
 
 def valid() -> bytes:
     flat = flatten(TREE)
-    recipe = Recipe(flat.tensors)
+    recipe = CachedLayout(flat.tensors)
     inside = Inside(GENERATION, 0, 1, {"state": msgspec.Raw(flat.skeleton)})
     data = bytearray(recipe.layout.total_bytes)
     data[: recipe.layout.header_bytes] = b"".join(recipe.header(inside))

@@ -17,22 +17,20 @@ import numpy as np
 import pytest
 
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
-from dlrover_hooks.checkpoint.ipc import keeper_client as line
-from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.ipc import keeper_client as line, keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
-from dlrover_hooks.checkpoint.ipc.unix_socket import Plate, address, lock
+from dlrover_hooks.checkpoint.ipc.unix_socket import KeeperSocket, address, lock
 from dlrover_hooks.checkpoint.keeper import hasher
 from dlrover_hooks.checkpoint.keeper.daemon import Keeper
-from dlrover_hooks.checkpoint.keeper.persist_queue import Shards
-from dlrover_hooks.checkpoint.memory.segment import Arena
+from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
+from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.checkpoint.save import progress_log
 from dlrover_hooks.checkpoint.save.optimizer_gate import MemoryHold
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
-from dlrover_hooks.checkpoint.storage import generations as storage
-from dlrover_hooks.checkpoint.storage import shard_writer
+from dlrover_hooks.checkpoint.storage import generations as storage, shard_writer
 from dlrover_hooks.checkpoint.storage.capacity import free_memory
-from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.errors import HooksError, KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 from dlrover_hooks.testing import faulty_store
@@ -49,7 +47,7 @@ def keeper(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     at = address("job", "node")
     fd = lock(at.lock)
     assert fd is not None
-    made = Keeper(Plate(at, fd), life_fd=None, linger_s=600.0, grace_s=5.0)
+    made = Keeper(KeeperSocket(at, fd), life_fd=None, linger_s=600.0, grace_s=5.0)
     thread = threading.Thread(target=made.run)
     thread.start()
     yield made
@@ -237,7 +235,7 @@ def test_a_breakpoint_save_fights_no_successor(keeper: Keeper, monkeypatch: pyte
     while not storage.scan(str(tmp_path), None, "job").manifests:
         again.trainer.held()
     assert storage.scan(str(tmp_path), None, "job").manifests[0].generation == left
-    while again.trainer._persisting:
+    while again.trainer.generations.pending:
         again.trainer.held()
     for step in range(7, 10):
         assert again.save(step) is not None
@@ -445,7 +443,7 @@ def test_a_long_write_is_heard_of_in_rank_0s_log(
     """Now and then while it lasts, and how fast it was; the votes hear of none of it but the end."""
     caplog.set_level("INFO", "dlrover_hooks")
     monkeypatch.setattr(progress_log, "LARGE_BYTES", 1)
-    keeper._shards._patience = Patience(report_s=0.05)  # pyright: ignore[reportPrivateUsage]
+    keeper._shards._patience = StallGuard(report_s=0.05)  # pyright: ignore[reportPrivateUsage]
     say = progress_log.say
     with faulty_store() as bucket:
         heard = threading.Event()
@@ -462,7 +460,7 @@ def test_a_long_write_is_heard_of_in_rank_0s_log(
 def test_a_file_of_a_larger_world_gets_into_no_lone_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same generation may be saved again as a lone image, which has another file."""
     posts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    shards, generation, known = Shards(posts.put, lambda *_: None), Generation(0, 1, RUN), list[Any]()
+    shards, generation, known = PersistQueue(posts.put, lambda *_: None), Generation(0, 1, RUN), list[Any]()
     file = ShardFile("shard", 0, 1, 1, ("0",))
 
     def will(*_: Any, **given: Any) -> Manifest:
@@ -492,6 +490,7 @@ def test_a_file_that_comes_too_late_says_nothing_against_the_store(keeper: Keepe
     failed = rank.notices.get(timeout=WAIT_S)
     assert isinstance(failed, keeper_messages.PersistFailed)
     assert failed.gone
+    assert rank.trainer.generations.failed(old)
     assert {path.name for path in tmp_path.glob("step-*")} == {storage.folder(new)}
     rank.trainer.close(finished=True)
 
@@ -525,7 +524,7 @@ def test_memory_is_asked_for_again_after_any_failure(keeper: Keeper, monkeypatch
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no luck")
 
-    for owner, name in ((threading.Thread, "start"), (Arena, "attach")):
+    for owner, name in ((threading.Thread, "start"), (SharedSegment, "attach")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             assert rank.save(1) is None

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.checkpoint.save.slot_writer import Changed, Shot, SlotTarget, Writer
+from dlrover_hooks.checkpoint.save.slot_writer import Changed, SlotSave, SlotTarget, Writer
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
 
@@ -33,7 +33,7 @@ def _tensors() -> dict[str, Any]:
     return weights | {"random": torch.zeros(5), "numpy": np.zeros(7), "none": torch.empty(0, 3)}
 
 
-def _settled(recipe: Recipe, tensors: dict[str, Any]) -> bool:
+def _settled(recipe: CachedLayout, tensors: dict[str, Any]) -> bool:
     """As a save does it. Where they are found is where they lie."""
     found = recipe.settled(tensors)
     if found is None:
@@ -53,7 +53,7 @@ def _settled(recipe: Recipe, tensors: dict[str, Any]) -> bool:
 def test_states_that_are_made_anew_do_not_unsettle_the_others() -> None:
     """A session's saves: the model lies still, random generators' states are others each time."""
     tensors = _tensors()
-    recipe, kept = Recipe(tensors), []
+    recipe, kept = CachedLayout(tensors), []
     settled = []
     for _ in range(5):
         kept.append(tensors)  # else the next ones may lie where these lay
@@ -64,13 +64,13 @@ def test_states_that_are_made_anew_do_not_unsettle_the_others() -> None:
 
 def test_a_model_that_moves_settles_again() -> None:
     first, second = _tensors(), _tensors()
-    recipe = Recipe(first)
+    recipe = CachedLayout(first)
     assert [_settled(recipe, one) for one in (first, first, second, second, first)] == [False, True, False, True, False]
 
 
 def test_another_form_is_noticed_wherever_it_is() -> None:
     tensors = _tensors()
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     for _ in range(3):
         _settled(recipe, tensors)
     for name, other in (
@@ -91,7 +91,7 @@ def test_another_form_is_noticed_wherever_it_is() -> None:
 
 def test_a_tensor_that_begins_to_wander_no_longer_unsettles_the_others() -> None:
     tensors = _tensors()
-    recipe, kept, settled = Recipe(tensors), [], []
+    recipe, kept, settled = CachedLayout(tensors), [], []
     for _ in range(6):
         kept.append(tensors)
         settled.append(_settled(recipe, tensors))
@@ -103,7 +103,7 @@ def test_a_tensor_that_begins_to_wander_no_longer_unsettles_the_others() -> None
 def test_a_tensor_that_gives_up_its_memory_is_named(name: str) -> None:
     """At rest or not, at the first save after that or later: never a read from address 0."""
     tensors = _tensors() | {"view": torch.zeros(8, 4).T}
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     recipe.sources(tensors)
     tensors[name].untyped_storage().resize_(0)
     for find in (recipe.settled, recipe.sources, recipe.settled, recipe.sources):
@@ -131,7 +131,7 @@ def test_a_tensor_that_is_changed_where_it_is(change: str, kind: type[torch.Tens
     tensors = _tensors() | {"square": torch.ones(6, 6)}
     if kind is torch.nn.Parameter:
         tensors["square"] = torch.nn.Parameter(tensors["square"], requires_grad=False)
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     assert [_settled(recipe, tensors) for _ in range(2)] == [False, True]
     _CHANGES[change](tensors["square"])
     early = recipe.settled(tensors) is None
@@ -143,7 +143,7 @@ def test_a_single_element_that_is_to_be_negated_is_noticed() -> None:
     """It lies where it lay, in the same form, and reads as something else."""
     whole = torch.full((1,), 1 + 2j)
     tensors = _tensors() | {"imaginary": whole.imag}
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     assert [_settled(recipe, tensors) for _ in range(2)] == [False, True]
     turned = tensors | {"imaginary": whole.conj().imag}
     assert turned["imaginary"].data_ptr() == tensors["imaginary"].data_ptr()
@@ -156,7 +156,7 @@ def test_a_single_element_that_is_to_be_negated_is_noticed() -> None:
 def test_what_lies_elsewhere_for_once_is_not_read_there_again() -> None:
     """A save that failed, because something had given up its memory, leaves nothing behind."""
     tensors = _tensors()
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     assert [_settled(recipe, tensors) for _ in range(2)] == [False, True]
     gone = torch.zeros(8, 4)
     gone.untyped_storage().resize_(0)
@@ -169,11 +169,11 @@ def test_a_header_that_is_too_long_although_its_text_is_not(told: bool) -> None:
     """It is made beside the copy if one of such a length fitted: that save does not count then, the next one does."""
     del told
     tensors, generation = _tensors(), Generation(1, 1, "a" * 32)
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
 
     def prove(text: str) -> Inside:
         inside = Inside(generation, 0, 1, {"state": msgspec.Raw(json.dumps(text).encode())})
-        shot = Shot(generation, recipe, recipe.header(inside), recipe.sources(tensors))
+        shot = SlotSave(generation, recipe, recipe.header(inside), recipe.sources(tensors))
         view = memoryview(bytearray(recipe.layout.total_bytes))
         Writer().prove(shot, SlotTarget(1, 0, view, view, lambda _: None))
         return parse(view).inside()

@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
+from dlrover_hooks.checkpoint.memory import memcpy
 from dlrover_hooks.checkpoint.memory.memcpy import PIECE_BYTES, Copier, Pieces
 
 NATIVE = pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
@@ -72,3 +72,21 @@ def test_where_no_thread_may_be_started_one_copies_all(monkeypatch: pytest.Monke
     target = np.zeros_like(source)
     Copier(3).copy([(target.ctypes.data, source.ctypes.data, source.nbytes)])
     assert np.array_equal(source, target)
+
+
+def test_an_error_of_any_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share that a helper did not copy would be published as copied."""
+    source, target, copy = random_bytes(4 * PIECE_BYTES), np.zeros(4 * PIECE_BYTES, np.uint8), memcpy._memcpy
+    failed = threading.Event()
+
+    def copy_here(to: int, at: int, size: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert failed.wait(60.0)
+            copy(to, at, size)
+        else:
+            failed.set()
+            raise MemoryError("in a helper")
+
+    monkeypatch.setattr(memcpy, "_memcpy", copy_here)
+    with pytest.raises(MemoryError, match="in a helper"):
+        Copier(2, native=False).copy([(target.ctypes.data, source.ctypes.data, source.nbytes)])

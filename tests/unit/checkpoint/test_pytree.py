@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
 from dlrover_hooks.errors import Corrupt, UnsupportedState

@@ -14,18 +14,17 @@ from typing import Any, cast
 
 import pytest
 
-from dlrover_hooks.checkpoint.memory.inventory import Found, HashedSlot
-from dlrover_hooks.checkpoint.replication import replica_protocol as r
-from dlrover_hooks.checkpoint.replication import sender
-from dlrover_hooks.checkpoint.replication.listener import Door
+from dlrover_hooks.checkpoint.memory.segment_registry import Found, HashedSlot
+from dlrover_hooks.checkpoint.replication import replica_protocol as r, sender
+from dlrover_hooks.checkpoint.replication.listener import ReplicationListener
 from dlrover_hooks.checkpoint.replication.peer_channel import Channel, call
 from dlrover_hooks.errors import CheckpointError, KeeperAway
 from dlrover_hooks.protocol import Generation, KeeperAddress, Secret
 from tests.descriptors import no_descriptor_left
-from tests.e2e.kept import until
+from tests.waiting import until
 
 SECRET = Secret("a" * 64)
-KNOCK, CHALLENGE = r.Knock("a", "00"), r.Challenge("b", "11")
+KNOCK, CHALLENGE = r.PeerHello("a", "00"), r.Challenge("b", "11")
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_a_proof_is_good_for_one_role_one_connection_and_one_secret() -> None:
     good = r.AuthProof(r.mac(SECRET, "caller", KNOCK, CHALLENGE))
     assert r.proves(SECRET, "caller", KNOCK, CHALLENGE, good)
     assert not r.proves(SECRET, "keeper", KNOCK, CHALLENGE, good)
-    assert not r.proves(SECRET, "caller", r.Knock("c", "00"), CHALLENGE, good)
+    assert not r.proves(SECRET, "caller", r.PeerHello("c", "00"), CHALLENGE, good)
     assert not r.proves(SECRET, "caller", KNOCK, r.Challenge("b", "12"), good)
     assert not r.proves(Secret("b"), "caller", KNOCK, CHALLENGE, good)
     none = r.AuthProof(r.mac(Secret(), "caller", KNOCK, CHALLENGE))
@@ -96,17 +95,31 @@ def test_messages_are_bounded_before_they_are_read(ends: tuple[Channel, socket.s
     ours, theirs = ends
     theirs.sendall((r.STRANGER_BYTES + 1).to_bytes(4, "little"))
     with pytest.raises(KeeperAway, match="1025 bytes; 1024 are allowed"):
-        ours.receive(r.Knock)
+        ours.receive(r.PeerHello)
 
 
 def test_an_unexpected_or_unreadable_message_ends_it(ends: tuple[Channel, socket.socket]) -> None:
     ours, theirs = ends
     theirs.sendall(b"\x1b\x00\x00\x00" + b'{"type":"TransferComplete"}')
     with pytest.raises(KeeperAway, match="unexpected TransferComplete"):
-        ours.receive(r.Knock)
+        ours.receive(r.PeerHello)
     theirs.sendall(b"\x02\x00\x00\x00{]")
     with pytest.raises(KeeperAway, match="cannot be read"):
-        ours.receive(r.Knock)
+        ours.receive(r.PeerHello)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [r.Want(-1), r.ChunkDamaged(-1), r.Get(Generation(1, 1, "a" * 32), -1, 2), r.Get(Generation(1, -1, "a" * 32), 0, 2),
+     r.Offer("b", 0, Generation(-1, 1, "a" * 32), 0, 1, 100, ("00" * 8,)),
+     r.Offer("b", 0, Generation(1, 1, "a" * 32), 0, 1, -1, ("00" * 8,))],
+)  # fmt: skip
+def test_a_number_out_of_bounds_is_refused_as_it_is_read(ends: tuple[Channel, socket.socket], word: r.Word) -> None:
+    ours, theirs = ends
+    with contextlib.closing(Channel(theirs, "this keeper")) as sender_end:
+        sender_end.send(word)
+        with pytest.raises(KeeperAway, match="cannot be read: Expected `int` >="):
+            ours.receive(type(word))
 
 
 def test_who_proves_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +127,9 @@ def test_who_proves_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dlrover_hooks.checkpoint.replication.listener.STRANGERS", 4)
     monkeypatch.setattr("dlrover_hooks.checkpoint.replication.peer_channel.GREET_S", 60.0)
     began = time.monotonic()
-    door = Door("127.0.0.1", 0, lambda: SECRET, lambda: "b", lambda channel, node: channel.send(channel.receive(r.Get)))
+    door = ReplicationListener(
+        "127.0.0.1", 0, lambda: SECRET, lambda: "b", lambda channel, node: channel.send(channel.receive(r.Get))
+    )
     at, get = KeeperAddress("b", door.host, door.port), r.Get(Generation(1, 1, "a" * 32), 0, 1)
     with contextlib.ExitStack() as ours:
         ours.callback(door.close)
@@ -137,7 +152,7 @@ def test_callers_are_counted_once_they_are_known(monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             channel.send(channel.receive(r.Get))
 
-    door = Door("127.0.0.1", 0, lambda: SECRET, lambda: "b", echo)
+    door = ReplicationListener("127.0.0.1", 0, lambda: SECRET, lambda: "b", echo)
     at, get = KeeperAddress("b", door.host, door.port), r.Get(Generation(1, 1, "a" * 32), 0, 1)
     with contextlib.ExitStack() as ours:
         ours.callback(door.close)
@@ -157,7 +172,7 @@ def test_a_door_that_had_no_descriptor_left_opens_again(caplog: pytest.LogCaptur
     def echo(channel: Channel, node: str) -> None:
         channel.send(channel.receive(r.Get))
 
-    door = Door("127.0.0.1", 0, lambda: SECRET, lambda: "b", echo)
+    door = ReplicationListener("127.0.0.1", 0, lambda: SECRET, lambda: "b", echo)
     at, get = KeeperAddress("b", door.host, door.port), r.Get(Generation(1, 1, "a" * 32), 0, 1)
     waiting = socket.socket()
     with contextlib.ExitStack() as ours:

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 from dlrover_hooks.checkpoint.state import safetensors_layout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, SLOTS, Arena
+from dlrover_hooks.checkpoint.memory.segment import NOTE_BYTES, SLOTS, SharedSegment
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 from dlrover_hooks.rng.rank_journal import NOTES
@@ -18,19 +18,19 @@ RUN = "a" * 32
 
 
 @pytest.fixture(params=["memfd", "file"])
-def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
-    """Both kinds of memory keep the same contract; tests/e2e/test_fallback.py has the second one for real."""
+def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedSegment]:
+    """Both kinds of memory keep one contract; the second one for real: tests/e2e/test_refused_system_calls.py."""
     if request.param == "file":
         monkeypatch.setattr("dlrover_hooks.checkpoint.memory.segment.shared_folder", lambda: "/dev/shm")
-    made = Arena.create(0, 1 << 20)
+    made = SharedSegment.create(0, 1 << 20)
     yield made
     made.close()
 
 
-def test_pages_are_resident_before_the_first_copy(arena: Arena) -> None:
+def test_pages_are_resident_before_the_first_copy(arena: SharedSegment) -> None:
     """First touch of fresh shared memory costs eight times a copy: it must be over by now."""
     assert os.fstat(arena.fd).st_blocks * 512 >= SLOTS << 20
-    twin = Arena.attach(os.dup(arena.fd))
+    twin = SharedSegment.attach(os.dup(arena.fd))
     data = b"x" * twin.slot_bytes
     before = faults()
     for index in range(SLOTS):
@@ -46,7 +46,7 @@ def faults() -> int:
 
 
 def test_a_memfd_is_sealed() -> None:
-    arena = Arena.create(0, 1 << 20)
+    arena = SharedSegment.create(0, 1 << 20)
     for size in (4096, arena.nbytes * 2):
         with pytest.raises(OSError, match=os.strerror(errno.EPERM)):
             os.ftruncate(arena.fd, size)
@@ -56,14 +56,14 @@ def test_a_memfd_is_sealed() -> None:
 def test_a_file_has_no_name_and_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """So nothing is left behind, however its users end."""
     monkeypatch.setattr("dlrover_hooks.checkpoint.memory.segment.shared_folder", lambda: "/dev/shm")
-    arena = Arena.create(0, 1 << 20)
+    arena = SharedSegment.create(0, 1 << 20)
     found = os.fstat(arena.fd)
     assert (found.st_nlink, found.st_mode & 0o777, found.st_uid) == (0, 0o600, os.geteuid())
     arena.close()
 
 
-def test_publish_is_seen_by_another_mapping(arena: Arena) -> None:
-    twin = Arena.attach(os.dup(arena.fd))
+def test_publish_is_seen_by_another_mapping(arena: SharedSegment) -> None:
+    twin = SharedSegment.attach(os.dup(arena.fd))
     generation = Generation(3, 1 << 40, "0123456789abcdef" * 2)
     twin.begin(1)
     assert arena.slot(1).torn
@@ -76,7 +76,7 @@ def test_publish_is_seen_by_another_mapping(arena: Arena) -> None:
     twin.close()
 
 
-def test_free_rolls_torn_and_whole_back_and_changes_seq(arena: Arena) -> None:
+def test_free_rolls_torn_and_whole_back_and_changes_seq(arena: SharedSegment) -> None:
     arena.begin(0)
     arena.free(0)
     arena.begin(1)
@@ -88,9 +88,9 @@ def test_free_rolls_torn_and_whole_back_and_changes_seq(arena: Arena) -> None:
     assert not any(slot.torn for slot in arena.slots())
 
 
-def test_notes_are_seen_by_another_mapping(arena: Arena) -> None:
+def test_notes_are_seen_by_another_mapping(arena: SharedSegment) -> None:
     """Each place has its newest; what is too long is no note, and neither slots nor other notes feel any of it."""
-    twin = Arena.attach(os.dup(arena.fd))
+    twin = SharedSegment.attach(os.dup(arena.fd))
     assert arena.notes() == []
     twin.begin(0)
     twin.note(0, b"first")
@@ -107,8 +107,8 @@ def test_notes_are_seen_by_another_mapping(arena: Arena) -> None:
 
 def test_notes_as_large_as_they_were_asked_for() -> None:
     """A page more or less does not matter; slots lie behind them, on a page's border."""
-    arena = Arena.create(0, 1 << 20, note_bytes=3 * NOTE_BYTES - 100)
-    twin = Arena.attach(os.dup(arena.fd))
+    arena = SharedSegment.create(0, 1 << 20, note_bytes=3 * NOTE_BYTES - 100)
+    twin = SharedSegment.attach(os.dup(arena.fd))
     assert arena.serves(1 << 20, 3 * NOTE_BYTES)
     assert not arena.serves(1 << 20, 3 * NOTE_BYTES + 1)
     for place in range(NOTES):
@@ -120,7 +120,7 @@ def test_notes_as_large_as_they_were_asked_for() -> None:
     arena.close()
 
 
-def test_a_body_that_stays_is_found_behind_whatever_stands_before_it(arena: Arena) -> None:
+def test_a_body_that_stays_is_found_behind_whatever_stands_before_it(arena: SharedSegment) -> None:
     """It is not written again where the same object is there already, at the same place."""
     one, other, long = b"one body" * 9, b"another body", b"x" * NOTE_BYTES
     bodies = (b"a", one), (b"b", one), (b"long", one), (b"b", other), (b"c", b""), (b"b", one), (b"d", one)
@@ -133,7 +133,7 @@ def test_a_body_that_stays_is_found_behind_whatever_stands_before_it(arena: Aren
     assert arena.notes() == [b"d" + one]
 
 
-def test_a_note_that_was_being_written_is_none(arena: Arena) -> None:
+def test_a_note_that_was_being_written_is_none(arena: SharedSegment) -> None:
     """Its writer ended in the middle of it: the note before it is gone, others are not."""
     arena.note(1, b"another")
     arena.note(0, b"before")
@@ -145,8 +145,8 @@ def test_a_note_that_was_being_written_is_none(arena: Arena) -> None:
     assert arena.notes() == [b"again", b"another"]
 
 
-def test_read_only_mapping_cannot_write(arena: Arena) -> None:
-    twin = Arena.attach(os.dup(arena.fd), writable=False)
+def test_read_only_mapping_cannot_write(arena: SharedSegment) -> None:
+    twin = SharedSegment.attach(os.dup(arena.fd), writable=False)
     with pytest.raises(TypeError):
         twin.view(0)[0] = 1
     with pytest.raises(AssertionError):
@@ -158,4 +158,4 @@ def test_foreign_memory_is_refused() -> None:
     fd = os.memfd_create("other")
     os.write(fd, b"x" * 8192)
     with pytest.raises(Corrupt):
-        Arena.attach(fd)
+        SharedSegment.attach(fd)

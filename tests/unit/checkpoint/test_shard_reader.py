@@ -19,15 +19,15 @@ from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
-from dlrover_hooks.checkpoint.storage.stall_guard import Patience
+from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.shard_index import Images, need_all
 from dlrover_hooks.errors import Corrupt, StorageFailed, UsageError
 from dlrover_hooks.protocol import Manifest, ShardFile
 from dlrover_hooks.pytorch.dcp_reader import opened
 from dlrover_hooks.pytorch.tensor_loading import Filling
-from tests.e2e.kept import until
 from tests.unit.checkpoint.test_torch_backend import GENERATION, put
+from tests.waiting import until
 
 TENSORS = {f"state.{name}": torch.full((CHUNK_BYTES // 4,), float(number)) for number, name in enumerate("abcd")}
 
@@ -140,7 +140,7 @@ def test_a_read_that_stands_still_is_given_up(tree: Path, monkeypatch: pytest.Mo
         read_at(fd, start, pieces)
         left.set()
 
-    monkeypatch.setattr(shard_reader, "READS", Patience(stall_s=1.0))
+    monkeypatch.setattr(shard_reader, "READS", StallGuard(stall_s=1.0))
     monkeypatch.setattr(torch, "empty", watched)
     monkeypatch.setattr(shard_reader, "_read_at", hangs)
     with pytest.raises(StorageFailed, match=r"cannot read .*shard-00001.*: nothing moved for 1 s"):

@@ -1,4 +1,4 @@
-"""Where a rank's part of a DTensor lies, and who writes it. Each rank of a mesh in turn, without any traffic."""
+"""Where a rank's part of a DTensor lies, and which rank writes it. Each rank of a mesh in turn, without any traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrover_hooks.checkpoint.state import safetensors_layout
 from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, holds_shards, parse
 from dlrover_hooks.checkpoint.storage.shard_writer import _own
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.layout_cache import Recipe
+from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.errors import UnsupportedState, UsageError
 from dlrover_hooks.protocol import Generation
 from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
@@ -36,7 +36,7 @@ def mesh(rank: int, *shape: int) -> Iterator[Any]:
 
 def saved(tensor: Any, **others: torch.Tensor) -> tuple[safetensors_layout.TensorSpec, bytes]:
     tensors = {"state.w": tensor, **others}
-    recipe = Recipe(tensors)
+    recipe = CachedLayout(tensors)
     header = b"".join(recipe.header(Inside(Generation(0, 1, "a" * 32), 0, 1, {})))
     return torch_backend.specs(tensors)[0], header + bytes(recipe.layout.total_bytes - len(header))
 

@@ -157,9 +157,7 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
                 seen.append(verb)
 
             bucket.fail = succeed
-            assert claim._thread is not None
-            claim._thread.join(60)
-            assert not claim._thread.is_alive()
+            assert claim._thread.join(60)
             assert "nothing is committed to it any more" in caplog.text
             with pytest.raises(SaveToBusy, match=owner):
                 still_held(url)
@@ -191,3 +189,27 @@ def test_a_keepers_claim_names_its_host(tmp_path: Path) -> None:
         held = generations.holder(str(tmp_path), {})
     assert held is not None
     assert held.owner == f"keeper, pid {os.getpid()} on {socket.gethostname()}"
+
+
+def test_a_refresh_that_fails_unexpectedly_is_raised_before_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not end the refreshing: the lease would run out while its owner trains."""
+    monkeypatch.setattr("dlrover_hooks.checkpoint.storage.url_claim._REFRESH_S", 0.01)
+    refreshed, tries, fresh = threading.Semaphore(0), iter([ZeroDivisionError("unforeseen")]), UrlClaim._fresh
+
+    def fail_once(claim: UrlClaim) -> bytes:
+        refreshed.release()
+        for error in tries:
+            raise error
+        return fresh(claim)
+
+    with faulty_store():
+        claim = UrlClaim.take("faulty://bucket/ck", None, "job", "its master")
+        try:
+            monkeypatch.setattr(UrlClaim, "_fresh", fail_once)
+            for _ in range(2):
+                assert refreshed.acquire(timeout=60)
+            with pytest.raises(StorageFailed, match=r"job job, the claim on .*ZeroDivisionError: unforeseen"):
+                still_held("faulty://bucket/ck")
+            still_held("faulty://bucket/ck")
+        finally:
+            claim.release()

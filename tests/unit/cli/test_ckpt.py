@@ -13,9 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
-from dlrover_hooks.checkpoint.restore import verification
 from dlrover_hooks.checkpoint.save import progress_log
-from dlrover_hooks.checkpoint.storage import generations, retention
+from dlrover_hooks.checkpoint.storage import damage_scan, generations, retention
 from dlrover_hooks.cli import main
 from dlrover_hooks.protocol import Generation, Manifest, Retention
 from dlrover_hooks.testing import faulty_store
@@ -117,7 +116,7 @@ def test_ctrl_c_is_130(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> Iterator[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verification, "faults", interrupted)
+    monkeypatch.setattr(damage_scan, "faults", interrupted)
     done = called("verify", tree)
     assert (done.exit_code, done.output) == (130, "ended with Ctrl-C\n")
 

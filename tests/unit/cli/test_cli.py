@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+from dlrover_hooks import config
 from dlrover_hooks.cli import main
 from dlrover_hooks.errors import HooksError, LaunchError, MasterAway, UsageError
-from dlrover_hooks.launcher import launcher
+from dlrover_hooks.launcher import node_supervisor
 from dlrover_hooks.launcher.options import Bounds, LaunchOptions
 from dlrover_hooks.master.__main__ import command
 
@@ -70,7 +73,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(launcher, "Launcher", Recorder)
+    monkeypatch.setattr(node_supervisor, "Launcher", Recorder)
     return seen
 
 
@@ -96,7 +99,7 @@ def test_only_what_the_caller_can_mend_is_78(
     def fail(*_: Any) -> None:
         raise error("no")
 
-    monkeypatch.setattr(launcher.Launcher, "run", fail)
+    monkeypatch.setattr(node_supervisor.Launcher, "run", fail)
     assert called("run", __file__).exit_code == code
 
 
@@ -110,3 +113,31 @@ def test_short_help_is_whole() -> None:
     for code in (0, 1, 77, 78, 130, 143):
         assert f"\n| {code} |" in page
         assert f"{code} " in called("run", "--help").output
+
+
+def options(command: click.Command, context: click.Context) -> Iterator[tuple[click.Option, click.Context]]:
+    """Every option of `command` and its subcommands, with the context in which click reads it."""
+    yield from ((param, context) for param in command.params if isinstance(param, click.Option))
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from options(below, click.Context(below, parent=context, info_name=name))
+
+
+@pytest.mark.parametrize("command", sorted(set(main.main.commands) - {"master"}))  # which is another program
+def test_each_flag_is_read_from_a_variable_of_its_name(
+    command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decision 0018: DLROVER_HOOKS_, the command's name, the flag's. No worker takes it for a misspelt setting."""
+    root = click.Context(main.main, info_name="dlrover-hooks", **main.main.context_settings)
+    top = main.main.commands[command]
+    found = list(options(top, click.Context(top, root, info_name=command)))
+    assert found
+    for option, context in found:
+        flag = next((name for name in option.opts if name.startswith("--")), option.opts[0])
+        words = [context.command_path.removeprefix("dlrover-hooks "), flag.lstrip("-")]
+        variable = "_".join(["DLROVER_HOOKS", *words]).replace(" ", "_").replace("-", "_").upper()
+        with monkeypatch.context() as env:
+            env.setenv(variable, "it")
+            assert option.resolve_envvar_value(context) == "it", f"{flag} of {command} is not read from {variable}"
+        config.load({variable: "it"})
+    assert caplog.messages == []

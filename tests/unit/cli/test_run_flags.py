@@ -13,7 +13,7 @@ from dlrover_hooks.cli import main, run
 from dlrover_hooks.config.duration import seconds
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.host import processors
-from dlrover_hooks.launcher import launcher
+from dlrover_hooks.launcher import node_supervisor
 from dlrover_hooks.launcher.options import Bounds, LaunchOptions
 from dlrover_hooks.master.__main__ import command
 
@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(launcher, "Launcher", Launcher)
+    monkeypatch.setattr(node_supervisor, "Launcher", Launcher)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,8 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.client import MasterClient
-from dlrover_hooks.client import http_client as client_module
-from dlrover_hooks.errors import MasterAway, MasterError
+from dlrover_hooks.client import MasterClient, http_client as client_module
+from dlrover_hooks.errors import HooksError, MasterAway, MasterError
 from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.protocol import Notice
 
@@ -79,7 +79,7 @@ def test_an_odd_answer_on_the_way_is_not_the_masters(odd: Answer) -> None:
 
 @pytest.mark.parametrize("odd", [HTML, MOVED, NOT_FOUND])
 def test_a_lasting_odd_answer_is_an_absence(odd: Answer) -> None:
-    """The courier retries later what raises MasterAway; the message says what answered instead."""
+    """The reporter retries later what raises MasterAway; the message says what answered instead."""
     with served(JOBS, odd) as port, client_of(port) as client:
         client.call(p.ListJobs())
         with pytest.raises(MasterAway, match=rf"HTTP {odd[0]} .*not a dlrover-hooks master"):
@@ -127,3 +127,19 @@ def test_a_master_that_was_never_there_is_named_while_it_is_waited_for(
                 with pytest.raises(MasterAway):
                     client.call(p.ListJobs(), again=False)
             assert caplog.text.count(f"no master has answered at {client.url} yet") == 1
+
+
+def test_a_callback_that_fails_ends_no_watch() -> None:
+    """The master would declare this worker dead without a reason."""
+    failures, heard = queue.SimpleQueue[HooksError](), threading.Event()
+
+    def notice(one: Notice) -> None:
+        if not failures.empty():
+            heard.set()
+        raise ZeroDivisionError("unforeseen")
+
+    with served(BROKEN) as port, client_of(port) as client:
+        watcher = client.watch("j", notice, on_failure=failures.put)
+        assert heard.wait(60.0), "the next notice"
+        assert watcher._thread.alive
+    assert "job j, the liveness connection" in failures.get(timeout=60.0).message

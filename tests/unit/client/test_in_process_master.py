@@ -34,4 +34,5 @@ def test_a_failed_finish_is_said(caplog: pytest.LogCaptureFixture) -> None:
     view = master.call(p.ShowJob("job"))
     assert view.finished
     assert view.newest_committed is not None
-    assert "job job: its end is not written down: No space left on device" in caplog.text
+    assert "job job is finished, but that could not be recorded at" in caplog.text
+    assert "No space left on device; started again, it restores step" in caplog.text

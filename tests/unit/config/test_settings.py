@@ -12,6 +12,7 @@ import pytest
 
 from dlrover_hooks import config
 from dlrover_hooks.config import validation
+from dlrover_hooks.config.shared_keywords import SharedKeywords
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Retention
 
@@ -71,7 +72,7 @@ def test_an_unreadable_variable_is_named(name: str, text: str) -> None:
     ],
 )
 def test_a_variable_is_named_as_it_was_set(name: str, text: str, hint: str) -> None:
-    """Not by the keyword, which whoever set the variable has never seen; and with what to do."""
+    """Not by the keyword, which the user of the variable has never seen; and with what to do."""
     with pytest.raises(UsageError, match=f"^DLROVER_HOOKS_{name}=") as refused:
         config.load({f"DLROVER_HOOKS_{name}": text})
     assert hint in refused.value.hint
@@ -265,10 +266,17 @@ def test_signals_that_say_that_this_worker_is_to_go() -> None:
     assert config.load({}).signals == ["SIGTERM", "SIGUSR1"]
     assert config.load({"DLROVER_HOOKS_PREEMPT_SIGNALS": "sigusr2, SIGTERM"}).signals == ["SIGUSR2", "SIGTERM"]
     assert config.load({"DLROVER_HOOKS_PREEMPT_SIGNALS": "none"}).signals == []
-    assert config.load({"DLROVER_HOOKS_GRACE_S": "50"}).grace_s == 50
+    assert [config.load({"DLROVER_HOOKS_GRACE": text}).grace_s for text in ("50", "50s", "1m")] == [50, 50, 60]
+    assert [config.load({}, grace=given).grace for given in (25, 2.5, timedelta(minutes=1))] == ["25s", "2.5s", "60s"]
     with pytest.raises(UsageError, match=r"SIGGONE.*names no signals"):
         config.load({"DLROVER_HOOKS_PREEMPT_SIGNALS": "SIGGONE"})
     with pytest.raises(UsageError, match="names no signals"):
         config.load({}, preempt_signals="SIGKILL")
     with pytest.raises(UsageError, match="no time to save"):
-        config.load({}, grace_s=0)
+        config.load({}, grace=0)
+
+
+def test_the_shared_keywords_are_those_of_config() -> None:
+    """What editors offer for an adapter is what `load` accepts."""
+    settings = {field.name for field in msgspec.structs.fields(config.Config)} - {"named", "save_to"}
+    assert set(SharedKeywords.__annotations__) == settings

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.client.in_process_master import Alone
+from dlrover_hooks.client.in_process_master import InProcessMaster
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 
 JOB = "job"
@@ -31,7 +31,7 @@ class Ids(Dataset[int]):
         return index
 
 
-class Master(Alone):
+class Master(InProcessMaster):
     """The real core, with a log of requests and a way to break answers."""
 
     def __init__(self) -> None:

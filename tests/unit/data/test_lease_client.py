@@ -11,7 +11,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased import lease_client
-from dlrover_hooks.data.leased.lease_client import Borrower, HeldLease, LeaseRequester, WorkRate
+from dlrover_hooks.data.leased.lease_client import HeldLease, LeaseClient, LeaseRequester, WorkRate
 from dlrover_hooks.errors import BadRequest, HooksError, MasterAway, Stale
 from dlrover_hooks.protocol import LedgerState
 
@@ -48,11 +48,11 @@ def master() -> Master:
 
 
 @pytest.fixture
-def borrow(master: Master) -> Iterator[Callable[..., Borrower]]:
-    made: list[Borrower] = []
+def borrow(master: Master) -> Iterator[Callable[..., LeaseClient]]:
+    made: list[LeaseClient] = []
 
-    def start(**options: Any) -> Borrower:
-        made.append(Borrower(master, CLAIM, **options))
+    def start(**options: Any) -> LeaseClient:
+        made.append(LeaseClient(master, CLAIM, **options))
         return made[-1]
 
     yield start
@@ -60,17 +60,17 @@ def borrow(master: Master) -> Iterator[Callable[..., Borrower]]:
         for _ in range(4):
             master.replies.put(p.Leases(LedgerState.FINISHED))
         one.close()
-        assert not one._thread.is_alive()
+        assert not one._thread.alive
 
 
-def taken(borrower: Borrower) -> HeldLease:
+def taken(borrower: LeaseClient) -> HeldLease:
     while (held := borrower.take()) is None:
         borrower.wait(borrower.state, WAIT_S)
     return held
 
 
 @pytest.mark.requirement("DL-68")
-def test_leases_are_taken_ahead_and_acknowledged_on_the_way(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_leases_are_taken_ahead_and_acknowledged_on_the_way(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """One trip for each lease; what is committed travels with the next request."""
     borrower = borrow(lookahead=1)
     assert master.asked().count == 2
@@ -83,7 +83,7 @@ def test_leases_are_taken_ahead_and_acknowledged_on_the_way(master: Master, borr
     assert (request.count, request.acks) == (1, (p.Ack(1, 160),))
 
 
-def test_the_loop_goes_on_while_the_master_is_silent(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_the_loop_goes_on_while_the_master_is_silent(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """The loop waits for no trip while there is a lease left."""
     borrower = borrow(lookahead=2)
     master.asked()
@@ -97,7 +97,7 @@ def test_the_loop_goes_on_while_the_master_is_silent(master: Master, borrow: Cal
 
 
 def test_an_acknowledgement_does_not_wait_for_the_next_lease(
-    master: Master, borrow: Callable[..., Borrower], monkeypatch: pytest.MonkeyPatch
+    master: Master, borrow: Callable[..., LeaseClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long lease the master hears now and then: less is trained again, and it is lent for longer."""
     monkeypatch.setattr(lease_client, "ACK_S", 0.0)
@@ -115,7 +115,7 @@ def test_an_acknowledgement_does_not_wait_for_the_next_lease(
 
 
 def test_a_step_longer_than_the_time_to_acknowledge_wakes_nobody(
-    master: Master, borrow: Callable[..., Borrower], monkeypatch: pytest.MonkeyPatch
+    master: Master, borrow: Callable[..., LeaseClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The borrower's thread sleeps until something is committed, and tells that at once."""
     naps: queue.SimpleQueue[float | None] = queue.SimpleQueue()
@@ -144,7 +144,7 @@ def test_a_step_longer_than_the_time_to_acknowledge_wakes_nobody(
     assert master.asked().acks == (p.Ack(1, 150),)
 
 
-def test_others_hold_the_rest(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_others_hold_the_rest(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """With nothing to take and nothing held it waits at the master, and takes what comes back."""
     borrower = borrow(lookahead=0)
     master.asked()
@@ -164,7 +164,7 @@ def test_others_hold_the_rest(master: Master, borrow: Callable[..., Borrower]) -
     assert taken(borrower).id == 7
 
 
-def test_a_failure_is_told_when_what_was_before_it_is_done(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_a_failure_is_told_when_what_was_before_it_is_done(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """A position that cannot be read is never acknowledged, and what came before it not too early."""
     borrower = borrow(lookahead=0)
     master.asked()
@@ -180,7 +180,7 @@ def test_a_failure_is_told_when_what_was_before_it_is_done(master: Master, borro
 
 
 def test_a_failure_behind_an_acknowledgement_on_its_way_is_told_too(
-    master: Master, borrow: Callable[..., Borrower]
+    master: Master, borrow: Callable[..., LeaseClient]
 ) -> None:
     """The lease is stopped just where the acknowledgement under way ends: the reason must still be told."""
     borrower = borrow(lookahead=0)
@@ -198,7 +198,7 @@ def test_a_failure_behind_an_acknowledgement_on_its_way_is_told_too(
     assert master.asked().acks == (p.Ack(1, 140, "bad", 141),)
 
 
-def test_closing_gives_back_what_is_not_done(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_closing_gives_back_what_is_not_done(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """Scale-down: partial acknowledgement, the rest of the lease and the one ahead go back."""
     borrower = borrow(lookahead=1)
     master.asked()
@@ -215,7 +215,7 @@ def test_closing_gives_back_what_is_not_done(master: Master, borrow: Callable[..
 
 
 def test_one_lost_lease_does_not_hurt_the_others(
-    master: Master, borrow: Callable[..., Borrower], caplog: pytest.LogCaptureFixture
+    master: Master, borrow: Callable[..., LeaseClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A lease that ran out is given up here; what else was to be told is told."""
     borrower = borrow(lookahead=1)
@@ -243,7 +243,7 @@ def test_one_lost_lease_does_not_hurt_the_others(
 
 @pytest.mark.parametrize("received", [100, 150])
 def test_a_lost_lease_that_was_trained_on_ends_an_exact_run(
-    master: Master, borrow: Callable[..., Borrower], received: int
+    master: Master, borrow: Callable[..., LeaseClient], received: int
 ) -> None:
     """Else its samples would be in the model twice. What was not trained on may be lost."""
     borrower = borrow(exact=True, lookahead=0)
@@ -271,7 +271,7 @@ def test_a_lost_lease_that_was_trained_on_ends_an_exact_run(
 
 @pytest.mark.parametrize("refusal", [Stale("fence 1, but it is fence 2"), BadRequest("wrong")])
 def test_a_refusal_ends_it_with_the_masters_words(
-    master: Master, borrow: Callable[..., Borrower], refusal: HooksError
+    master: Master, borrow: Callable[..., LeaseClient], refusal: HooksError
 ) -> None:
     """A stale fence is a clear error in the training thread, with the dataset and the job."""
     borrower = borrow()
@@ -281,7 +281,7 @@ def test_a_refusal_ends_it_with_the_masters_words(
         taken(borrower)
 
 
-def test_without_a_master_the_leases_at_hand_are_worked_off(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_without_a_master_the_leases_at_hand_are_worked_off(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """The master away: train on with what is held, then a clear error."""
     borrower = borrow(lookahead=1, patience_s=7.0)
     master.asked()
@@ -299,7 +299,7 @@ def test_without_a_master_the_leases_at_hand_are_worked_off(master: Master, borr
 def test_the_end_of_a_stream_is_told_when_nothing_is_held(master: Master) -> None:
     """Opening the ledger again gives everything back, so what is begun is worked off first."""
     told: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
-    borrower = Borrower(master, CLAIM, lookahead=1, reopen=told.put)
+    borrower = LeaseClient(master, CLAIM, lookahead=1, reopen=told.put)
     master.asked()
     master.lend(1, 2)
     held = taken(borrower)
@@ -318,8 +318,8 @@ def test_the_end_of_a_stream_is_told_when_nothing_is_held(master: Master) -> Non
     borrower.close()
 
 
-def test_an_end_that_nobody_can_be_told_is_an_error(master: Master, borrow: Callable[..., Borrower]) -> None:
-    """The thread is gone, and with it whoever gives back what was taken ahead: the loop must not wait for that."""
+def test_an_end_that_nobody_can_be_told_is_an_error(master: Master, borrow: Callable[..., LeaseClient]) -> None:
+    """The thread is gone, and nothing else gives back what was taken ahead: the loop must not wait for that."""
     borrower = borrow(lookahead=1, patience_s=7.0)
     master.asked()
     master.lend(1, 2, state=LedgerState.WAITING)
@@ -354,7 +354,7 @@ def test_pace_leaves_waiting_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pace.rate == pytest.approx(50.0), "a wait at hand is no work either"
 
 
-def test_short_leases_are_fetched_several_at_a_time(master: Master, borrow: Callable[..., Borrower]) -> None:
+def test_short_leases_are_fetched_several_at_a_time(master: Master, borrow: Callable[..., LeaseClient]) -> None:
     """A trip for each lease of some milliseconds costs more than the lease's bookkeeping: one trip fetches several."""
     borrower = borrow(lookahead=1)
     assert master.asked().count == 2
@@ -372,7 +372,7 @@ def test_short_leases_are_fetched_several_at_a_time(master: Master, borrow: Call
 
 @pytest.mark.parametrize(("lookahead", "rate", "count"), [(0, 4000.0, 1), (1, 100.0, 1), (1, 1e9, 16), (20, 1.0, 20)])
 def test_how_many_leases_are_kept_ready(
-    master: Master, borrow: Callable[..., Borrower], lookahead: int, rate: float, count: int
+    master: Master, borrow: Callable[..., LeaseClient], lookahead: int, rate: float, count: int
 ) -> None:
     """`lookahead` is the least, 0 means none; of leases that last nothing no more than 16."""
     borrower = borrow(lookahead=lookahead)

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from dlrover_hooks.data.leased import leased_loader as leased_module
-from dlrover_hooks.data.leased import pipeline
+from dlrover_hooks.data.leased import leased_loader as leased_module, loader_feed
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.leased.sources import Stream, Table
@@ -41,7 +40,7 @@ def test_every_sample_once_in_every_epoch(
 
 @pytest.mark.requirement("DL-64", "DL-66")
 def test_the_order_is_that_of_the_epoch(make: Callable[..., LeasedLoader]) -> None:
-    """Positions travel, the worker knows which samples they are; each epoch is shuffled anew."""
+    """Positions travel, the worker knows which samples they are; each epoch is shuffled differently."""
     seen = train(make(Ids(50), seed=7), 2)
     for epoch in range(2):
         order = Order(50, 7, True).indices(epoch, torch.arange(50).numpy()).tolist()
@@ -61,7 +60,7 @@ def test_batches_end_with_their_lease(make: Callable[..., LeasedLoader]) -> None
 
 @pytest.mark.requirement("EZ-11")
 def test_workers_of_different_speed_share_the_work(make: Callable[..., LeasedLoader], master: Master) -> None:
-    """Whoever is faster does more, all is done once, nobody waits for a fixed part."""
+    """A faster worker does more, all is done once, none waits for a fixed part."""
     loaders = [make(Ids(200), epochs=2) for _ in range(3)]
     seen: list[list[tuple[int, int]]] = [[], [], []]
     ahead = threading.Event(), threading.Event()  # slow: the rest of an epoch comes when half of it is done by another
@@ -234,7 +233,7 @@ def test_a_bare_dataloader_is_refused(workers: int) -> None:
     rows = iter(DataLoader(ShardDataset(Ids(8)), 4, num_workers=workers))
     with pytest.raises(UsageError, match="elastic_loader"):
         next(rows)
-    pipeline.shut_down(rows)
+    loader_feed.shut_down(rows)
     with pytest.raises(UsageError, match="elastic_loader"):
         next(iter(DataLoader(ShardDataset(Stream(Log(), ["a"])), 4)))
 

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.data.leased import pipeline
+from dlrover_hooks.data.leased import loader_feed
 from dlrover_hooks.data.leased.applied_ranges import LeasePart
 from dlrover_hooks.data.leased.lease_client import HeldLease
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
@@ -112,11 +112,11 @@ class Lender:
 def test_a_batch_whose_lease_ran_out_on_its_way_is_dropped() -> None:
     """It was prefetched in time, but the master may have lent it to another worker since."""
     lender: Any = Lender()
-    one = pipeline.Feed(lender, None, 4)
+    one = loader_feed.LoaderFeed(lender, None, 4)
     picks = one.picks()
     assert [next(picks).lo for _ in range(4)] == [0, 4, 8, 12]
     one.rows = iter([Read(number, 4) for number in range(4)])
-    assert one.pull(lambda: True) == pipeline.Delivery(LeasePart(lender.held, 0, 4), 0)
+    assert one.pull(lambda: True) == loader_feed.Delivery(LeasePart(lender.held, 0, 4), 0)
     lender.held.until = 0.0
     assert one.pull(lambda: True) is None
     assert lender.stops == [4]

@@ -1,4 +1,4 @@
-"""elastic_loader: counting, quiet points, refusals, and the traps of frameworks."""
+"""elastic_loader: counting, step boundaries, refusals, and the traps of frameworks."""
 
 from __future__ import annotations
 
@@ -81,8 +81,21 @@ def test_interrupted_epochs_add_up() -> None:
         assert list(second.epochs(3)) == []
 
 
+def test_a_state_taken_right_after_a_step_includes_it() -> None:
+    """A checkpoint of the user's own: model and data at the same step, before the next batch is requested."""
+    whole = train(make(optimizer=(step := optimizer())), step, 1)
+    loader = make(optimizer=(step := optimizer()))
+    for count, batch in enumerate(loader, 1):
+        assert loader.state_dict()["cursor"] == (count - 1) * len(batch), "the batch is not trained yet"
+        step.step()
+        assert loader.state_dict()["cursor"] == loader.sampler.cursor + len(batch) == count * len(batch)
+        again = make(optimizer=(other := optimizer()))
+        again.load_state_dict(loader.state_dict())
+        assert train(again, other, 1) == whole[count * len(batch) :]
+
+
 def test_a_loop_left_early_begins_the_next_epoch() -> None:
-    """limit_train_batches: each epoch its own order; a restore at the quiet point before the next epoch agrees."""
+    """limit_train_batches: each epoch its own order; a restore at the step boundary before the next epoch agrees."""
     loader = make(optimizer=(step := optimizer()))
     seen: list[tuple[int, list[int]]] = []
     states: list[int] = []
@@ -339,7 +352,7 @@ def test_lightning_leaves_the_sampler_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_live_loop_goes_on_in_another_world(workers: int) -> None:
-    """Resized from the loop's body and from a quiet point; prefetched batches of the old world are dropped."""
+    """Resized from the loop's body and from a step boundary; prefetched batches of the old world are dropped."""
     data = DataLoader(Ids(24), 2, num_workers=workers)
     loader = elastic_loader(data, global_batch_size=4, optimizer=(step := optimizer()), accumulation="manual")
     got: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A sample's random numbers come from its position: whoever loads it, wherever, and again after a restore.
+"""A sample's random numbers come from its position: whichever process loads it, wherever, and again after a restore.
 
 Real DataLoaders; a sample here is the numbers it drew.
 """

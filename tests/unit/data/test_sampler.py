@@ -46,7 +46,7 @@ def test_set_epoch_does_not_rewind() -> None:
 
 
 def test_mark_then_commit() -> None:
-    """The cursor moves at a quiet point, to what the optimizer has finished; never ahead of it."""
+    """The cursor moves at a step boundary, to what the optimizer has finished; never ahead of it."""
     sampler = ElasticSampler(20, batch_size=2, global_batch_size=4)
     take(sampler, 3)
     sampler.commit()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_hooks.data.session_datasets import Cut, united
+from dlrover_hooks.data.session_datasets import SessionDatasets, united
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol.ranges import Ranges
 
@@ -33,7 +33,7 @@ class Place:
 
 
 def test_all_datasets_mark_and_commit_together() -> None:
-    cut, cursor, lease = Cut(), Place(cursor=4), Place(own=encoded((0, 4)))
+    cut, cursor, lease = SessionDatasets(), Place(cursor=4), Place(own=encoded((0, 4)))
     assert cut.parts() == {"data": {}}
     cut.watch("train", cursor)
     cut.lease("web", lease)

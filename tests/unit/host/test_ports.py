@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from dlrover_hooks.config import Config, Place
-from dlrover_hooks.worker.acquire_rank import join_request
+from dlrover_hooks.worker.round_join import join_request
 
 
 def taken(port: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, Story, again, screen
+from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, FailureSummary, again, screen
 from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit
 from dlrover_hooks.launcher.interruption import after
 from dlrover_hooks.launcher.processes.worker_errors import WorkerError
@@ -103,11 +103,11 @@ def failure(code: int | None, step: int | None, *, name: str = "worker 0", node:
     ],
 )
 def test_word_by_word(code: int, failures: list[Failure], text: str) -> None:
-    shown = screen(Story("mine", code, tuple(failures), COMMAND))
+    shown = screen(FailureSummary("mine", code, tuple(failures), COMMAND))
     assert shown == text
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown
-    assert screen(Story("mine", code, tuple(failures), COMMAND), colour=True).count("\x1b") == 2
+    assert screen(FailureSummary("mine", code, tuple(failures), COMMAND), colour=True).count("\x1b") == 2
 
 
 def view(attempt: int, step: int, begun: int | None) -> JobView:
@@ -150,7 +150,7 @@ def test_one_table_of_exit_codes() -> None:
     assert codes == [DONE, USER_ERROR, REQUEUE, BAD_NODE, GAVE_UP, USAGE, 128 + signal.SIGINT, 128 + signal.SIGTERM]
     assert codes == [0, 1, 75, 76, 77, 78, 130, 143], "stable: scripts and pod failure policies know them"
     for code in codes:
-        text = screen(Story("mine", code, (failure(-9, 3),), COMMAND))
+        text = screen(FailureSummary("mine", code, (failure(-9, 3),), COMMAND))
         assert f"end    exit code {code}" not in text
         assert ("  next  " in text) == (code != DONE)
 

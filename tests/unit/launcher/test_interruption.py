@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.launcher import launcher as launch
+from dlrover_hooks.launcher import node_supervisor as launch
 from dlrover_hooks.launcher.interruption import Eviction
 from dlrover_hooks.launcher.interruption_notices import InterruptionNotice
 from dlrover_hooks.launcher.options import LaunchOptions

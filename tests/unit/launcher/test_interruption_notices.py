@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,16 @@ import requests
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.launcher import interruption_notices
-from dlrover_hooks.launcher.interruption_notices import InterruptionNotice, NoAnswer, Poller, aws, azure, gcp, source
+from dlrover_hooks.launcher.interruption_notices import (
+    InterruptionNotice,
+    NoAnswer,
+    NoticePoller,
+    aws,
+    azure,
+    gcp,
+    source,
+)
+from tests.waiting import until
 
 NOW = 1_700_000_000.0
 
@@ -126,7 +136,7 @@ def poll() -> Iterator[Callable[[str], tuple[threading.Event, list[InterruptionN
             heard.append(notice)
             event.set()
 
-        pollers.append(Poller(asked, hear, every_s=0.02))
+        pollers.append(NoticePoller(asked, hear, every_s=0.02))
         return event, heard
 
     yield start
@@ -136,12 +146,10 @@ def poll() -> Iterator[Callable[[str], tuple[threading.Event, list[InterruptionN
 
 @pytest.mark.parametrize(("cloud", "reason"), [("aws", "stop"), ("gcp", "preempted"), ("azure", "Preempt")])
 def test_a_poller_hears_its_cloud(metadata: Metadata, poll: Callable, cloud: str, reason: str) -> None:
-    """Nothing before, the notice once it is there; a token that ran out is got anew."""
+    """Nothing before, the notice once it is there; a token that ran out is replaced."""
     told, heard = poll(f"{cloud}:{metadata.url}")
-    deadline = time.monotonic() + 5
-    while len(metadata.asked) < (1 if cloud == "gcp" else 3):
-        assert not told.wait(0.01)
-        assert time.monotonic() < deadline
+    until(lambda: len(metadata.asked) >= (1 if cloud == "gcp" else 3), "questions to the metadata service")
+    assert not told.is_set()
     metadata.gone.set()
     assert told.wait(5)
     assert reason in heard[0].reason
@@ -177,10 +185,8 @@ def test_a_file_of_an_earlier_run_is_named_and_not_obeyed(
 def test_a_service_that_is_not_there_is_asked_on(poll: Callable, caplog: pytest.LogCaptureFixture) -> None:
     """On another machine than the flag says: one warning, no end."""
     told, _ = poll("aws:http://127.0.0.1:9")
-    deadline = time.monotonic() + 5
-    while "no answer yet" not in caplog.text:
-        assert not told.wait(0.01)
-        assert time.monotonic() < deadline
+    until(lambda: "no answer yet" in caplog.text, "the warning")
+    assert not told.is_set()
 
 
 def test_words() -> None:
@@ -188,3 +194,21 @@ def test_words() -> None:
     for wrong in ("alibaba", "file:", "aws:ftp"):
         with pytest.raises(UsageError, match="file:PATH"):
             source(wrong)
+
+
+def test_a_poller_outlives_an_unexpected_answer(caplog: pytest.LogCaptureFixture) -> None:
+    answers = iter([ZeroDivisionError("unforeseen")])
+
+    class Odd:
+        name = "odd"
+
+        def ask(self, http: requests.Session) -> InterruptionNotice | None:
+            for error in answers:
+                raise error
+            return InterruptionNotice("odd: gone")
+
+    heard = queue.SimpleQueue[InterruptionNotice]()
+    poller = NoticePoller(Odd(), heard.put, every_s=0.01)
+    assert heard.get(timeout=60.0).reason == "odd: gone"
+    poller.close()
+    assert "--preemption odd: the thread dlrover-hooks-notices met ZeroDivisionError" in caplog.text

@@ -12,6 +12,7 @@ import pytest
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.launcher.processes import log_files
 from dlrover_hooks.launcher.processes.log_files import Logs, Streams, streams
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,6 @@ def test_a_screen_that_nobody_reads_stops_the_thread_alone(
     made.close()
     assert f"what was not shown is in {tmp_path}" in caplog.text
     os.close(read)
-    assert made._thread is not None
     made._thread.join(60.0)
     os.close(write)
 
@@ -90,3 +90,20 @@ def test_the_screen_gets_the_bytes_that_the_worker_wrote(tmp_path: Path, capfdbi
         os.write(out, "Größe \U0001f3d6\n".encode())
     made.close()
     assert capfdbinary.readouterr().out == "[default0]:Größe \U0001f3d6\n".encode()
+
+
+def test_an_error_of_one_file_does_not_end_the_thread(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Logs(str(tmp_path), Streams(), Streams(1))
+    broken = tmp_path / "broken"
+    broken.touch()
+    copy = log_files.Copy(str(broken), 0, "[default1]:", 1)
+    copy._file.close()
+    made._copy("w1", copy)
+    until(lambda: "showing the output" in caplog.text, "the error is logged")
+    made._copies.clear()
+    with made.files("w0", 0, 0, 1) as (out, _):
+        os.write(out, b"still shown\n")
+    made.close()
+    assert "[default0]:still shown" in capfd.readouterr().out

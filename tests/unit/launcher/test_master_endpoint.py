@@ -1,4 +1,4 @@
-"""Where the master is, and who serves it."""
+"""Where the master is, and which node serves it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.config import of_lost_peer
-from dlrover_hooks.launcher.failures import USER_ERROR, Repeats, WorkerExit, judge
+from dlrover_hooks.launcher.failures import USER_ERROR, RepeatedFailures, WorkerExit, judge
 from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.launcher.warm.fork_server import opens_gpu
 
@@ -34,13 +34,13 @@ def failure(code: int = 1, error: str = "ValueError: x", step: int = -1, name: s
     ],
 )
 def test_the_same_failure_at_the_same_step(first: WorkerExit, then: WorkerExit, step: int, same: bool) -> None:
-    repeats = Repeats()
+    repeats = RepeatedFailures()
     assert not repeats.seen(first, view(5))
     assert repeats.seen(then, view(step)) is same
 
 
 def test_another_failure_in_between_begins_anew() -> None:
-    repeats = Repeats()
+    repeats = RepeatedFailures()
     assert [repeats.seen(one, view(5)) for one in (failure(), failure(code=-9), failure())] == [False] * 3
 
 

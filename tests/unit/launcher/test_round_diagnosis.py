@@ -1,12 +1,11 @@
-"""What a broken round asks of one node: who took whom along, and who lives on."""
+"""What a broken round asks of one node: which worker took which along, and which live on."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from dlrover_hooks.launcher.failures import USAGE, Blame, FailureVerdict, WorkerExit, culprit
-from dlrover_hooks.launcher.failures import judge as judged
+from dlrover_hooks.launcher.failures import USAGE, BadNodes, FailureVerdict, WorkerExit, culprit, judge as judged
 from dlrover_hooks.launcher.round_diagnosis import (
     all_ended,
     elsewhere,
@@ -175,7 +174,7 @@ def test_a_node_is_bad_if_its_workers_die_in_a_row_and_no_step_is_made() -> None
         ([(here, view(*both, step=0))] * 9, False),
         ([(here, None)] * 9, False),
     ):
-        blame = Blame("a")
+        blame = BadNodes("a")
         said = [blame.falls(cause, seen) for cause, seen in story]
         assert not any(said[:-1])
         assert bool(said[-1]) == falls, story

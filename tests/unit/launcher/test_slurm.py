@@ -88,7 +88,7 @@ def test_gpus(text: str, gpus: int) -> None:
 
 
 def test_the_first_node_leaves_a_token_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the user's alone, whoever comes before it waits, and it is gone afterwards."""
+    """It is the user's alone, a launcher that comes before it waits, and it is gone afterwards."""
     monkeypatch.setenv("HOME", str(tmp_path))
     seen: list[str] = []
 

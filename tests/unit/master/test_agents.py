@@ -1,4 +1,4 @@
-"""Several agents of one job, at the master: who may come, who has ended, and who ends it for all."""
+"""Several agents of one job, at the master: which may come, which have ended, and which end it for all."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dlrover_hooks.master.connections import Connection, Limits, Strangers
+from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
 
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -30,7 +30,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 async def serving(limits: Limits) -> AsyncIterator[Any]:
     """Gives `connect`."""
     listener = socket.create_server(("127.0.0.1", 0))
-    made = functools.partial(Connection, Strangers(limits))
+    made = functools.partial(Connection, UnauthenticatedConnections(limits))
     config = uvicorn.Config(app, http=made, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_a_stranger_is_not_kept() -> None:
 
 
 def test_too_many_strangers_end_the_oldest() -> None:
-    """Row 5: who has the token is served however many others there are."""
+    """Row 5: a caller with the token is served, however many others there are."""
 
     async def scenario() -> None:
         async with serving(Limits(strangers=2)) as connect:

@@ -75,7 +75,7 @@ def test_last_call_lets_latecomers_in() -> None:
 
 
 def test_surplus_waits_for_a_place() -> None:
-    """Whoever is too many gets the seat of the next one that dies."""
+    """A node that is too many gets the seat of the next one that dies."""
     master = MasterFake()
     for node in ("a", "b", "c"):
         master.call(join(node, 1, lives=node))
@@ -272,7 +272,7 @@ def test_two_ways_to_die() -> None:
 
 
 def test_silence_counts_again_when_the_connection_ends() -> None:
-    """Somebody who comes back without a connection has the short lease."""
+    """A worker that comes back without a connection has the short lease."""
     every = Nodes(lease_s=10.0, suspicion_s=0.5)
     heartbeats.opened(every, ("job", "x"), 0.0)
     heartbeats.beat(every, ("job", "x"), 0.0)
@@ -324,7 +324,7 @@ def test_a_sole_agent_gives_up_the_seats_of_its_predecessor(attached: bool) -> N
 
 
 def test_fresh_counts_for_a_sole_agent() -> None:
-    """`fresh` starts anew where only seats of a predecessor are left; not where another node works."""
+    """`fresh` starts at step 0 where only seats of a predecessor are left; not where another node works."""
     for node, run in (("a", "new"), ("b", "run0")):
         master = MasterFake()
         master.call(join("old", 1, node="a", low=1))
@@ -343,7 +343,7 @@ def test_a_job_tells_where_its_attempt_began() -> None:
 
 
 def test_no_round_forms_behind_the_end() -> None:
-    """Who waits for a seat when the job ends hears of the end; it must not begin at step 0."""
+    """A node that waits for a seat when the job ends hears of the end; it must not begin at step 0."""
     master = MasterFake()
     master.call(join("a", 1, lives="a", low=1, high=2))
     master.advance(1.0)

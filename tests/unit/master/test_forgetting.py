@@ -54,7 +54,7 @@ def test_a_finished_job_is_forgotten_after_a_time() -> None:
 
 
 def test_a_job_is_deleted_on_request() -> None:
-    """Not while it has workers, unless that is forced; whoever waits for it is woken and refused."""
+    """Not while it has workers, unless that is forced; a request that waits for it is woken and refused."""
     state = Master()
     for event in (join(), attach("w0")):
         job_registry.apply(state, event, 10.0)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, HooksError, Stale, TooLarge
@@ -117,7 +116,7 @@ def test_sizes_are_bounded() -> None:
 
 
 def test_keys_live_as_long_as_their_round() -> None:
-    """A fresh store for each round; who speaks of an older one, or is no member, is refused."""
+    """A fresh store for each round; a request of an older one, or of no member, is refused."""
     state = met("a", "b")
     job_registry.apply(state, change(KeyChange(Change.SET, "k", b"old")), 1.0)
     with pytest.raises(Stale):

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.checkpoint.save.schedule import Durable, save_due
+from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
+from dlrover_hooks.checkpoint.save.schedule import save_due
 from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import attach, held, join, stored, vote
 
@@ -57,7 +58,7 @@ class Launch:
 
     def train(self) -> Iterator[int]:
         """Each step. Both ranks save what is due and make durable what the master has announced."""
-        picks, cadence = Durable(), self.plan.cadence
+        picks, cadence = GenerationTracker(), self.plan.cadence
         for step in range(self.begun + 1, self.begun + STEPS):
             self.master.advance(STEP_S)
             if step % 2 == 0:
@@ -65,9 +66,10 @@ class Launch:
                 cadence = beats[0].cadence
             if save_due(cadence, step):
                 self.saved.append(step)
-                picks.saved(p.Generation(self.plan.attempt, step, self.plan.run))
+                picks.hashed(p.Generation(self.plan.attempt, step, self.plan.run))
                 cadence = self.vote(step, p.VoteKind.MEMORY)
-            if (generation := picks.due(cadence)) is not None:
+            for generation in picks.plan(cadence).ordered:
+                picks.ended(generation, stored=True)
                 self.durable.append(generation.step)
                 cadence = self.vote(generation.step, p.VoteKind.STORED)
             yield step
@@ -111,7 +113,7 @@ def test_each_launch_saves_as_the_first_one(save_every: int | str, persist_every
 def test_a_failure_does_not_put_off_what_was_due(
     save_every: int | str, persist_every: int | str, interval: int
 ) -> None:
-    """What is restored from memory is not durable yet: the time until it has to be does not begin anew.
+    """What is restored from memory is not durable yet: the time until it has to be does not begin again.
 
     A job that fails more often than `persist_every` would otherwise never have a durable generation.
     """

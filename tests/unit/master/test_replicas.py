@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core import job_registry, views

@@ -18,11 +18,11 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.checkpoint.storage.url_claim import LOCK
 from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
-from dlrover_hooks.master.checkpoint_store import HeldUrl
 from dlrover_hooks.master.core import effects, job_registry
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.manifest_storage import HeldUrl
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
 from tests.e2e.job_script import attach, join, vote

@@ -74,7 +74,7 @@ def test_a_size_of_the_users_choice(shard: int, size: int) -> None:
 
 
 def test_epochs_are_lent_one_by_one() -> None:
-    """Whoever leaves an epoch early finds the rest of it later; each epoch finishes for itself."""
+    """A worker that leaves an epoch early finds the rest of it later; each epoch finishes for itself."""
     core = Core()
     core.open(end=30, epochs=3, shard_size=20)
     assert spans(core.take(epoch=0, count=1)) == [(0, 20)]
@@ -350,7 +350,7 @@ def test_the_first_death_of_a_round_counts() -> None:
 
 
 def test_losses_are_remembered_through_attempts() -> None:
-    """A range that kills a member each time is found, although every attempt starts the books anew."""
+    """A range that kills a member each time is found, although every attempt starts with an empty ledger."""
     core, sizes = Core(), []
     for attempt in range(1, 5):
         life = f"life{attempt}-"

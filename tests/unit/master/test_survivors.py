@@ -42,7 +42,7 @@ def told(master: MasterFake, ask: p.Watch) -> p.Notice | None:
 
 
 def test_survivors_join_for_themselves_and_wait_for_nobody_else() -> None:
-    """No last call once all who live are back; the oldest gets rank 0, the others keep theirs."""
+    """No last call once all that live are back; the oldest gets rank 0, the others keep theirs."""
     master = trains()
     master.call(p.Exited("job", "launcher", "w0", -9))
     master.call(comes("w1", 1))
@@ -87,7 +87,7 @@ def test_who_started_it_is_believed_though_it_joined_for_itself() -> None:
 
 
 def test_newcomers_are_told_of_once_and_only_to_who_can_let_them_in() -> None:
-    """The members leave at their next quiet point, and the round grows."""
+    """The members leave at their next step boundary, and the round grows."""
     for recovers in (True, False):
         master = trains(recovers=recovers, high=4)
         ask = p.Watch("job", "w0")

@@ -44,7 +44,7 @@ def joins(master: MasterFake, nodes: int, life: str, **more: Any) -> list[int]:
 
 
 def rejoins(nodes: int) -> list[int]:
-    """The joins after a break, of agents that start all their workers anew."""
+    """The joins after a break, of agents that start all their workers again."""
     master = MasterFake()
     joins(master, nodes, "w", sole=True)
     master.advance(2e6)

@@ -201,7 +201,7 @@ def test_a_relaunch_trains_the_same_steps() -> None:
 
 
 def test_a_relaunch_that_trains_other_steps() -> None:
-    """A plain loop that makes a step of each micro-batch, and epochs that are counted anew."""
+    """A plain loop that makes a step of each micro-batch, and epochs that are counted from 0 again."""
     again = change(run(*both_ranks(1, 0, 12), life(2, 11, 20, world=1)), lambda head, row: row.step == 13,
                    data={"train": {"cursor": 125}})  # fmt: skip
     verdict = relaunch(again=again)

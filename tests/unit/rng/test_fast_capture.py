@@ -12,7 +12,7 @@ import torch
 
 from dlrover_hooks import rng
 from dlrover_hooks.rng import fast_capture
-from dlrover_hooks.rng.fast_capture import States
+from dlrover_hooks.rng.fast_capture import RngCapture
 
 _numpy: Any = np.random
 
@@ -42,7 +42,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 
 
 def test_it_is_that_of_the_public_calls() -> None:
-    taking = States()
+    taking = RngCapture()
     for what, draw in (*DRAWS.items(), *DRAWS.items()):
         draw()
         assert taking.take() == rng.take(), what
@@ -50,7 +50,7 @@ def test_it_is_that_of_the_public_calls() -> None:
 
 
 def test_a_state_put_back_that_differs_in_what_is_left_of_a_pair_alone() -> None:
-    taking = States()
+    taking = RngCapture()
     np.random.standard_normal()
     half, whole = np.random.get_state(), np.random.standard_normal()
     before = taking.take()
@@ -61,7 +61,7 @@ def test_a_state_put_back_that_differs_in_what_is_left_of_a_pair_alone() -> None
 
 def test_no_word_is_read_through_the_public_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is where the time goes."""
-    taking = States()
+    taking = RngCapture()
     with monkeypatch.context() as without:
         without.delattr(random, "getstate")
         without.delattr(_numpy, "get_state")
@@ -70,10 +70,10 @@ def test_no_word_is_read_through_the_public_calls(monkeypatch: pytest.MonkeyPatc
 
 def test_another_generator_of_numpys_comes_back() -> None:
     """`set_bit_generator`, before or behind the first look."""
-    early, ours = States(), _numpy.get_bit_generator()
+    early, ours = RngCapture(), _numpy.get_bit_generator()
     _numpy.set_bit_generator(np.random.PCG64(7))
     try:
-        for taking in (early, States()):
+        for taking in (early, RngCapture()):
             found = taking.take()
             drawn = np.random.rand()
             rng.restore(found.state())
@@ -84,4 +84,4 @@ def test_another_generator_of_numpys_comes_back() -> None:
 
 def test_where_the_memory_is_another_the_public_calls_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_capture, "_left_over", lambda _: None)
-    assert States().take() == rng.take()
+    assert RngCapture().take() == rng.take()

@@ -1,4 +1,4 @@
-"""Which note of a random state counts for who goes on with a rank."""
+"""Which note of a random state counts for the process that goes on with a rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,25 @@ def at(step: int, attempt: int = 1, run: str = RUN) -> Generation:
     return Generation(attempt, step, run)
 
 
+class Source:
+    """A random state and batch statistics; without a state, that of this process."""
+
+    def __init__(self, statistics: rank_journal.Statistics = (), state: rng.Taken | None = None) -> None:
+        self._statistics, self._state = statistics, state
+
+    def random_state(self) -> rng.Taken:
+        return rng.take() if self._state is None else self._state
+
+    def statistics(self) -> rank_journal.Statistics:
+        return self._statistics
+
+
 class Kept:
     """What a process left behind, as if it had been killed at this moment."""
 
     def __init__(self, rank: int = 1, world_size: int = 3, begun: int = 0) -> None:
         self.notes: dict[int, bytes] = {}
-        self.draws = rank_journal.Draws(self._write)
+        self.draws = rank_journal.RngJournal(self._write)
         self.draws.begin(at(begun), rank, world_size)
 
     def _write(self, place: int, head: bytes, body: bytes) -> None:
@@ -54,24 +67,22 @@ def test_the_last_two_steps_are_known(states: dict[str, Any]) -> None:
 def test_what_stays_is_encoded_once() -> None:
     """A note is written in two parts; the second one is the same object until something is drawn."""
     written: list[tuple[bytes, bytes]] = []
-    draws = rank_journal.Draws(lambda _, head, body: written.append((head, body)))
+    draws = rank_journal.RngJournal(lambda _, head, body: written.append((head, body)))
     draws.begin(at(0), 0, 2)
     state = rng.take()
-    draws.take = lambda: state
+    draws.read(Source(state=state))
     for step in (1, 70_000):
         draws.over(step, state.packed)
         draws.ahead()
     assert len({id(body) for _, body in written}) == 1
-    state = rng.take()
-    draws.statistics = lambda: (("0.mean", b"1234"),)
+    state, statistics = rng.take(), (("0.mean", b"1234"),)
+    draws.read(Source(statistics, state))
     draws.ahead()
-    notes = [msgspec.msgpack.decode(head + body, type=rank_journal.Drawn) for head, body in written]
+    notes = [msgspec.msgpack.decode(head + body, type=rank_journal.RngEntry) for head, body in written]
     assert notes[:4] == [
-        rank_journal.Drawn(at(step), 0, 2, ahead, state.packed) for step in (1, 70_000) for ahead in (False, True)
+        rank_journal.RngEntry(at(step), 0, 2, ahead, state.packed) for step in (1, 70_000) for ahead in (False, True)
     ]
-    assert notes[4] == rank_journal.Drawn(
-        at(70_000), 0, 2, ahead=True, state=state.packed, statistics=draws.statistics()
-    )
+    assert notes[4] == rank_journal.RngEntry(at(70_000), 0, 2, ahead=True, state=state.packed, statistics=statistics)
 
 
 def test_the_newest_word_on_a_step_counts(states: dict[str, Any]) -> None:
@@ -134,7 +145,7 @@ def test_the_last_reduction_of_a_step_counts_and_its_beginning_only_without_one(
 
 
 def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: dict[str, Any]) -> None:
-    """Whoever had that rank before; and what this process knew of its own rank, if only from within the step."""
+    """Whichever process had that rank before; and what this one knew of its own rank, if only from within the step."""
     kept = Kept(rank=1)
     kept.draws.over(4, rng.pack(states["five"]))
     kept.draws.ahead()
@@ -154,7 +165,7 @@ def test_what_a_life_began_from_is_known_until_its_first_step_is_over(states: di
 
 def test_nothing_is_noted_before_a_life_begins(states: dict[str, Any]) -> None:
     notes: dict[int, bytes] = {}
-    draws = rank_journal.Draws(lambda place, head, body: notes.__setitem__(place, head + body))
+    draws = rank_journal.RngJournal(lambda place, head, body: notes.__setitem__(place, head + body))
     draws.over(5, rng.pack(states["five"]))
     draws.ahead()
     assert not notes
@@ -186,9 +197,9 @@ def test_batch_statistics_are_those_of_rank_0_in_whatever_world(states: dict[str
     """Behind a step, or within it; other ranks note none."""
     kept, other = Kept(rank=0, world_size=3), Kept(rank=1)
     for one, first in ((kept, b"zero"), (other, b"one")):
-        one.draws.statistics = lambda first=first: (("0.mean", first),)
+        one.draws.read(Source((("0.mean", first),)))
         one.draws.over(5, rng.pack(states["five"]))
-        one.draws.statistics = lambda first=first: (("0.mean", first + b" newer"),)
+        one.draws.read(Source((("0.mean", first + b" newer"),)))
         one.draws.ahead()
     notes = [*other.notes.values(), *kept.notes.values()]
     assert rank_journal.statistics(notes, at(5)) == (("0.mean", b"zero"),)
@@ -234,6 +245,6 @@ def test_what_another_node_told_of_the_last_two_steps(states: dict[str, Any]) ->
 
 
 def test_nothing_is_heard_before_a_life_begins() -> None:
-    draws = rank_journal.Draws(lambda *_: None)
+    draws = rank_journal.RngJournal(lambda *_: None)
     draws.heard([b"early"])
     assert not draws.told

@@ -13,7 +13,7 @@ from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol import Departure, ShowJob
 from dlrover_hooks.session import Session
 from dlrover_hooks.testing import InjectedFault
-from dlrover_hooks.testing.faults.fault_actions import Struck
+from dlrover_hooks.testing.faults.fault_actions import InjectedFaults
 from dlrover_hooks.testing.faults.step_trace import RunTrace
 from tests.e2e.session_life import Position
 
@@ -33,7 +33,7 @@ def test_a_stray_last_step_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The variables of a drill: faults in `faults`, a trace in `trace`, and no step behind the eighth."""
-    (tmp_path / "faults").write_text("step=3 at=quiet exception\nstep=5 at=stepped exception\n")
+    (tmp_path / "faults").write_text("step=3 at=boundary exception\nstep=5 at=stepped exception\n")
     for name, value in {"FAULTS": tmp_path / "faults", "TRACE": tmp_path / "trace", "LAST_STEP": 8}.items():
         monkeypatch.setenv(f"DLROVER_HOOKS_{name}", str(value))
     return tmp_path
@@ -67,13 +67,13 @@ def test_faults_strike_once_in_a_run(session: Session, orders: Path) -> None:
     weights, source = np.zeros(3), Position()
     with pytest.raises(InjectedFault, match="step=3"):
         train(session, weights, 0, source)
-    assert source.committed == 3, "at a quiet point the step is over"
+    assert source.committed == 3, "at a step boundary the step is over"
     with pytest.raises(InjectedFault, match="step=5"):
         train(session, weights, 2, source)
     assert source.marked == source.committed + 1, "stepped, but not over"
     (file,) = orders.glob("faults.*.struck")
     assert file.name == f"faults.{session.run[:8]}.struck"
-    assert [row["number"] for row in Struck(file).rows()] == [0, 1]
+    assert [row["number"] for row in InjectedFaults(file).rows()] == [0, 1]
     with pytest.raises(SystemExit):
         train(session, weights, 4, source)
 

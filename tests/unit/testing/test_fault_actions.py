@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from dlrover_hooks.testing.faults import fault_actions
-from dlrover_hooks.testing.faults.fault_actions import Surroundings
+from dlrover_hooks.testing.faults.fault_actions import FaultContext
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind
+from tests.waiting import until
 
-AROUND = Surroundings("job", "node")
+AROUND = FaultContext("job", "node")
 
 
 def victim(fault: str) -> subprocess.Popen[str]:
@@ -25,7 +26,7 @@ def victim(fault: str) -> subprocess.Popen[str]:
     code = f"""if True:
         from dlrover_hooks.testing.faults import fault_actions as inject, fault_plan as faults
         print("ready", flush=True)
-        inject.strike(faults.parse("step=1 {fault}")[0], inject.Surroundings("job", "node"))
+        inject.strike(faults.parse("step=1 {fault}")[0], inject.FaultContext("job", "node"))
         print("over", flush=True)
     """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -44,11 +45,9 @@ def test_a_stopped_process_goes_on_after_its_time() -> None:
     process = victim("stop seconds=0.5")
     assert process.stdout is not None
     process.stdout.readline()
-    seen, began = set[str](), time.monotonic()
-    while process.poll() is None and time.monotonic() < began + 20:
-        seen.add(psutil.Process(process.pid).status())
-    assert psutil.STATUS_STOPPED in seen
-    assert process.communicate()[0] == "over\n"
+    began = time.monotonic()
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "a stopped process")
+    assert process.communicate(timeout=20)[0] == "over\n"
     assert time.monotonic() - began > 0.4
 
 
@@ -96,7 +95,7 @@ def test_a_cut_lasts() -> None:
             assert served.recv(1) == b""
             assert again.fileno() >= 0
         cutting.join(5)
-        assert not cutting.is_alive()
+        assert not cutting.alive
         with socket.create_connection(master.getsockname()) as again, master.accept()[0] as served:
             again.sendall(b"x")
             assert served.recv(1) == b"x"
@@ -107,11 +106,12 @@ def test_a_fault_is_claimed_once_by_whoever_asks_first(tmp_path: os.PathLike[str
     path = os.path.join(tmp_path, "faults.struck")
     won: list[bool] = []
     threads = [
-        threading.Thread(target=lambda: won.append(fault_actions.Struck(path).claim(0, fault))) for _ in range(8)
+        threading.Thread(target=lambda: won.append(fault_actions.InjectedFaults(path).claim(0, fault)))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(won) == [False] * 7 + [True]
-    assert [row["fault"] for row in fault_actions.Struck(path).rows()] == ["step=1 rank=0 kill"]
+    assert [row["fault"] for row in fault_actions.InjectedFaults(path).rows()] == ["step=1 rank=0 kill"]

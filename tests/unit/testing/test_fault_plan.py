@@ -15,7 +15,7 @@ from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment, Target
 TEXT = """
 # comment
 step=20 rank=1 kill
-step=30 at=quiet stop seconds=3   # for three seconds
+step=30 at=boundary stop seconds=3   # for three seconds
 step=40 kill of=master
 """
 
@@ -24,7 +24,7 @@ def test_a_file_is_read_and_written() -> None:
     found = fault_plan.parse(TEXT)
     assert found == (
         Fault(step=20, rank=1, kind=Kind.KILL),
-        Fault(step=30, kind=Kind.STOP, at=Moment.QUIET, seconds=3.0),
+        Fault(step=30, kind=Kind.STOP, at=Moment.BOUNDARY, seconds=3.0),
         Fault(step=40, kind=Kind.KILL, of=Target.MASTER),
     )
     assert fault_plan.parse(fault_plan.written(found, "again")) == found
@@ -57,12 +57,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_each_strikes_its_rank_at_its_moment_and_later_where_that_did_not_come() -> None:
-    plan = fault_plan.parse("step=5 rank=1 kill\nstep=5 rank=1 at=quiet stop\nstep=7 rank=0 at=forward hang")
+    plan = fault_plan.parse("step=5 rank=1 kill\nstep=5 rank=1 at=boundary stop\nstep=7 rank=0 at=forward hang")
     assert fault_plan.due(plan, 5, 1, Moment.FORWARD, ()) == []
     assert fault_plan.due(plan, 5, 1, Moment.BACKWARD, ()) == [0]
-    assert fault_plan.due(plan, 5, 0, Moment.QUIET, ()) == []
-    assert fault_plan.due(plan, 5, 1, Moment.QUIET, ()) == [0, 1], "there was no backward"
-    assert fault_plan.due(plan, 5, 1, Moment.QUIET, {0, 1}) == []
+    assert fault_plan.due(plan, 5, 0, Moment.BOUNDARY, ()) == []
+    assert fault_plan.due(plan, 5, 1, Moment.BOUNDARY, ()) == [0, 1], "there was no backward"
+    assert fault_plan.due(plan, 5, 1, Moment.BOUNDARY, {0, 1}) == []
     assert fault_plan.due(plan, 9, 0, Moment.FORWARD, ()) == [2], "rolled forward over it"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 from dlrover_hooks import config
 from dlrover_hooks.worker.preemption import Signals
@@ -21,7 +22,7 @@ def test_a_signal_between_two_rounds_is_heard_whatever_a_framework_has_put_back(
     with contextlib.closing(
         Membership(config.Config(job="job", master="http://127.0.0.1:9"), place, lambda: None)
     ) as membership:
-        session = SimpleNamespace(parting=SimpleNamespace(signals=signals), part=lambda: parted.append("parted"))
+        session: Any = SimpleNamespace(parting=SimpleNamespace(signals=signals), part=lambda: parted.append("parted"))
         membership.session = session
         signals.take()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -13,10 +13,9 @@ from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import MasterAway, Stale
 from dlrover_hooks.launcher import master_requests
 from dlrover_hooks.launcher.failures import farewell
-from dlrover_hooks.launcher.master_requests import Speaker, Station
+from dlrover_hooks.launcher.master_requests import AgentAddress, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions
-from dlrover_hooks.worker import acquire_rank as seat
-from dlrover_hooks.worker import surviving_process
+from dlrover_hooks.worker import round_join as seat, surviving_process
 from dlrover_hooks.worker.surviving_process import Membership
 
 VIEW = p.JobView(job="job", run="run", attempt=1, round=1, phase=p.Phase.TRAINING, step=7, members=())
@@ -40,9 +39,9 @@ class Stopped:
         return self._answer() if callable(self._answer) else self._answer
 
 
-def speaks(client: Any, away_s: float = 120.0) -> Speaker:
+def speaks(client: Any, away_s: float = 120.0) -> MasterRequests:
     options = LaunchOptions(command=("true",), master_away_s=away_s)
-    return Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
+    return MasterRequests(options, AgentAddress("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
 
 
 def test_a_dead_worker_is_seen_to_when_the_master_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +59,9 @@ def test_a_watch_that_misses_the_master_later_changes_no_deadline(monkeypatch: p
     """It tries to connect again and again: its word on when the absence began is that of the moment."""
     client: Any = Stopped(monkeypatch, back_at=1000.0)
     options, away = LaunchOptions(command=("true",), master_away_s=30.0), iter([None])
-    speaks = Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: next(away, client.now))
+    speaks = MasterRequests(
+        options, AgentAddress("job", "node", "127.0.0.1"), client, lambda: None, lambda: next(away, client.now)
+    )
     with pytest.raises(MasterAway, match=r"has not answered for 30 s \(--master-away\)"):
         speaks.await_view()
 
@@ -124,7 +125,7 @@ def test_a_master_that_should_run_already_is_not_waited_for_longer(monkeypatch: 
     """A wrong URL: `--master-away` bounds the first contact, too."""
     client: Any = Stopped(monkeypatch, back_at=1000.0)
     options = LaunchOptions(command=("true",), endpoint="http://wrong:8780", master_away_s=5.0)
-    speaks = Speaker(options, Station("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
+    speaks = MasterRequests(options, AgentAddress("job", "node", "127.0.0.1"), client, lambda: None, lambda: None)
     with pytest.raises(MasterAway):
         speaks.join((p.Seat("w0", 0),), 600.0, first=True, fresh=False)
     assert client.now <= 106.0

@@ -1,4 +1,4 @@
-"""What is told of a round that is over for whoever hears it is no news."""
+"""What is told of a round that is over for its listener is no news."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.launcher.agent import Agent
-from dlrover_hooks.launcher.master_requests import Station
+from dlrover_hooks.launcher.master_requests import AgentAddress
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.protocol import Generation, JobView, Notice, Phase
 from dlrover_hooks.session import Session
@@ -32,7 +32,7 @@ def agent() -> Iterator[Agent]:
         client = MasterClient(NOWHERE, incarnation="a")
         owned.callback(client.close)
         workers: Any = None
-        station = Station("job", "node", "127.0.0.1")
+        station = AgentAddress("job", "node", "127.0.0.1")
         made = Agent(LaunchOptions(command=("true",)), station, client, workers, selector, lambda: None, fresh=False)
         owned.callback(made._ear.close)
         made._round = 2
@@ -84,6 +84,6 @@ def test_a_survivor_does_not_wait_for_a_master_that_has_gone() -> None:
 def test_a_save_of_the_round_before_is_not_voted_for(attempt: int, votes: int) -> None:
     """Until a session begins, its engine hears of the life before: a vote would be stale, and end the worker."""
     told: list[Any] = []
-    session = cast("Any", SimpleNamespace(attempt=attempt, _courier=SimpleNamespace(notice=told.append)))
+    session = cast("Any", SimpleNamespace(attempt=attempt, _reporter=SimpleNamespace(notice=told.append)))
     Session.heard(session, Hashed(generation=Generation(2, 5, "run"), rank=0, world_size=2))
     assert len(told) == votes

@@ -1,4 +1,4 @@
-"""The courier against the real core in memory: votes in order, none lost while the master is away."""
+"""The reporter against the real core in memory: votes in order, none lost while the master is away."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,14 +14,14 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.testing import MasterFake
-from dlrover_hooks.worker import reporter as courier_module
-from dlrover_hooks.worker.reporter import Courier, Outage
+from dlrover_hooks.worker import reporter as reporter_module
+from dlrover_hooks.worker.reporter import Outage, Reporter
 
 RUN = uuid.uuid4().hex
 
 
 class Line:
-    """What a courier calls: the fake master, which may be away, and wakes whoever waits for a vote or a beat."""
+    """What a reporter calls: the fake master, which may be away, and wakes threads that wait for a vote or a beat."""
 
     def __init__(self, master: MasterFake) -> None:
         self.master, self.votes = master, list[p.Vote]()
@@ -58,8 +58,8 @@ def line() -> Line:
 
 
 @pytest.fixture
-def courier(line: Line) -> Iterator[Courier]:
-    made = Courier(line, "j", ("w", 0, 1), None)
+def reporter(line: Line) -> Iterator[Reporter]:
+    made = Reporter(line, "j", ("w", 0, 1), None)
     made.start(p.Cadence(every=1))
     yield made
     made.stop()
@@ -73,19 +73,19 @@ def hashed(step: int, attempt: int = 1) -> Hashed:
     return Hashed(generation=generation(step, attempt), rank=0, world_size=1)
 
 
-def test_a_hashed_slot_becomes_a_vote_and_the_answer_is_heard(courier: Courier, line: Line) -> None:
-    courier.saved(generation(1), 0.25)
-    courier.notice(hashed(1))
+def test_a_hashed_slot_becomes_a_vote_and_the_answer_is_heard(reporter: Reporter, line: Line) -> None:
+    reporter.saved(generation(1), 0.25)
+    reporter.notice(hashed(1))
     line.wait(lambda: line.votes)
-    courier.stop()
+    reporter.stop()
     assert [(vote.kind, vote.copy_s) for vote in line.votes] == [(p.VoteKind.MEMORY, 0.25)]
-    assert courier.newest_complete == generation(1)
-    assert courier.cadence == p.Cadence(every=1, persist_from=4)
+    assert reporter.generations.newest_complete == generation(1)
+    assert reporter.cadence == p.Cadence(every=1, persist_from=4)
 
 
 @pytest.mark.parametrize("away", [MasterAway("nobody answers"), JournalFailed("the disk is full")])
 def test_votes_wait_for_an_absent_master_in_order(
-    courier: Courier,
+    reporter: Reporter,
     line: Line,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,23 +95,23 @@ def test_votes_wait_for_an_absent_master_in_order(
 
     A master that cannot write its journal has changed nothing: a dropped vote would keep all that follows from storage.
     """
-    monkeypatch.setattr(courier_module, "STEADY_S", 0.0)
+    monkeypatch.setattr(reporter_module, "STEADY_S", 0.0)
     with caplog.at_level(logging.WARNING, "dlrover_hooks"):
         line.away = away
         for step in range(1, 6):
-            courier.notice(hashed(step))
+            reporter.notice(hashed(step))
         line.wait(lambda: line._calls > 3)
         line.away = None
         line.wait(lambda: len(line.votes) == 5)
-        courier.stop()
+        reporter.stop()
     assert [vote.generation.step for vote in line.votes] == [1, 2, 3, 4, 5]
-    assert courier.error is None
+    assert reporter.error is None
     assert caplog.text.count("trains on without its master") == 1
     assert caplog.text.count("is connected to its master again") == 1
 
 
 def test_a_network_that_comes_and_goes_is_one_outage() -> None:
-    """Told of when it begins, and when the master has answered for three seconds without a gap; then anew."""
+    """Told of when it begins, and when the master has answered for three seconds without a gap; then once more."""
     outage = Outage()
     told = [(now, outage.heard(answered, now)) for now, answered in (
         (0.0, True), (1.0, False), (1.1, True), (1.2, False), (2.0, True), (4.1, True), (4.15, False),
@@ -122,20 +122,20 @@ def test_a_network_that_comes_and_goes_is_one_outage() -> None:
     ]  # fmt: skip
 
 
-def test_a_refused_vote_is_dropped_and_remembered(courier: Courier, line: Line) -> None:
-    courier.notice(hashed(1, attempt=9))
-    courier.notice(hashed(2))
+def test_a_refused_vote_is_dropped_and_remembered(reporter: Reporter, line: Line) -> None:
+    reporter.notice(hashed(1, attempt=9))
+    reporter.notice(hashed(2))
     line.wait(lambda: line.votes)
-    courier.stop()
-    assert isinstance(courier.error, Stale)
+    reporter.stop()
+    assert isinstance(reporter.error, Stale)
     assert [vote.generation for vote in line.votes] == [generation(2)]
 
 
 def test_an_unexpected_error_ends_no_heartbeats_and_is_surfaced(
-    courier: Courier, line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    reporter: Reporter, line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker whose heartbeats have ended is declared dead, and nobody would know why."""
-    vitals, failed = courier._vitals.sample, threading.Event()
+    vitals, failed = reporter._vitals.sample, threading.Event()
 
     def broken() -> p.Vitals:
         if failed.is_set():
@@ -143,43 +143,56 @@ def test_an_unexpected_error_ends_no_heartbeats_and_is_surfaced(
         failed.set()
         raise ZeroDivisionError("odd vitals")
 
-    monkeypatch.setattr(courier._vitals, "sample", broken)
+    monkeypatch.setattr(reporter._vitals, "sample", broken)
     assert failed.wait(60.0)
     calls = line._calls
     line.wait(lambda: line._calls > calls + 1)
-    courier.stop()
-    assert "ZeroDivisionError: odd vitals" in str(courier.error)
+    reporter.stop()
+    assert "ZeroDivisionError: odd vitals" in str(reporter.error)
     assert "Traceback" in caplog.text
 
 
-def test_a_stored_file_is_committed(courier: Courier, line: Line) -> None:
+def test_a_stored_file_is_committed(reporter: Reporter, line: Line) -> None:
     file = p.ShardFile("shard", 0, 10, 4, ("a",))
-    courier.notice(hashed(4))
-    courier.notice(Persisted(generation=generation(4), file=file))
+    reporter.notice(hashed(4))
+    reporter.notice(Persisted(generation=generation(4), file=file))
     line.wait(lambda: len(line.votes) == 2)
-    courier.stop()
+    reporter.stop()
     assert line.master.call(p.ShowJob("j")).newest_committed == generation(4)
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_a_failed_file_is_voted_and_only_storage_is_an_error(courier: Courier, line: Line, gone: bool) -> None:
-    courier.notice(hashed(4))
-    courier.notice(PersistFailed(generation=generation(4), reason="no room", hint="make room", gone=gone))
+def test_a_failed_file_is_voted_and_only_storage_is_an_error(reporter: Reporter, line: Line, gone: bool) -> None:
+    reporter.notice(hashed(4))
+    reporter.notice(PersistFailed(generation=generation(4), reason="no room", hint="make room", gone=gone))
     line.wait(lambda: len(line.votes) == 2)
-    courier.stop()
+    reporter.stop()
     assert line.votes[1].kind is (p.VoteKind.FAILED if gone else p.VoteKind.REFUSED)
-    assert courier.failed == {generation(4)}
-    assert (courier.error is None) is gone
-    assert gone or isinstance(courier.error, StorageFailed)
-    assert gone or ("no room" in str(courier.error) and str(courier.error).count("make room") == 1)
+    assert (reporter.error is None) is gone
+    assert gone or isinstance(reporter.error, StorageFailed)
+    assert gone or ("no room" in str(reporter.error) and str(reporter.error).count("make room") == 1)
 
 
-def test_stopping_delivers_what_is_left(courier: Courier, line: Line) -> None:
+def test_stopping_delivers_what_is_left(reporter: Reporter, line: Line) -> None:
     for step in range(1, 4):
-        courier.notice(hashed(step))
-    courier.stop()
+        reporter.notice(hashed(step))
+    reporter.stop()
     assert [vote.generation.step for vote in line.votes] == [1, 2, 3]
 
 
 def test_stopping_one_that_never_started_is_fine(line: Line) -> None:
-    Courier(line, "j", ("w", 0, 1), None).stop()
+    Reporter(line, "j", ("w", 0, 1), None).stop()
+
+
+def test_an_unexpected_error_is_kept_for_the_session_and_the_thread_goes_on(
+    line: Line, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without heartbeats the worker would be declared dead; a vote that follows is delivered."""
+    monkeypatch.setattr(reporter_module, "BEAT_S", 0.01)
+    line.away = cast(HooksError, ZeroDivisionError("unforeseen"))
+    reporter.wake()
+    line.wait(lambda: reporter.error is not None)
+    assert "rank 0 of job j: the thread dlrover-hooks-reporter met ZeroDivisionError" in str(reporter.error)
+    line.away = None
+    reporter.notice(hashed(1))
+    line.wait(lambda: line.votes)

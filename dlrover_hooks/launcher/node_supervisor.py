@@ -1,0 +1,212 @@
+"""`dlrover-hooks run`: a keeper, N workers and, on the first node, the master; and their supervision.
+
+A launcher owns the processes of its node. Its agent (`launcher.agent`) joins the round for the workers and replaces
+dead ones. The launcher owns the master's listening socket and restarts a dead master on it, so that clients only wait.
+A dead keeper is restarted too. However the launcher ends, no process, port, segment or temporary file is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import signal
+import sys
+import uuid
+from types import FrameType
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.host.ports import listen
+from dlrover_hooks.launcher import requeue
+from dlrover_hooks.launcher.agent import Agent
+from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, FailureSummary, again, screen
+from dlrover_hooks.launcher.failures import counted, farewell
+from dlrover_hooks.launcher.interruption import Eviction, after, last_code
+from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
+from dlrover_hooks.launcher.master_requests import AgentAddress
+from dlrover_hooks.launcher.options import LaunchOptions
+from dlrover_hooks.launcher.processes.log_files import Logs
+from dlrover_hooks.launcher.processes.services import Served, Services, temporary_file, temporary_journal
+from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
+from dlrover_hooks.launcher.restart_budget import Over
+from dlrover_hooks.launcher.single_launcher import sole
+from dlrover_hooks.launcher.warm.standby_pool import Standbys
+
+log = logging.getLogger("dlrover_hooks.run")
+
+
+class Launcher:
+    """Runs one job on one node; `run` returns the exit code. Main thread only (it handles SIGINT and SIGTERM)."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self.options = options
+        config = settings.load()
+        self.job = options.job or config.job
+        if options.nodes.most > 1 and not options.job and not config.named:
+            raise UsageError(
+                f"--nnodes {options.nodes}: the nodes need one name for the job, or each would start its own",
+                hint="give all of them the same --job NAME (or DLROVER_HOOKS_JOB)",
+            )
+        self._fresh = options.fresh or config.fresh
+        self._node = settings.place().node
+        self._signal: int | None = None
+        self._seen: p.JobView | None = None
+        self._failures: tuple[Failure, ...] = ()
+        self._selector = selectors.DefaultSelector()
+        self._slurm = requeue.here()
+        self._eviction = Eviction(
+            self.job, self._node, preemption=options.preemption, grace_s=options.grace_s, slurm=self._slurm
+        )
+
+    def run(self) -> int:
+        """Run until the job is over; the exit code."""
+        code = self._run()
+        if self._failures:
+            story = FailureSummary(self.job, code, self._failures, again(sys.argv[1:], self.job))
+            sys.stderr.write(screen(story, colour=sys.stderr.isatty()))
+        if self._signal is not None:
+            log.info("%s", farewell(self.job, self._seen))
+        return last_code(code, self._slurm, wanted=self.options.requeue)
+
+    def _run(self) -> int:
+        with contextlib.ExitStack() as owned:
+            settings.stay_in_runtime_dir()
+            owned.enter_context(sole(self.job, self._node))
+            if self.options.nodes.most == 1:
+                owned.enter_context(sole(self.job, ""))
+            master, served = self._find_master(owned)
+            token = self.options.token or (None if self.options.endpoint else secrets.token_hex(16))
+            station = AgentAddress(self.job, self._node, self._host(master), serves=served is not None)
+            self._client = MasterClient(master.url, token, incarnation=uuid.uuid4().hex)
+            environment = self._environment(master.url, token or "", station)
+            command = self.options.command
+            preload = environment["DLROVER_HOOKS_PRELOAD"] = owned.enter_context(temporary_file("preload"))
+            standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
+            logs = None
+            if self.options.log_dir:
+                logs = Logs(self.options.log_dir, self.options.redirects, self.options.tee)
+                owned.callback(logs.close)
+            self._workers = Workers(command, newcomer_command(command), environment, self._selector, standbys, logs)
+            self._take_signals(owned)
+            temporary = (preload, *self.options.temporary)
+            self._services = Services(self.job, self._node, token, served, temporary, self._selector)
+            owned.callback(self._services.end)
+            owned.callback(self._client.close)
+            owned.callback(self._workers.end)
+            owned.callback(self._eviction.close)
+            log.info("job %s: %s, %s", self.job, self._size(), self._where(master, served))
+            agent = Agent(self.options, station, self._client, self._workers, self._selector, self._look,
+                          fresh=self._fresh)  # fmt: skip
+            code = agent.run()
+            if agent.budget.record.failures:
+                self._failures = self._seen_through(agent.budget.record)
+            return code
+
+    def _standbys(self, owned: contextlib.ExitStack, preload: str, environment: dict[str, str]) -> Standbys | None:
+        if not (count := self.options.standbys):
+            return None
+        script, unasked = self.options.command[2:], self.options.standby is None
+        standbys = Standbys(count, preload, environment, script, spare=unasked)
+        owned.callback(standbys.close)
+        return standbys
+
+    def _seen_through(self, record: FailureRecord) -> tuple[Failure, ...]:
+        if self._seen is None:
+            with contextlib.suppress(HooksError):
+                self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)
+        record.heard(self._seen)
+        return tuple(record.failures)
+
+    def _find_master(self, owned: contextlib.ExitStack) -> tuple[Endpoint, Served | None]:
+        """The master's address; socket and journal if this launcher serves it. Raises UsageError, LaunchError."""
+        if self.options.endpoint:
+            where = endpoint(self.options.endpoint)
+            if not where.local and not self.options.token:
+                raise UsageError(
+                    f"the master at {where.host} needs a token: anybody who reaches it could steer your training",
+                    hint="make one (openssl rand -hex 16) and set DLROVER_HOOKS_TOKEN to it on all nodes",
+                )
+            listener = serve(where, self.options.node_rank)
+            if listener is None:
+                return where, None
+        else:
+            listener = listen(self.options.port)
+        owned.callback(listener.close)
+        journal = self.options.journal or owned.enter_context(temporary_journal())
+        ephemeral, hang_timeout_s = self.options.journal is None, self.options.hang_timeout_s
+        return endpoint(url_of(listener)), Served(listener, journal, ephemeral, hang_timeout_s)
+
+    def _host(self, master: Endpoint) -> str:
+        """The address at which other nodes reach this one: on the route to the master's address."""
+        if not self.options.endpoint:
+            return "127.0.0.1"
+        return self.options.local_addr or own_host(endpoint(self.options.endpoint))
+
+    def _size(self) -> str:
+        nodes, workers = self.options.nodes, self.options.workers
+        here = counted(workers.most, "worker") if workers.fixed else f"{workers} workers"
+        return here if nodes.most == 1 else f"{nodes} nodes, {here} each"
+
+    def _where(self, master: Endpoint, served: Served | None) -> str:
+        return f"master at {master.url}" + ("" if served is not None else " (served elsewhere)")
+
+    def _environment(self, url: str, token: str, station: AgentAddress) -> dict[str, str]:
+        """torchrun's variables (Lightning picks the wrong environment without TORCHELASTIC_RUN_ID), and our own."""
+        return {
+            "TORCHELASTIC_RUN_ID": self.job,
+            "TORCHELASTIC_MAX_RESTARTS": str(self.options.max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "DLROVER_HOOKS_JOB": self.job,
+            "DLROVER_HOOKS_MASTER": url,
+            "DLROVER_HOOKS_TOKEN": token,
+            "DLROVER_HOOKS_NODE": self._node,
+            "DLROVER_HOOKS_GRACE": f"{self.options.grace_s:g}s" if self.options.grace_s else "",
+            "DLROVER_HOOKS_LAUNCHER": self._client.incarnation,
+            "DLROVER_HOOKS_HOST": station.host,
+            "DLROVER_HOOKS_MIN_WORKERS": str(self.options.min_workers),
+            "DLROVER_HOOKS_MAX_WORKERS": str(self.options.max_workers),
+            "DLROVER_HOOKS_MASTER_AWAY_S": str(self.options.master_away_s),
+        }
+
+    def _look(self) -> None:
+        """Handle a signal (raises Over when the workers have ended); restart services that died."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 1024):  # a pipe that is not emptied keeps the selector awake
+                pass
+        if self._signal is None and self._eviction.due(self._client):
+            self._signal = signal.SIGTERM
+        if self._signal is not None:
+            log.info("%s: ending %s", signal.Signals(self._signal).name, counted(len(self._workers.children), "worker"))
+            codes = self._workers.end(min(self.options.grace_s, self._eviction.left_s))
+            with contextlib.suppress(HooksError):
+                self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)
+            raise Over(after(self._signal, codes, self._seen))
+        self._services.revive()
+        self._workers.refill()
+
+    # ---- signals ----------------------------------------------------------------------------------------------------
+
+    def _take_signals(self, owned: contextlib.ExitStack) -> None:
+        """The first signal ends the run gracefully; a second one kills the workers at once."""
+        wake, wake_end = os.pipe()
+        for end in (wake, wake_end):
+            os.set_blocking(end, False)
+        self._wake = wake
+        owned.callback(lambda: (os.close(wake), os.close(wake_end)))
+        owned.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake_end))
+        self._selector.register(wake, selectors.EVENT_READ)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            owned.callback(signal.signal, number, signal.signal(number, self._signalled))
+        warned = signal.signal(signal.SIGUSR1, lambda number, _: self._eviction.signalled(number))
+        owned.callback(signal.signal, signal.SIGUSR1, warned)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        signal.signal(number, self._insist)
+
+    def _insist(self, number: int, frame: FrameType | None) -> None:
+        self._workers.signal(signal.SIGKILL)

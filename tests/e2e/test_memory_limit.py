@@ -1,0 +1,114 @@
+"""A keeper refuses what its memory does not hold, instead of being killed by it. Also in a real cgroup."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.errors import KeeperAway
+from dlrover_hooks.host import memory_limit
+from dlrover_hooks.protocol import Generation
+from tests.e2e.kept import RUN, Kept, state
+from tests.waiting import until
+
+LIMIT = 96 << 20
+
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+class Limited(NamedTuple):
+    keeper: subprocess.Popen[bytes]
+    where: str
+    """What sets the limit, as the keeper names it."""
+
+
+@pytest.fixture
+def limited(kept: Kept) -> Limited:
+    """A keeper that has 96 MB: it is told so. What a kernel that counts says is `in_cgroup`'s."""
+    return Limited(kept.keeper(before=("-m", "tests.e2e.limited_keeper"), KEEPER_LIMIT=str(LIMIT)), "the test")
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory cgroup below this process's own, with another one inside that has no limit."""
+    folder = None
+    with contextlib.suppress(OSError, StopIteration):
+        folder = next(mine()) / f"dlrover-hooks-test-{os.getpid()}"
+        (folder / "inner").mkdir(parents=True)
+        name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
+        (folder / name).write_text(str(LIMIT))
+        (folder / "inner/cgroup.procs").touch()
+    if folder is None or not (folder / "inner/cgroup.procs").exists():
+        pytest.skip("this user cannot make a memory cgroup here: only the limit that the keeper is told is tested")
+    yield folder
+    for each in (folder / "inner", folder):
+        until(lambda each=each: not (each / "cgroup.procs").read_text(), "an empty cgroup")
+        each.rmdir()
+
+
+@pytest.fixture
+def in_cgroup(group: Path, kept: Kept) -> Limited:
+    """A keeper in a real cgroup of 96 MB."""
+    keeper = kept.keeper()
+    (group / "inner/cgroup.procs").write_text(str(keeper.pid))
+    return Limited(keeper, f"cgroup {group}")
+
+
+@pytest.fixture(params=["limited", "in_cgroup"])
+def small(request: pytest.FixtureRequest) -> Limited:
+    return request.getfixturevalue(request.param)
+
+
+def mine() -> Iterator[Path]:
+    rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for kind, root, mounted in memory_limit._mounts("/proc"):
+        for _, names, path in rows:
+            if (kind == "cgroup" and "memory" in names.split(",")) or (kind == "cgroup2" and not names):
+                yield Path(mounted + path.removeprefix(root.rstrip("/")))
+
+
+def test_what_does_not_fit_is_refused(small: Limited, kept: Kept) -> None:
+    """In a cgroup, where the limit is further up the tree, too."""
+    trainer = kept.trainer()
+    trainer.save(1, state(1, LIMIT // 2 // 4))
+    assert isinstance(trainer.error, KeeperAway)
+    assert "3 slots of 51 MB need 153 MB" in trainer.error.message
+    assert "does not fit" in trainer.error.message
+    assert f"{small.where} sets the limit" in trainer.error.hint
+    trainer.save(2, state(2, LIMIT // 8 // 4))
+    assert kept.notice(keeper_messages.Hashed).generation.step == 2
+    assert small.keeper.poll() is None
+    kept.close()
+
+
+@pytest.mark.parametrize("grown", [LIMIT * 7 // 24, LIMIT * 10 // 24])
+def test_a_state_that_grows_gives_old_slots_up_but_the_newest_complete_one(
+    small: Limited, kept: Kept, grown: int
+) -> None:
+    """Three new slots do not fit beside three old ones: saves go on, and a kill finds a complete generation always."""
+    trainer = kept.trainer()
+
+    def save(step: int, nbytes: int) -> None:
+        until(lambda: trainer.save(step, state(step, nbytes // 4)), f"a save of step {step}")
+        assert kept.notice(keeper_messages.Hashed).generation.step == step
+
+    for step in (1, 2, 3):
+        save(step, LIMIT // 4)
+        trainer.complete(Generation(0, step, RUN))
+    save(4, grown)
+    assert sorted(held.generation.step for held in trainer.held()) == [3, 4]
+    trainer.complete(Generation(0, 4, RUN))
+    for step in (5, 6, 7):
+        save(step, grown)
+        trainer.complete(Generation(0, step, RUN))
+    assert {6, 7} <= {held.generation.step for held in trainer.held()}
+    assert small.keeper.poll() is None
+    kept.close()

@@ -1,0 +1,43 @@
+"""The one way in which tests wait for what another process or thread does and has no event for."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+WAIT_S = 60.0
+"""For what takes seconds at most on a quiet machine: other tests run beside this one, and cores may be slow."""
+EVERY_S = 0.01
+
+
+def until(
+    condition: Callable[[], Any],
+    what: str,
+    timeout_s: float = WAIT_S,
+    *,
+    between: Callable[[], object] | None = None,
+    diagnostic: Callable[[], object] | None = None,
+    every_s: float = EVERY_S,
+) -> Any:
+    """The first true answer of `condition`, which is asked every `every_s` seconds, at least twice.
+
+    A LookupError of it is a no: what it asks about is not there yet. `between` is called between two questions, in this
+    thread; what it raises ends the wait. `what` completes the sentence "not within 60 s: ..."; `diagnostic` is called
+    only then, and what it returns is added. Raises AssertionError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        late, missing = time.monotonic() > deadline, None
+        try:
+            if answer := condition():
+                return answer
+        except LookupError as error:
+            missing = error
+        if late:
+            found = "" if diagnostic is None else f"\n{diagnostic()}"
+            raise AssertionError(f"not within {timeout_s:g} s: {what}{found}") from missing
+        if between is not None:
+            between()
+        select.select([], [], [], every_s)
