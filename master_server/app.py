@@ -131,7 +131,10 @@ class App:
 
     async def _measure(self, request: Request) -> Response:
         self._authorize(request)
-        return Response(self.metrics.text(self.runtime.state), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            self.metrics.text(self.runtime.state, self.runtime.nodes),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
 
 
 def _with_slashes(path: str) -> str:

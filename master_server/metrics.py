@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.master.core.rounds.rendezvous import Member
 
 _BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
@@ -35,10 +37,10 @@ class Metrics:
         self._commits.observe(seconds)
         self._events.inc(events)
 
-    def text(self, state: Master) -> bytes:
-        """All metrics; those of the jobs are computed from `state`."""
+    def text(self, state: Master, nodes: Nodes) -> bytes:
+        """All metrics; those of the jobs are computed from `state` and `nodes`."""
         registry = CollectorRegistry()
-        registry.register(_Jobs(state))
+        registry.register(_Jobs(state, nodes))
         return generate_latest(self.registry) + generate_latest(registry)
 
 
@@ -47,12 +49,17 @@ SERIES = 500
 
 
 class _Jobs(Collector):
-    def __init__(self, state: Master) -> None:
-        self._state = state
+    def __init__(self, state: Master, nodes: Nodes) -> None:
+        self._state, self._nodes = state, nodes
 
     def collect(self) -> Iterator[Metric]:
         rounds = CounterMetricFamily("dlrover_hooks_rounds", "Rounds formed.", labels=["job"])
         alive = GaugeMetricFamily("dlrover_hooks_members_alive", "Live members of the round.", labels=["job"])
+        connected = GaugeMetricFamily(
+            "dlrover_hooks_members_connected",
+            "Live members with an open connection: the end of such a process is detected at once.",
+            labels=["job"],
+        )
         attempt = GaugeMetricFamily("dlrover_hooks_attempt", "Number of the attempt that runs.", labels=["job"])
         votes = CounterMetricFamily("dlrover_hooks_votes", "Votes counted for generations.", labels=["job"])
         commits = CounterMetricFamily("dlrover_hooks_commits", "Generations committed to storage.", labels=["job"])
@@ -68,8 +75,14 @@ class _Jobs(Collector):
             live = current.live if current else 0
             rounds.add_metric([name], job.rounds.number)
             alive.add_metric([name], live)
+            members = current.members.values() if current else ()
+            connected.add_metric([name], sum(self._is_connected(name, one) for one in members))
             attempt.add_metric([name], job.attempt)
             votes.add_metric([name], job.saves.votes)
             commits.add_metric([name], job.saves.commits)
             failures.add_metric([name], job.saves.failures)
-        yield from (kept, rounds, alive, attempt, votes, commits, failures)
+        yield from (kept, rounds, alive, connected, attempt, votes, commits, failures)
+
+    def _is_connected(self, job: str, member: Member) -> bool:
+        lease = self._nodes.pulses.get((job, member.incarnation))
+        return member.live and lease is not None and lease.ears > 0

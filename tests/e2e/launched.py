@@ -86,7 +86,10 @@ class Launched:
     def end(self, timeout_s: float = 60.0) -> tuple[int, str]:
         """Wait until the launcher and all that write to its stderr have ended: its exit code, and what was said."""
         deadline = time.monotonic() + timeout_s
-        self.process.wait(timeout_s)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.job} runs on after {timeout_s:g} s, and said: {self._said}") from None
         self._listener.join(max(0.0, deadline - time.monotonic()))
         assert not self._listener.is_alive(), f"somebody still holds the stderr of {self.job}: {self._said[-20:]}"
         return self.process.returncode, "".join(self._said)
@@ -119,7 +122,7 @@ class Launched:
 
 def all_gone(pids: list[int]) -> bool:
     """True once none of them runs any more (a zombie waiting for init to reap it does not run)."""
-    return until(lambda: all(not psutil.pid_exists(pid) or _is_zombie(pid) for pid in pids), f"the end of {pids}", 15.0)
+    return until(lambda: all(not psutil.pid_exists(pid) or _is_zombie(pid) for pid in pids), f"the end of {pids}")
 
 
 def _is_zombie(pid: int) -> bool:

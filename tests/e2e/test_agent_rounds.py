@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterAway, Unauthorized
@@ -54,28 +54,31 @@ class Agents:
             lambda: watcher.ask(p.Heartbeat(job, watcher.incarnation), 5.0).waiting == count, f"{count} waiting nodes"
         )
 
+    def die(self, agent: Meeting) -> None:
+        """As the kernel ends a killed agent: its connections close, and it says nothing.
+
+        Waits until all of the round are connected: the master detects the end of others only after their lease.
+        """
+        until(lambda: self._members("connected") == self._members("alive"), "the connections of all agents")
+        agent.life.end()
+        agent._life = None
+
+    def _members(self, state: str) -> str:
+        token = {"Authorization": f"Bearer {self.master.token}"}
+        metrics = requests.get(f"{self.master.url}/metrics", headers=token, timeout=WAIT_S).text
+        series = f'dlrover_hooks_members_{state}{{job="{self.job}@agents"}} '
+        return next(line.removeprefix(series) for line in metrics.splitlines() if line.startswith(series))
+
     def close(self) -> None:
         for agent in self.made:
             agent.leave(p.Departure.STOPPED)
         self._pool.shutdown()
 
 
-def seconds_until(condition: Callable[[], object], what: str) -> float:
-    """So long it took to hold."""
-    began = time.monotonic()
-    until(condition, what)
-    return time.monotonic() - began
-
-
-def die(agent: Meeting) -> None:
-    """As the kernel ends a killed agent: its connections close, and it says nothing."""
-    agent.life.end()
-    agent._life = None
-
-
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMaster]:
-    master = LiveMaster(tmp_path_factory.mktemp("master"))
+    """With a long lease: a death that is detected in time is detected by its connection."""
+    master = LiveMaster(tmp_path_factory.mktemp("master"), "--lease", f"{2 * WAIT_S:g}s")
     yield master
     master.close()
 
@@ -89,15 +92,15 @@ def agents(process: LiveMaster, request: pytest.FixtureRequest) -> Iterator[Agen
 
 @pytest.mark.requirement("DL-81", "ED-77")
 def test_a_lost_member_is_a_reason_to_meet_and_the_survivors_keep_their_ranks(agents: Agents) -> None:
-    """Within a second, though nothing says that it is gone; the next round has a port and a number of its own."""
+    """By its connection, though nothing says that it is gone; the next round has a port and a number of its own."""
     a, b, c = (agents.agent(node, low=1) for node in "abc")
     first = {agent: seated for agent, seated in zip((a, b, c), agents.meet(a, b, c), strict=True)}
     assert sorted(seated.ranks for seated in first.values()) == [(0,), (1,), (2,)]
     assert [agent.reasons_to_meet() for agent in (a, b, c)] == [0, 0, 0]
     victim = next(agent for agent, seated in first.items() if seated.ranks == (2,))
     survivors = [agent for agent in first if agent is not victim]
-    die(victim)
-    assert seconds_until(lambda: all(agent.reasons_to_meet() for agent in survivors), "the news of the death") < 2.0
+    agents.die(victim)
+    until(lambda: all(agent.reasons_to_meet() for agent in survivors), "the news of the death")
     again = agents.meet(*survivors)
     assert [seated.ranks for seated in again] == [first[agent].ranks for agent in survivors]
     assert {seated.world_size for seated in again} == {2}
@@ -110,7 +113,7 @@ def test_survivors_do_not_wait_for_the_last_call(agents: Agents) -> None:
     """Nor does a job that is full: the last call is for nodes that start together."""
     a, b = (agents.agent(node, high=2, last_call_s=60.0) for node in "ab")
     agents.meet(a, b)
-    die(b)
+    agents.die(b)
     until(a.reasons_to_meet, "a reason for a new round")
     assert agents.meet(a)[0].world_size == 1
 
@@ -129,7 +132,7 @@ def test_a_newcomer_that_fits_is_a_reason_to_meet_and_one_that_does_not_waits(ag
     ready = agents.joining(spare)
     until(lambda: spare._life is not None and spare._life.listens, "the connection of the spare")
     assert (a.reasons_to_meet(), b.reasons_to_meet(), ready.done()) == (0, 0, False)
-    die(b)
+    agents.die(b)
     until(a.reasons_to_meet, "a reason for a new round")
     assert agents.meet(a)[0].ranks == (0,)
     assert (ready.result(WAIT_S).ranks, ready.result().world_size) == ((1,), 2)
@@ -185,8 +188,8 @@ def test_a_master_that_is_killed_and_comes_back_costs_nothing(agents: Agents) ->
     watched = f"{agents.job}@agents"
     until(lambda: a.life.ask(p.ShowJob(watched), 5.0).phase is p.Phase.TRAINING, "training")
     assert (a.reasons_to_meet(), b.reasons_to_meet()) == (0, 0)
-    die(b)
-    assert seconds_until(a.reasons_to_meet, "the news of the death") < 15.0
+    agents.die(b)
+    until(a.reasons_to_meet, "the news of the death")
     assert agents.meet(a)[0].round == (first[0].round or 0) + 1
 
 

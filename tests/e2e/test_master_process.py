@@ -68,6 +68,7 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     assert exercised == {row.request for row in p.ROUTES}
     metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=60).text
     assert 'dlrover_hooks_rounds_total{job="job"} 1.0' in metrics
+    assert 'dlrover_hooks_members_connected{job="job"} 0.0' in metrics
     assert 'dlrover_hooks_requests_total{route="/v1/vote",status="200"} 1.0' in metrics
     assert "dlrover_hooks_journal_commit_seconds_count" in metrics
 

@@ -17,6 +17,7 @@ from dlrover_hooks.errors import JobAlive, UnknownJob
 from dlrover_hooks.master.__main__ import command
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import ForgetFinished, Key
+from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.master.metrics import SERIES, Metrics
@@ -141,7 +142,7 @@ def test_metrics_are_bounded() -> None:
     for index in range(SERIES + 20):
         job_registry.apply(state, named(join(), f"u{index}"), float(index))
     finished(state, "f")
-    text = Metrics().text(state).decode()
+    text = Metrics().text(state, Nodes()).decode()
     assert text.count("dlrover_hooks_rounds_total{") == SERIES
     assert 'job="f"' not in text
     assert 'job="u3"' not in text
