@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from dlrover_hooks import config as settings, protocol as p
-from dlrover_hooks.data.accumulation import hold_back
+from dlrover_hooks.data.implicit_accumulation import hold_back
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError

@@ -1,6 +1,6 @@
 """Runs the pure core: an event is applied, then journaled, and only then answered and its effects are performed.
 
-Everything runs in one asyncio loop except the journal's commit (one thread) and storage (`checkpoint_commits`). Events
+Everything runs in one asyncio loop except the journal's commit (one thread) and storage (`storage_tasks`). Events
 that arrive during a commit form the next batch (group commit). Queries read the applied state and are answered once all
 of it is durable.
 """
@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway, MasterError
-from dlrover_hooks.master.checkpoint_commits import CheckpointCommits
 from dlrover_hooks.master.clock import REAL, Clock, Uptime
 from dlrover_hooks.master.core import events, job_registry, views
 from dlrover_hooks.master.core.effects import (
@@ -39,6 +38,7 @@ from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.master.manifest_storage import Storage
+from dlrover_hooks.master.storage_tasks import CheckpointCommits
 from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
-from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside
 from dlrover_hooks.checkpoint.state.safetensors_layout import Layout, TensorSpec, header_bytes, plan
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.protocol import Generation, Manifest

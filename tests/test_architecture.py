@@ -145,7 +145,7 @@ def test_torch_load_is_never_called() -> None:
     calls = re.compile(r"\btorch\.(load|save)\(")
     found = {(name, call) for name in package() for call in calls.findall((ROOT / name).read_text())}
     wrong = sorted(
-        found - {("dlrover_hooks/pytorch/export.py", "save"), ("integrations/lightning/checkpoint_io.py", "save")}
+        found - {("dlrover_hooks/pytorch/export.py", "save"), ("integrations/lightning/async_checkpoint_io.py", "save")}
     )
     assert wrong == [], "torch.load and torch.save pickle; use the image of dlrover_hooks.checkpoint"
 
@@ -177,7 +177,7 @@ def test_no_debugging_is_left_behind() -> None:
 STARTS_THREADS = {
     "dlrover_hooks/host/background_thread.py": "the one place",
     "dlrover_hooks/checkpoint/memory/memcpy.py": "a copy's helpers: joined, and their errors raised, by the same call",
-    "dlrover_hooks/checkpoint/restore/shard_reader.py": "a read's helpers, likewise",
+    "dlrover_hooks/checkpoint/restore/stored_image.py": "a read's helpers, likewise",
     "dlrover_hooks/checkpoint/storage/stall_guard.py": "one call, whose error its caller raises; abandoned if it hangs",
 }
 

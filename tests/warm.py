@@ -3,7 +3,7 @@
     python -m tests.warm SOCKET MODULE...
 
 has imported the modules, and forks one process for each order. It has a single thread, and a child of it goes on as
-`dlrover_hooks.launcher.warm.bootstrap` does: from there on it is the program, with its environment,
+`dlrover_hooks.launcher.warm.worker_bootstrap` does: from there on it is the program, with its environment,
 its `__main__`, and its end.
 """
 
@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from dlrover_hooks.launcher.warm import bootstrap
+from dlrover_hooks.launcher.warm import worker_bootstrap
 from tests import keepers
 
 _ANSWER_S = 120.0
@@ -178,11 +178,11 @@ def main() -> None:
         assert len(threads) == 1, f"{sys.argv[2:]} started {len(threads) - 1} threads"
         gc.freeze()
         arguments = _serve(line)
-    what = bootstrap.program(arguments)
-    bootstrap.forget_cwd()
-    bootstrap.enter(what)
-    bootstrap._correct_ranks()
-    bootstrap.run(what)
+    what = worker_bootstrap.program(arguments)
+    worker_bootstrap.forget_cwd()
+    worker_bootstrap.enter(what)
+    worker_bootstrap._correct_ranks()
+    worker_bootstrap.run(what)
 
 
 if __name__ == "__main__":

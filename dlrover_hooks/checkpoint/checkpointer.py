@@ -20,7 +20,7 @@ import msgspec
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.ipc.keeper_connection import KeeperLink
-from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, Neighbours
+from dlrover_hooks.checkpoint.ipc.replica_client import Locate, Neighbours
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment
 from dlrover_hooks.checkpoint.memory.slot_policy import NO_SLOT, NoSlot
 from dlrover_hooks.checkpoint.restore.generation_loader import Fitting, LoadedTree, Restorer

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import config
-from dlrover_hooks.data.accumulation import Accumulation, accumulation_of
 from dlrover_hooks.data.batch_plan import Tail
 from dlrover_hooks.data.batch_sampler import END, Batches
+from dlrover_hooks.data.implicit_accumulation import Accumulation, accumulation_of
 from dlrover_hooks.data.leased.leased_loader import is_leased, leased_loader
 from dlrover_hooks.data.optimizer_step_hook import mark_on_step
 from dlrover_hooks.data.order import Kind

@@ -26,6 +26,7 @@ from dlrover_hooks.launcher.agent import Agent
 from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, FailureSummary, again, screen
 from dlrover_hooks.launcher.failures import counted, farewell
 from dlrover_hooks.launcher.interruption import Eviction, after, last_code
+from dlrover_hooks.launcher.launcher_lock import sole
 from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
 from dlrover_hooks.launcher.master_requests import AgentAddress
 from dlrover_hooks.launcher.options import LaunchOptions
@@ -33,7 +34,6 @@ from dlrover_hooks.launcher.processes.log_files import Logs
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_file, temporary_journal
 from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
 from dlrover_hooks.launcher.restart_budget import Over
-from dlrover_hooks.launcher.single_launcher import sole
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
 
 log = logging.getLogger("dlrover_hooks.run")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.state.pytree import flatten
-from dlrover_hooks.data.accumulation import Accumulation
+from dlrover_hooks.data.implicit_accumulation import Accumulation
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
@@ -31,9 +31,9 @@ from dlrover_hooks.protocol.restored_form import require
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful
+from dlrover_hooks.pytorch.loader_kinds import keeps_own_state
 from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
 from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, own_state, refuse
-from dlrover_hooks.pytorch.training_loaders import keeps_own_state
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
 

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
-from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, Stored, TensorPart, need
+from dlrover_hooks.checkpoint.tensors.generation_images import Images, Stored, TensorPart, need
 from dlrover_hooks.errors import NoCheckpoint
 from dlrover_hooks.pytorch.dcp_writer import FlashStager, FlashWriter
 

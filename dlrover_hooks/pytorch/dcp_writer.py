@@ -29,8 +29,8 @@ import dlrover_hooks.elastic.gloo_exit_wait  # noqa: F401  # a script's last sav
 from dlrover_hooks import config as settings
 from dlrover_hooks.checkpoint.save.state_tree_copies import StateTreeCopies
 from dlrover_hooks.checkpoint.state.pytree import flatten
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside, WholeTensor
 from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec, header_bytes, plan
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, WholeTensor
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.errors import UnsupportedState, UsageError

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from dlrover_hooks.data.accumulation import leader as leader
 from dlrover_hooks.data.batch_plan import BatchPlan
+from dlrover_hooks.data.implicit_accumulation import leader as leader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.pytorch.ddp_exactness import weighs

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, reason
 from dlrover_hooks.checkpoint.storage.retention import reading
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, chosen
+from dlrover_hooks.checkpoint.tensors.generation_images import Images, chosen
 from dlrover_hooks.errors import HooksError, MissingExtra, StorageFailed, UsageError
 from dlrover_hooks.protocol import Manifest
 from dlrover_hooks.pytorch.tensor_loading import listed

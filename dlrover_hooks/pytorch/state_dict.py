@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_hooks.checkpoint.tensors.shard_index import Stored
+from dlrover_hooks.checkpoint.tensors.generation_images import Stored
 from dlrover_hooks.checkpoint.tensors.torch_backend import dtype_of
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.restored_form import require

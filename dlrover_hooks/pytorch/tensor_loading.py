@@ -16,7 +16,7 @@ import torch
 
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, Stored, TensorPart, need_all
+from dlrover_hooks.checkpoint.tensors.generation_images import Images, Stored, TensorPart, need_all
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.restored_form import require
 

@@ -28,9 +28,9 @@ from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import leader
 from dlrover_hooks.pytorch.extra_state import Stateful
+from dlrover_hooks.pytorch.loader_kinds import is_training as is_training, keeps_own_state as keeps_own_state
 from dlrover_hooks.pytorch.state_dict import OptimizerForm, exact_optimizer_states, refuse_other_class
 from dlrover_hooks.pytorch.tensor_loading import listed, own_state, refuse_sharded
-from dlrover_hooks.pytorch.training_loaders import is_training as is_training, keeps_own_state as keeps_own_state
 from dlrover_hooks.session import Preempted, Restored
 from dlrover_hooks.step_driver import StepDriver
 

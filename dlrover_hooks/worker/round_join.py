@@ -1,7 +1,7 @@
 """A worker process joins for itself: it requests a rank, waits for the round, and updates its environment.
 
-A new worker does so before its script runs (`launcher.warm.bootstrap`), a survivor when its round broke. The launcher,
-which joins for all its workers at the first start, gives them the same environment.
+A new worker does so before its script runs (`launcher.warm.worker_bootstrap`), a survivor when its round broke. The
+launcher, which joins for all its workers at the first start, gives them the same environment.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import msgspec
 from dlrover_hooks import rng
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc.keeper_messages import SaveNotice
-from dlrover_hooks.checkpoint.ipc.replica_requests import Locate, host_towards
+from dlrover_hooks.checkpoint.ipc.replica_client import Locate, host_towards
 from dlrover_hooks.checkpoint.restore.generation_loader import LoadedTree as Opened
 from dlrover_hooks.checkpoint.storage import catalog, generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder as Tree, absolute

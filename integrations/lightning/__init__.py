@@ -5,5 +5,5 @@ Entry points: `ElasticCallback`; `FlashCheckpointIO` for the user's own checkpoi
 
 from __future__ import annotations
 
+from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO as FlashCheckpointIO
 from dlrover_hooks.integrations.lightning.callback import ElasticCallback as ElasticCallback
-from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO as FlashCheckpointIO

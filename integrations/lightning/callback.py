@@ -29,8 +29,8 @@ from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.elastic.in_process_recovery import Recovery
 from dlrover_hooks.errors import RoundEnded, UsageError
 from dlrover_hooks.integrations.lightning import _private_api as private, output_names as names
+from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO as FlashCheckpointIO
 from dlrover_hooks.integrations.lightning.batch_unit_conversion import BatchUnits, begin_epoch_again, draw_before
-from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO as FlashCheckpointIO
 from dlrover_hooks.integrations.lightning.combined_loader import combine, marked
 from dlrover_hooks.integrations.lightning.consistent_cut import check_state, cut, validating
 from dlrover_hooks.integrations.lightning.preconditions import check_devices, check_length, other_strategy, stand_aside

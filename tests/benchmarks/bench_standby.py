@@ -60,7 +60,7 @@ def rounds(folder: Path, number: int) -> dict[str, float]:
         subprocess.run([*python, *boot, *command], env=env, check=True)
 
     def booted(command: list[str]) -> None:
-        cold(command, "-m", "dlrover_hooks.launcher.warm.bootstrap", "--")
+        cold(command, "-m", "dlrover_hooks.launcher.warm.worker_bootstrap", "--")
 
     def warm(command: list[str]) -> None:
         worker = standbys.take("worker", ["--", *command], env)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
+from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO
 from dlrover_hooks.pytorch.dcp_writer import FlashStager, FlashWriter
 
 

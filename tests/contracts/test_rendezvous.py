@@ -26,7 +26,7 @@ from dlrover_hooks.torchrun.entry_point import get_handler
 from dlrover_hooks.torchrun.rendezvous_handler import Rendezvous, terms
 from tests.e2e.master_process import LiveMaster
 from tests.e2e.test_agent_rounds import die
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ class Agents:
         self.pool = ThreadPoolExecutor(4)
 
     def agent(self, low: int = 1, high: int = 2, **conf: str) -> Any:
-        conf = {"token": "secret", "join_timeout": "20", "timeout": "900"} | conf
+        conf = {"token": "secret", "join_timeout": f"{WAIT_S:g}", "timeout": "900"} | conf
         endpoint = self.master.url.removeprefix("http://")
         self.made.append(get_handler()(RendezvousParameters("dlrover", endpoint, self.job, low, high, **conf)))
         return self.made[-1]
 
     def meet(self, *agents: Any) -> list[RendezvousInfo]:
-        return [future.result(20) for future in [self.pool.submit(agent.next_rendezvous) for agent in agents]]
+        return [future.result(WAIT_S) for future in [self.pool.submit(agent.next_rendezvous) for agent in agents]]
 
     def close(self) -> None:
         for agent in self.made:
@@ -118,7 +118,7 @@ def test_an_agent_that_dies_while_ranks_are_agreed_on_takes_nobody_along(agents:
     infos = dict(zip((a, b), agents.meet(a, b), strict=True))
     dead, alive = sorted(infos, key=lambda agent: infos[agent].rank == victim, reverse=True)
     coming = agents.pool.submit(ranks_of, infos[alive], 2)
-    die(dead._meeting)
+    die(dead._meeting, agents.master)
     assert coming.result(20) == [2 * infos[alive].rank, 2 * infos[alive].rank + 1]
     until(lambda: alive.num_nodes_waiting() == 1, "a reason for a new round")
     (info,) = agents.meet(alive)

@@ -10,7 +10,7 @@ import os
 import sys
 
 from dlrover_hooks.checkpoint.keeper import __main__ as keeper
-from dlrover_hooks.checkpoint.storage import capacity
+from dlrover_hooks.checkpoint.storage import free_space
 from dlrover_hooks.host.memory_limit import Free
 
 
@@ -31,5 +31,5 @@ def _segment_bytes() -> int:
 
 
 if __name__ == "__main__":
-    capacity.memory_of_machine = free
+    free_space.memory_of_machine = free
     sys.exit(keeper.main(sys.argv[2:]))

@@ -13,6 +13,7 @@ from pathlib import Path
 import requests
 
 from dlrover_hooks.client import MasterClient
+from tests.waiting import WAIT_S, until
 
 
 class LiveMaster:
@@ -55,6 +56,16 @@ class LiveMaster:
                 self.url, self.token, incarnation=incarnation, deadline_s=deadline_s
             )
         return self._clients[incarnation]
+
+    def await_connections(self, job: str) -> None:
+        """Until all members of its round are connected: of others the master detects the end only after their lease."""
+        until(lambda: self._members(job, "connected") == self._members(job, "alive"), f"the connections of {job}")
+
+    def _members(self, job: str, state: str) -> str:
+        token = {"Authorization": f"Bearer {self.token}"}
+        metrics = requests.get(f"{self.url}/metrics", headers=token, timeout=WAIT_S).text
+        series = f'dlrover_hooks_members_{state}{{job="{job}"}} '
+        return next(line.removeprefix(series) for line in metrics.splitlines() if line.startswith(series))
 
     def kill(self) -> None:
         """SIGKILL, reaped."""

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterAway, Unauthorized
@@ -54,25 +53,17 @@ class Agents:
             lambda: watcher.ask(p.Heartbeat(job, watcher.incarnation), 5.0).waiting == count, f"{count} waiting nodes"
         )
 
-    def die(self, agent: Meeting) -> None:
-        """As the kernel ends a killed agent: its connections close, and it says nothing.
-
-        Waits until all of the round are connected: the master detects the end of others only after their lease.
-        """
-        until(lambda: self._members("connected") == self._members("alive"), "the connections of all agents")
-        agent.life.end()
-        agent._life = None
-
-    def _members(self, state: str) -> str:
-        token = {"Authorization": f"Bearer {self.master.token}"}
-        metrics = requests.get(f"{self.master.url}/metrics", headers=token, timeout=WAIT_S).text
-        series = f'dlrover_hooks_members_{state}{{job="{self.job}@agents"}} '
-        return next(line.removeprefix(series) for line in metrics.splitlines() if line.startswith(series))
-
     def close(self) -> None:
         for agent in self.made:
             agent.leave(p.Departure.STOPPED)
         self._pool.shutdown()
+
+
+def die(agent: Meeting, master: LiveMaster) -> None:
+    """As the kernel ends a killed agent: its connections close, and it says nothing."""
+    master.await_connections(agent.terms.agents)
+    agent.life.end()
+    agent._life = None
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +90,7 @@ def test_a_lost_member_is_a_reason_to_meet_and_the_survivors_keep_their_ranks(ag
     assert [agent.reasons_to_meet() for agent in (a, b, c)] == [0, 0, 0]
     victim = next(agent for agent, seated in first.items() if seated.ranks == (2,))
     survivors = [agent for agent in first if agent is not victim]
-    agents.die(victim)
+    die(victim, agents.master)
     until(lambda: all(agent.reasons_to_meet() for agent in survivors), "the news of the death")
     again = agents.meet(*survivors)
     assert [seated.ranks for seated in again] == [first[agent].ranks for agent in survivors]
@@ -113,7 +104,7 @@ def test_survivors_do_not_wait_for_the_last_call(agents: Agents) -> None:
     """Nor does a job that is full: the last call is for nodes that start together."""
     a, b = (agents.agent(node, high=2, last_call_s=60.0) for node in "ab")
     agents.meet(a, b)
-    agents.die(b)
+    die(b, agents.master)
     until(a.reasons_to_meet, "a reason for a new round")
     assert agents.meet(a)[0].world_size == 1
 
@@ -132,7 +123,7 @@ def test_a_newcomer_that_fits_is_a_reason_to_meet_and_one_that_does_not_waits(ag
     ready = agents.joining(spare)
     until(lambda: spare._life is not None and spare._life.listens, "the connection of the spare")
     assert (a.reasons_to_meet(), b.reasons_to_meet(), ready.done()) == (0, 0, False)
-    agents.die(b)
+    die(b, agents.master)
     until(a.reasons_to_meet, "a reason for a new round")
     assert agents.meet(a)[0].ranks == (0,)
     assert (ready.result(WAIT_S).ranks, ready.result().world_size) == ((1,), 2)
@@ -188,7 +179,7 @@ def test_a_master_that_is_killed_and_comes_back_costs_nothing(agents: Agents) ->
     watched = f"{agents.job}@agents"
     until(lambda: a.life.ask(p.ShowJob(watched), 5.0).phase is p.Phase.TRAINING, "training")
     assert (a.reasons_to_meet(), b.reasons_to_meet()) == (0, 0)
-    agents.die(b)
+    die(b, agents.master)
     until(a.reasons_to_meet, "the news of the death")
     assert agents.meet(a)[0].round == (first[0].round or 0) + 1
 

@@ -18,7 +18,7 @@ from dlrover_hooks.worker import imported_modules
 from tests.e2e.launched import REPOSITORY
 from tests.e2e.master_process import LiveMaster
 
-BOOT = ("-m", "dlrover_hooks.launcher.warm.bootstrap", "--")
+BOOT = ("-m", "dlrover_hooks.launcher.warm.worker_bootstrap", "--")
 
 
 def ended(folder: Path, command: Sequence[str], **environment: str) -> tuple[int, str, str]:

@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from dlrover_hooks import elastic_run
 from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.launcher.warm import bootstrap
+from dlrover_hooks.launcher.warm import worker_bootstrap
 from tests.elastic.worker import Numbers, Worker, state
 
 
@@ -193,7 +193,7 @@ def main(name: str, folder: str, env: dict[str, str], trouble: dict[str, Any], o
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    bootstrap.take_place()  # as the launcher has it done before the script runs: a Trainer is made for a world
+    worker_bootstrap.take_place()  # as the launcher has it done before the script runs: a Trainer is made for a world
     worker = LightningWorker(name, folder, trouble, **settings)
     try:
         worker.train()

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from dlrover_hooks import AsyncCheckpointer, elastic_loader, elastic_run
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 from dlrover_hooks.elastic.in_process_recovery import Recovery
-from dlrover_hooks.launcher.warm import bootstrap
+from dlrover_hooks.launcher.warm import worker_bootstrap
 from dlrover_hooks.protocol import Generation
 from dlrover_hooks.session import Preempted
 from dlrover_hooks.worker import surviving_process as regroup
@@ -269,7 +269,7 @@ def state(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main(name: str, folder: str, env: dict[str, str], trouble: dict[str, Any], options: dict[str, Any],
          settings: dict[str, Any]) -> int:  # fmt: skip
     os.environ.update(env)
-    bootstrap.take_place()
+    worker_bootstrap.take_place()
     logging.basicConfig(level=logging.INFO, format=f"%(relativeCreated)d {name} %(name)s: %(message)s")
     torch.set_num_threads(1)
     worker = Worker(name, folder, trouble, **settings)

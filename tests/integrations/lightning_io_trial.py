@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
+from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO
 from tests.integrations.test_lightning_io import Net, Numbers
 
 

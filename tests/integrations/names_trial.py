@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from dlrover_hooks.integrations.lightning import ElasticCallback
-from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
+from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO
 from tests.integrations.test_lightning_io import Net, Numbers
 
 

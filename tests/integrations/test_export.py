@@ -22,8 +22,8 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlrover_hooks.checkpoint.state import pytree
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside, WholeTensor
 from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec, plan
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, WholeTensor
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.cli import main

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from dlrover_hooks.checkpoint.memory.checksums import digests
-from dlrover_hooks.checkpoint.restore import generation_loader, shard_reader
-from dlrover_hooks.checkpoint.state.safetensors_reader import OURS, header_end
+from dlrover_hooks.checkpoint.restore import generation_loader, stored_image
+from dlrover_hooks.checkpoint.state.safetensors_header import OURS, header_end
 from dlrover_hooks.checkpoint.storage.catalog import MANIFEST
 from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.protocol import Manifest
@@ -120,7 +120,7 @@ def test_a_generation_whose_read_stands_still_is_passed_over(
     saved: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a mount whose server is gone. The generation before is read."""
-    here, released, read_at = tmp_path / "saved", threading.Event(), shard_reader._read_at
+    here, released, read_at = tmp_path / "saved", threading.Event(), stored_image._read_at
     shutil.copytree(saved, here)
     older, newer = sorted(here.glob("step-*"))
 
@@ -129,9 +129,9 @@ def test_a_generation_whose_read_stands_still_is_passed_over(
             released.wait(60)
         read_at(fd, start, pieces)
 
-    monkeypatch.setattr(shard_reader, "READS", StallGuard(stall_s=0.2))
-    monkeypatch.setattr(generation_loader, "READS", shard_reader.READS)
-    monkeypatch.setattr(shard_reader, "_read_at", hangs)
+    monkeypatch.setattr(stored_image, "READS", StallGuard(stall_s=0.2))
+    monkeypatch.setattr(generation_loader, "READS", stored_image.READS)
+    monkeypatch.setattr(stored_image, "_read_at", hangs)
     step = int(older.name.split("-")[1])
     try:
         with caplog.at_level(logging.WARNING, "dlrover_hooks"), pytest.raises(Crash):

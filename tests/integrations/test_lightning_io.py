@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks.checkpoint.storage.atomic_files import whole_link
 from dlrover_hooks.errors import StorageFailed
-from dlrover_hooks.integrations.lightning import ElasticCallback, checkpoint_io
-from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
+from dlrover_hooks.integrations.lightning import ElasticCallback, async_checkpoint_io
+from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO
 from tests.disks import small_disk
 from tests.ranks import ROOT, run
 
@@ -137,7 +137,7 @@ def test_the_fits_own_error_is_not_hidden_behind_that_of_a_save(tmp_path: Path) 
 KILLED = """
     import os, sys, threading
     import torch
-    from dlrover_hooks.integrations.lightning.checkpoint_io import FlashCheckpointIO
+    from dlrover_hooks.integrations.lightning.async_checkpoint_io import FlashCheckpointIO
 
     io = FlashCheckpointIO()
     io.save_checkpoint({"weights": torch.full((1 << 24,), 1.0), "global_step": 1}, sys.argv[1])
@@ -156,11 +156,11 @@ def test_a_link_follows_an_earlier_one_that_is_pending(tmp_path: Path) -> None:
     io = FlashCheckpointIO()
     gate = held(io)
     io._started().add(str(last), lambda: whole_link(str(first), str(last)))
-    assert checkpoint_io._link_later(str(second), str(last))
+    assert async_checkpoint_io._link_later(str(second), str(last))
     gate.set()
     io.teardown()
     assert last.resolve() == second
-    assert not checkpoint_io._link_later(str(first), str(last)), "nothing is pending: Lightning links by itself"
+    assert not async_checkpoint_io._link_later(str(first), str(last)), "nothing is pending: Lightning links by itself"
 
 
 def test_a_killed_process_leaves_the_older_file_whole(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_model_checkpoint_is_as_it_was_when_nothing_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its class is changed from the first save of any plugin to the end of the last one, failed or not."""
-    monkeypatch.setattr(checkpoint_io, "_alive", WeakSet())  # other tests' plugins may not have ended
-    monkeypatch.setattr(checkpoint_io, "_undo", [])
+    monkeypatch.setattr(async_checkpoint_io, "_alive", WeakSet())  # other tests' plugins may not have ended
+    monkeypatch.setattr(async_checkpoint_io, "_undo", [])
     before = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
     fit(FlashCheckpointIO(), ModelCheckpoint(tmp_path / "a"))
     assert (ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint) == before

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.keeper.hasher import SlotHasher
 from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
-from dlrover_hooks.checkpoint.memory.segment_registry import SegmentRegistry
+from dlrover_hooks.checkpoint.memory.keeper_segments import SegmentRegistry
 from dlrover_hooks.checkpoint.storage.shard_writer import NotAsHashed
 from dlrover_hooks.protocol import Generation, Manifest
 

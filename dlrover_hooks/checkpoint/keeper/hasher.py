@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover_hooks.checkpoint.memory.segment_registry import HashedSlot, Segment, prove
+from dlrover_hooks.checkpoint.memory.keeper_segments import HashedSlot, Segment, prove
 from dlrover_hooks.host.thread_pool import ThreadPool
 
 

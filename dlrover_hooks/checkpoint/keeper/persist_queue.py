@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
-from dlrover_hooks.checkpoint.memory.segment_registry import Found
 from dlrover_hooks.checkpoint.storage import shard_writer
 from dlrover_hooks.checkpoint.storage.filesystem import reason
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, StallGuard

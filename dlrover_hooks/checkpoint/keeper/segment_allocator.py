@@ -13,10 +13,10 @@ from dlrover_hooks.checkpoint.ipc.server_connection import Peer
 from dlrover_hooks.checkpoint.ipc.server_loop import ServerLoop
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
+from dlrover_hooks.checkpoint.memory.keeper_segments import Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.memory.segment import SLOTS, SharedSegment, shared_folder
-from dlrover_hooks.checkpoint.memory.segment_registry import Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.save.segment_client import SPARE_BYTES
-from dlrover_hooks.checkpoint.storage import capacity
+from dlrover_hooks.checkpoint.storage import free_space
 from dlrover_hooks.checkpoint.storage.filesystem import reason
 from dlrover_hooks.host.thread_pool import ThreadPool
 
@@ -75,11 +75,11 @@ class SegmentAllocator:
         if for_images:
             self.look_at_disk(peer.hello, message.slot_bytes)
 
-    def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> capacity.CapacityReport:
+    def _verdict(self, slot_bytes: int, slots: int = SLOTS) -> free_space.CapacityReport:
         """Whether slots of that size fit for all workers that have none yet. Raises OSError."""
-        return capacity.memory(slot_bytes, self._without(slot_bytes), capacity.free_memory(shared_folder()), slots)
+        return free_space.memory(slot_bytes, self._without(slot_bytes), free_space.free_memory(shared_folder()), slots)
 
-    def _squeeze(self, seat: int, slot_bytes: int) -> tuple[capacity.CapacityReport, int]:
+    def _squeeze(self, seat: int, slot_bytes: int) -> tuple[free_space.CapacityReport, int]:
         """The state has outgrown the slots: free the old ones one by one; if that is not enough, create fewer new ones.
 
         `grow` adds the others once the old segment is gone. There must be memory for two by then, or saves would stop.
@@ -87,9 +87,9 @@ class SegmentAllocator:
         for _ in self._holdings.give_up(seat, self._shards.under_way(seat)):
             if (verdict := self._verdict(slot_bytes)).fits:
                 return verdict, SLOTS
-        then = capacity.free_memory(shared_folder())
+        then = free_space.free_memory(shared_folder())
         then = then._replace(nbytes=then.nbytes + self._holdings.given_up_bytes(seat))
-        if self._holdings.given_up_bytes(seat) and capacity.memory(slot_bytes, 1, then, 2).fits:
+        if self._holdings.given_up_bytes(seat) and free_space.memory(slot_bytes, 1, then, 2).fits:
             for slots in (2, 1):
                 if (verdict := self._verdict(slot_bytes, slots)).fits:
                     return verdict, slots
@@ -100,7 +100,7 @@ class SegmentAllocator:
         segment = self._holdings.current(seat)
         if segment is None or segment.arena.count == SLOTS or seat in self._making:
             return
-        if capacity.memory(segment.arena.slot_bytes, 1, capacity.free_memory(shared_folder()), 1).fits:
+        if free_space.memory(segment.arena.slot_bytes, 1, free_space.free_memory(shared_folder()), 1).fits:
             self._making.add(seat)
             self._crew.submit(segment.arena.grow, lambda grown: self._grown(seat, grown))
 
@@ -153,7 +153,8 @@ class SegmentAllocator:
         keep = hello.keep if isinstance(hello.keep, int) else hello.keep.last
         url, options, seat = hello.save_to, hello.storage_options, hello.seat
         self._crew.submit(
-            lambda: capacity.at(url, options, image_bytes, keep), lambda verdict: self._looked(seat, verdict)
+            lambda: free_space.at(url, options, image_bytes, keep),
+            lambda verdict: self._looked(seat, verdict),
         )
 
     def _looked(self, seat: int, verdict: Any) -> None:
@@ -163,5 +164,5 @@ class SegmentAllocator:
             self._disk_said = True
             self._say(seat, verdict)
 
-    def _say(self, seat: int, verdict: capacity.CapacityReport) -> None:
+    def _say(self, seat: int, verdict: free_space.CapacityReport) -> None:
         self._loop.tell(seat, keeper_messages.Space(line=verdict.line, tight=verdict.tight, hint=verdict.hint))

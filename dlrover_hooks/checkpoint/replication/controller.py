@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found, ReplicaSlot, Segment, SegmentRegistry, age
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment, shared_folder
-from dlrover_hooks.checkpoint.memory.segment_registry import Found, ReplicaSlot, Segment, SegmentRegistry, age
 from dlrover_hooks.checkpoint.replication import replica_protocol as r
 from dlrover_hooks.checkpoint.replication.listener import ReplicationListener
 from dlrover_hooks.checkpoint.replication.peer_channel import Channel, call
 from dlrover_hooks.checkpoint.replication.sender import Sender
 from dlrover_hooks.checkpoint.replication.transfer import give, sound, take
-from dlrover_hooks.checkpoint.storage import capacity
+from dlrover_hooks.checkpoint.storage import free_space
 from dlrover_hooks.checkpoint.storage.filesystem import reason
 from dlrover_hooks.errors import CheckpointError, Corrupt, KeeperAway
 from dlrover_hooks.host.thread_pool import ThreadPool
@@ -220,10 +220,10 @@ class ReplicationController:
 
 
 def _room(offer: r.Offer) -> SharedSegment:
-    need, free = SLOTS * offer.image_bytes, capacity.free_memory(shared_folder())
+    need, free = SLOTS * offer.image_bytes, free_space.free_memory(shared_folder())
     if need > free.nbytes:
         raise KeeperAway(
-            f"{SLOTS} replicas of {capacity.size(offer.image_bytes)} do not fit into {capacity.size(free.nbytes)} "
+            f"{SLOTS} replicas of {free_space.size(offer.image_bytes)} do not fit into {free_space.size(free.nbytes)} "
             f"that are free on this node ({free.where} sets the limit)"
         )
     try:

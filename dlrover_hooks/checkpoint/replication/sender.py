@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dlrover_hooks.checkpoint.memory.segment_registry import Found
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found
 from dlrover_hooks.checkpoint.replication.peer_channel import Declined, call
 from dlrover_hooks.checkpoint.replication.replica_protocol import TokenBucket
 from dlrover_hooks.checkpoint.replication.transfer import Overwritten, give

@@ -14,13 +14,13 @@ from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.checkpoint.ipc.keeper_client import KeeperClient
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment
-from dlrover_hooks.checkpoint.restore.shard_reader import READS, StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import READS, StoredImage
 from dlrover_hooks.checkpoint.state.pytree import unflatten
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.storage.retention import reading
+from dlrover_hooks.checkpoint.tensors.generation_images import Image, Images, KeeperSlotImage, chosen
 from dlrover_hooks.checkpoint.tensors.numpy_backend import library
-from dlrover_hooks.checkpoint.tensors.shard_index import Image, Images, KeeperSlotImage, chosen
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Generation, Restore, Source
 

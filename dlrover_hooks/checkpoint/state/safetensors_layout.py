@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dlrover_hooks.checkpoint.state.safetensors_reader import (
+from dlrover_hooks.checkpoint.state.safetensors_header import (
     ITEM_BYTES,
     OURS,
     SHARDING,

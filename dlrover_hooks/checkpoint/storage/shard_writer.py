@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint.memory.checksums import damaged
-from dlrover_hooks.checkpoint.memory.segment_registry import Found, HashedSlot
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found, HashedSlot
+from dlrover_hooks.checkpoint.state.safetensors_header import Header, parse
 from dlrover_hooks.checkpoint.state.safetensors_layout import subset
-from dlrover_hooks.checkpoint.state.safetensors_reader import Header, parse
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, StallGuard
 from dlrover_hooks.checkpoint.storage.url_claim import KEEPER, UrlClaim

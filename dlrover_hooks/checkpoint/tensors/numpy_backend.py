@@ -10,7 +10,7 @@ import numpy as np
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Move, place_of
 from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec
-from dlrover_hooks.checkpoint.tensors.shard_index import Stored, need_all
+from dlrover_hooks.checkpoint.tensors.generation_images import Stored, need_all
 from dlrover_hooks.errors import UnsupportedState
 
 DTYPES = {

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, Move, place_of
+from dlrover_hooks.checkpoint.state.safetensors_header import WholeTensor
 from dlrover_hooks.checkpoint.state.safetensors_layout import TensorSpec
-from dlrover_hooks.checkpoint.state.safetensors_reader import WholeTensor
 from dlrover_hooks.checkpoint.tensors import numpy_backend
+from dlrover_hooks.checkpoint.tensors.generation_images import COMPLEX, Stored, TensorPart, deliver, need_all
 from dlrover_hooks.checkpoint.tensors.numpy_backend import Glance
-from dlrover_hooks.checkpoint.tensors.shard_index import COMPLEX, Stored, TensorPart, deliver, need_all
 from dlrover_hooks.errors import UnsupportedState
 
 try:
@@ -140,7 +140,7 @@ def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, tor
     """The full tensors `found` by name, in memory of their own: images may change or be closed afterwards.
 
     Raises:
-        Corrupt, StorageFailed: as `shard_index.need`.
+        Corrupt, StorageFailed: as `generation_images.need`.
     """
     found, copier = list(found), copier or Copier()
     loaded = {stored.name: torch.empty(stored.shape, dtype=dtype_of(stored.dtype)) for stored in found}

@@ -200,8 +200,8 @@ def worker_command(script: str, arguments: Sequence[str], *, module: bool, pytho
 
 
 def newcomer_command(command: Sequence[str]) -> tuple[str, ...]:
-    """The same program, started through `warm.bootstrap`, which joins for it: a Python script imports first."""
-    bootstrap = (sys.executable, "-u", "-m", "dlrover_hooks.launcher.warm.bootstrap")
+    """The same program, started through `warm.worker_bootstrap`, which joins for it: a Python script imports first."""
+    bootstrap = (sys.executable, "-u", "-m", "dlrover_hooks.launcher.warm.worker_bootstrap")
     if tuple(command[:2]) != (sys.executable, "-u"):
         return (*bootstrap, "--exec", "--", *command)
     return (*bootstrap, "--", *command[2:])

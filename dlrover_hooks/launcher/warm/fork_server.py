@@ -30,7 +30,7 @@ import msgspec
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.host.parent_death import die_with_parent
-from dlrover_hooks.launcher.warm import bootstrap, script_imports
+from dlrover_hooks.launcher.warm import script_imports, worker_bootstrap
 from dlrover_hooks.worker import imported_modules
 
 NO_FORK = b"no fork"
@@ -54,7 +54,7 @@ class StandbyOrder(msgspec.Struct, frozen=True):
 def main() -> None:
     """Serve until the launcher closes the connection. In a standby: become the worker that the launcher orders."""
     descriptor, launcher, file, leave_out, *script = sys.argv[1:]
-    bootstrap.forget_cwd()
+    worker_bootstrap.forget_cwd()
     line = socket.socket(fileno=int(descriptor))
     oom_score = _first_to_go()
     wanted = _wanted(file, script)
@@ -209,10 +209,10 @@ def _become(order: StandbyOrder, files: list[int], own: Mapping[str, str], threa
     settings.replace_environment({**order.environment, **own, **words})
     time.tzset()
     _freshen(threads)
-    what = bootstrap.program(order.arguments)
-    bootstrap.enter(what)
-    bootstrap.take_place()
-    bootstrap.run(what)
+    what = worker_bootstrap.program(order.arguments)
+    worker_bootstrap.enter(what)
+    worker_bootstrap.take_place()
+    worker_bootstrap.run(what)
 
 
 def _freshen(threads: int | None) -> None:

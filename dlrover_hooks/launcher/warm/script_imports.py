@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.launcher.warm import bootstrap
+from dlrover_hooks.launcher.warm import worker_bootstrap
 from dlrover_hooks.worker import imported_modules
 
 _FILES = 500
@@ -25,7 +25,7 @@ _WITH_TORCH = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch
 def read(arguments: Sequence[str]) -> imported_modules.Imported:
     """The imports of `[-m] script args`; empty if the script does not import torch: little would be gained."""
     try:
-        what = bootstrap.program(arguments)
+        what = worker_bootstrap.program(arguments)
     except UsageError:
         return imported_modules.Imported({}, [])
     own = os.getcwd() if what.module else os.path.dirname(os.path.realpath(what.target))
@@ -47,7 +47,7 @@ def read(arguments: Sequence[str]) -> imported_modules.Imported:
     return imported_modules.Imported(origins, [*names, *_WITH_TORCH], environment)
 
 
-def _entry(what: bootstrap.Program, own: str) -> str | None:
+def _entry(what: worker_bootstrap.Program, own: str) -> str | None:
     if not what.module:
         main = os.path.join(own, "__main__.py")
         return main if os.path.isdir(what.target) else os.path.realpath(what.target)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found, Segment, prove
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment
-from dlrover_hooks.checkpoint.memory.segment_registry import Found, Segment, prove
 from dlrover_hooks.checkpoint.state.safetensors_layout import Inside, TensorSpec, header_bytes, plan
 from dlrover_hooks.checkpoint.storage import generations, shard_writer
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage

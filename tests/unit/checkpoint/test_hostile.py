@@ -17,14 +17,14 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
-from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
 from dlrover_hooks.checkpoint.state import safetensors_layout
 from dlrover_hooks.checkpoint.state.pytree import flatten, unflatten
-from dlrover_hooks.checkpoint.state.safetensors_reader import HEADER_LIMIT, Header, Inside, header_end, parse
+from dlrover_hooks.checkpoint.state.safetensors_header import HEADER_LIMIT, Header, Inside, header_end, parse
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
+from dlrover_hooks.checkpoint.tensors.generation_images import Images, deliver_from_view
 from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
@@ -262,7 +262,7 @@ CHILD = """
     from dlrover_hooks.checkpoint.storage import generations as storage
     from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
     from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
-    from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+    from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
     from dlrover_hooks.errors import CheckpointError
     from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 

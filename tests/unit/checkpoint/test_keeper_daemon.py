@@ -29,7 +29,7 @@ from dlrover_hooks.checkpoint.save.optimizer_gate import MemoryHold
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 from dlrover_hooks.checkpoint.storage import generations as storage, shard_writer
-from dlrover_hooks.checkpoint.storage.capacity import free_memory
+from dlrover_hooks.checkpoint.storage.free_space import free_memory
 from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.errors import HooksError, KeeperAway, Stale, StorageFailed, UsageError
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile

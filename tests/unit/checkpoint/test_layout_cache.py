@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dlrover_hooks.checkpoint.save.slot_writer import Changed, SlotSave, SlotTarget, Writer
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside, parse
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout
 from dlrover_hooks.errors import UnsupportedState

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.restore import generation_loader
 from dlrover_hooks.checkpoint.restore.generation_loader import Restorer
-from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
 from dlrover_hooks.checkpoint.state.pytree import flatten
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside, parse
 from dlrover_hooks.checkpoint.state.safetensors_layout import subset
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, parse
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.errors import Corrupt

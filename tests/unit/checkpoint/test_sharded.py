@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlrover_hooks.checkpoint.state import safetensors_layout
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside, holds_shards, parse
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside, holds_shards, parse
 from dlrover_hooks.checkpoint.storage.shard_writer import _own
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.layout_cache import CachedLayout

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
 from dlrover_hooks.checkpoint.state import safetensors_layout
-from dlrover_hooks.checkpoint.state.safetensors_reader import Inside
+from dlrover_hooks.checkpoint.state.safetensors_header import Inside
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, deliver_from_view
+from dlrover_hooks.checkpoint.tensors.generation_images import Images, deliver_from_view
 from dlrover_hooks.errors import UnsupportedState
 from dlrover_hooks.protocol import Generation
 from tests.images import image_of

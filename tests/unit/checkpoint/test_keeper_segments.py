@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, inside
+from dlrover_hooks.checkpoint.memory.keeper_segments import HashedSlot, Replicas, Segment, prove
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment
-from dlrover_hooks.checkpoint.memory.segment_registry import HashedSlot, Replicas, Segment, prove
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests_beside, first_difference, inside
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment, Slot
-from dlrover_hooks.checkpoint.state.safetensors_reader import holds_shards
+from dlrover_hooks.checkpoint.state.safetensors_header import holds_shards
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 

@@ -1,7 +1,7 @@
 """A worker that first imports, then joins, then runs the script.
 
-    python -u -m dlrover_hooks.launcher.warm.bootstrap -- script args
-    python -u -m dlrover_hooks.launcher.warm.bootstrap --exec -- program args
+    python -u -m dlrover_hooks.launcher.warm.worker_bootstrap -- script args
+    python -u -m dlrover_hooks.launcher.warm.worker_bootstrap --exec -- program args
 
 The other workers wait for a new one from its join on. Everything slow therefore comes before: importing the modules
 that a worker of the node had imported (`worker.imported_modules`). Then the process joins, if its launcher has not done
@@ -47,7 +47,7 @@ def program(arguments: Sequence[str]) -> Program:
     rest = tuple(arguments[module:])
     if not rest:
         raise UsageError(
-            "no script is named", hint="python -m dlrover_hooks.launcher.warm.bootstrap -- train.py --lr 1e-3"
+            "no script is named", hint="python -m dlrover_hooks.launcher.warm.worker_bootstrap -- train.py --lr 1e-3"
         )
     return Program(rest[0], rest[1:], module)
 

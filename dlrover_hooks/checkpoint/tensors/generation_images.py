@@ -1,6 +1,6 @@
 """The images of one generation, opened one by one, and the index of the tensors that they hold together. No torch.
 
-An image comes from a keeper's slot (`KeeperSlotImage`) or from storage (`shard_reader.StoredImage`). Only bytes that
+An image comes from a keeper's slot (`KeeperSlotImage`) or from storage (`stored_image.StoredImage`). Only bytes that
 were requested with `need` are present, and verified. An image must not be used after it is closed.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dlrover_hooks.checkpoint.memory.memcpy import Copier, place_of
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment
-from dlrover_hooks.checkpoint.state.safetensors_reader import Header, WholeTensor, parse
+from dlrover_hooks.checkpoint.state.safetensors_header import Header, WholeTensor, parse
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.checkpoint.storage.capacity import at, disk, free_disk, free_memory, memory, size
+from dlrover_hooks.checkpoint.storage.free_space import at, disk, free_disk, free_memory, memory, size
 from dlrover_hooks.host.memory_limit import Free
 
 GB = 1_000_000_000

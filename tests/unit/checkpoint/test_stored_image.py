@@ -14,14 +14,14 @@ import torch
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
-from dlrover_hooks.checkpoint.restore import shard_reader
+from dlrover_hooks.checkpoint.restore import stored_image
 from dlrover_hooks.checkpoint.restore.generation_loader import Opening
-from dlrover_hooks.checkpoint.restore.shard_reader import StoredImage
+from dlrover_hooks.checkpoint.restore.stored_image import StoredImage
 from dlrover_hooks.checkpoint.storage import generations
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder
 from dlrover_hooks.checkpoint.storage.stall_guard import StallGuard
 from dlrover_hooks.checkpoint.tensors import torch_backend
-from dlrover_hooks.checkpoint.tensors.shard_index import Images, need_all
+from dlrover_hooks.checkpoint.tensors.generation_images import Images, need_all
 from dlrover_hooks.errors import Corrupt, StorageFailed, UsageError
 from dlrover_hooks.protocol import Manifest, ShardFile
 from dlrover_hooks.pytorch.dcp_reader import opened
@@ -127,7 +127,7 @@ def test_a_read_that_stands_still_is_given_up(tree: Path, monkeypatch: pytest.Mo
     """The memory that it may still write to lives until its thread ends."""
     images, released, left = open_tree(tree), threading.Event(), threading.Event()
     index, made, seen = images.index(), list[weakref.ref[torch.Tensor]](), list[bool]()
-    empty, read_at = torch.empty, shard_reader._read_at
+    empty, read_at = torch.empty, stored_image._read_at
 
     def watched(*args: Any, **more: Any) -> torch.Tensor:
         tensor = empty(*args, **more)
@@ -140,13 +140,13 @@ def test_a_read_that_stands_still_is_given_up(tree: Path, monkeypatch: pytest.Mo
         read_at(fd, start, pieces)
         left.set()
 
-    monkeypatch.setattr(shard_reader, "READS", StallGuard(stall_s=1.0))
+    monkeypatch.setattr(stored_image, "READS", StallGuard(stall_s=1.0))
     monkeypatch.setattr(torch, "empty", watched)
-    monkeypatch.setattr(shard_reader, "_read_at", hangs)
+    monkeypatch.setattr(stored_image, "_read_at", hangs)
     with pytest.raises(StorageFailed, match=r"cannot read .*shard-00001.*: nothing moved for 1 s"):
         torch_backend.load([index["state.d"]])
     images.close()
-    (thread,) = shard_reader.READS._stuck
+    (thread,) = stored_image.READS._stuck
     released.set()
     assert left.wait(60)
     thread.join(60)

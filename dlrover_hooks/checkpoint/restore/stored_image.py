@@ -20,11 +20,11 @@ import xxhash
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
 from dlrover_hooks.checkpoint.memory.memcpy import Copier
-from dlrover_hooks.checkpoint.state.safetensors_reader import header_end, parse
+from dlrover_hooks.checkpoint.state.safetensors_header import header_end, parse
 from dlrover_hooks.checkpoint.storage.catalog import folder, shard_name
 from dlrover_hooks.checkpoint.storage.filesystem import StorageFolder, failures
 from dlrover_hooks.checkpoint.storage.stall_guard import Attempt, StallGuard
-from dlrover_hooks.checkpoint.tensors.shard_index import Delivery, deliver_from_view
+from dlrover_hooks.checkpoint.tensors.generation_images import Delivery, deliver_from_view
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Manifest, ShardFile
 
