@@ -82,6 +82,23 @@ def test_each_package_says_what_it_is() -> None:
     assert found == [], "one sentence on what it is and is not, and its way in"
 
 
+def test_each_package_names_what_exists() -> None:
+    """`module.name` in the docstring of a package: a module of it, or an absolute path."""
+    wrong = []
+    for name, tree in package().items():
+        here, text = Path(name).parent, (ast.get_docstring(tree) or "") if name.endswith("__init__.py") else ""
+        for reference in re.findall(r"`(\w+)\.(\w[\w.]*)`", text):
+            head, rest = reference
+            inside = [here / f"{head}.py", here / head, ROOT / head]
+            found = next((ROOT / path for path in inside if (ROOT / path).exists()), None)
+            last = rest.split(".")[-1]
+            if found is None or (
+                found.suffix == ".py" and not re.search(rf"\b(class|def) {last}\b", found.read_text())
+            ):
+                wrong.append(f"{name}: {head}.{rest}")
+    assert wrong == []
+
+
 def test_the_pure_machines_import_nothing_impure() -> None:
     """No clock, random, I/O or threads in `master.core`: events in, effects out, `now` is an argument."""
     wrong = []

@@ -50,7 +50,7 @@ class ReplicationListener:
         """In order of arrival."""
         self._lock = threading.Lock()
         self._accepting = BackgroundThread(
-            "keeper-door",
+            "keeper-listener",
             self._accept,
             where=f"the port {self.port} for other nodes",
             on_error="warn",

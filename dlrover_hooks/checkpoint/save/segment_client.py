@@ -73,7 +73,7 @@ class SegmentClient:
             return
         self._error = None
         helper = BackgroundThread(
-            "dlrover-hooks-room", self._work, where="the memory for saves", kind=CheckpointError, failed=self._worked
+            "dlrover-hooks-memory", self._work, where="the memory for saves", kind=CheckpointError, failed=self._worked
         )
         try:
             helper.start()
