@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover_hooks.data.elastic_indices import ElasticIndices as ElasticIndices
+    from dlrover_hooks.data.index_loader import ElasticIndices as ElasticIndices
     from dlrover_hooks.data.leased.shard_dataset import ShardDataset as ShardDataset
     from dlrover_hooks.data.loader import elastic_loader as elastic_loader
     from dlrover_hooks.data.sampler import ElasticSampler as ElasticSampler
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AsyncCheckpointer": "dlrover_hooks.pytorch.async_checkpointer",
-    "ElasticIndices": "dlrover_hooks.data.elastic_indices",
+    "ElasticIndices": "dlrover_hooks.data.index_loader",
     "ElasticSampler": "dlrover_hooks.data.sampler",
     "Retention": "dlrover_hooks.protocol",
     "Session": "dlrover_hooks.session",

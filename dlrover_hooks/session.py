@@ -35,9 +35,9 @@ from dlrover_hooks.errors import (
 from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.worker import session_collaborators, startup, surviving_process
 from dlrover_hooks.worker.deferred_errors import DeferredErrors
-from dlrover_hooks.worker.emergency_save import EmergencySave
 from dlrover_hooks.worker.final_save import FinalSaveOutcome, LastSave, say_farewell
 from dlrover_hooks.worker.preemption import Preempted as Preempted
+from dlrover_hooks.worker.preemption_save import PreemptionSave
 from dlrover_hooks.worker.reporter import Reporter
 from dlrover_hooks.worker.startup import Restored as Restored
 
@@ -90,7 +90,7 @@ class Session:
         seat = (self._incarnation, place.rank, place.world_size)
         self._reporter = Reporter(self._caller, config.job, seat, self._engine)
         self._surface = DeferredErrors(config, place, self._engine, self._reporter)
-        self.parting = EmergencySave(
+        self.parting = PreemptionSave(
             config, place, seat[0], self._reporter, self.membership and self.membership.parting
         )
         self._watcher: Watcher | InProcessWatch | None = None

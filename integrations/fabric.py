@@ -31,9 +31,9 @@ from dlrover_hooks.data.implicit_accumulation import hold_back
 from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.pytorch.adapter_loop import TrainingLoop, Window, is_leased, is_training, keeps_own_state
 from dlrover_hooks.pytorch.even_batches import Around
 from dlrover_hooks.pytorch.tensor_loading import left_alone
-from dlrover_hooks.pytorch.training_loop import TrainingLoop, Window, is_leased, is_training, keeps_own_state
 from dlrover_hooks.session import Preempted, Restored
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from dlrover_hooks.checkpoint.save import progress_log
 from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
 from dlrover_hooks.checkpoint.save.segment_client import SegmentClient
-from dlrover_hooks.checkpoint.save.single_rank_hash_wait import WHOSE, Lone
 from dlrover_hooks.checkpoint.save.slot_writer import Changed, SlotSave, SlotTarget, Writer
 from dlrover_hooks.checkpoint.save.successor_notes import SuccessorNotes
+from dlrover_hooks.checkpoint.save.survivor_image import WHOSE, Lone
 from dlrover_hooks.checkpoint.state.pytree import Memo, OnUnsupported, flatten
 from dlrover_hooks.checkpoint.state.safetensors_layout import PARTS, Inside
 from dlrover_hooks.checkpoint.storage import generations

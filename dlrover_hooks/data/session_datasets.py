@@ -15,7 +15,7 @@ import msgspec
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Step
 from dlrover_hooks.protocol.ranges import Ranges
-from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.protocol.restored_value_check import require
 
 
 class DatasetPosition(Protocol):

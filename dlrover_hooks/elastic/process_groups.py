@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dlrover_hooks.elastic.collective_abort import Connections
+from dlrover_hooks.elastic.gloo_connections import Connections
 from dlrover_hooks.host.background_thread import BackgroundThread
 
 log = logging.getLogger("dlrover_hooks")

@@ -1,7 +1,7 @@
 """Messages between workers, agents, keepers and the master, the one table of routes, and value types they share.
 
 It knows no transport and does no I/O. The way in: `from dlrover_hooks import protocol as p`; `ranges` and
-`restored_form` are imported by module.
+`restored_value_check` are imported by module.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from dlrover_hooks.protocol.lease_messages import (
     ShowLedger as ShowLedger,
     TakeLeases as TakeLeases,
 )
-from dlrover_hooks.protocol.round_messages import (
+from dlrover_hooks.protocol.membership_messages import (
     AwaitParting as AwaitParting,
     AwaitRound as AwaitRound,
     Beat as Beat,

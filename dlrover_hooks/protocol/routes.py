@@ -34,7 +34,7 @@ from dlrover_hooks.protocol.lease_messages import (
     ShowLedger,
     TakeLeases,
 )
-from dlrover_hooks.protocol.round_messages import (
+from dlrover_hooks.protocol.membership_messages import (
     AwaitParting,
     AwaitRound,
     Beat,

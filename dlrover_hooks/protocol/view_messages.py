@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
-from dlrover_hooks.protocol.round_messages import Ending, Parting, Vitals
+from dlrover_hooks.protocol.membership_messages import Ending, Parting, Vitals
 
 
 class ListJobs(Message, frozen=True):

@@ -27,7 +27,7 @@ from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.protocol.restored_value_check import require
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, SyncAtEnds, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful

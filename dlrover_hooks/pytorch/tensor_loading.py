@@ -18,7 +18,7 @@ from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.generation_images import Images, Stored, TensorPart, need_all
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.protocol.restored_value_check import require
 
 log = logging.getLogger("dlrover_hooks")
 SHOWN = 5

@@ -20,7 +20,7 @@ from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.config import step_for_last_words
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker import preimport_list
 from dlrover_hooks.worker.preemption import Preemption
 from dlrover_hooks.worker.resource_usage import Sampler
 
@@ -219,7 +219,7 @@ class Reporter:
 
     def _beat(self) -> None:
         if self.step:  # by then, the imports of the first step have happened
-            imported_modules.tell()
+            preimport_list.tell()
         reply = self._call(p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample()), "beat")
         if isinstance(reply, p.Beat):
             if self.preemption is not None:

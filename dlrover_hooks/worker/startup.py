@@ -38,7 +38,7 @@ from dlrover_hooks.protocol import (
     Secret,
     Source,
 )
-from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.protocol.restored_value_check import require
 
 _T = TypeVar("_T")
 _log = logging.getLogger("dlrover_hooks")

@@ -23,7 +23,7 @@ from dlrover_hooks.config import Config, Place, change_environment
 from dlrover_hooks.errors import HooksError, JobFinished, MasterAway, MasterError, RoundEnded, Stale, UsageError
 from dlrover_hooks.host.fork_guard import ForkGuard
 from dlrover_hooks.rng.rank_journal import ProcessState, RngJournal, StateSource
-from dlrover_hooks.worker.emergency_save import EmergencySave
+from dlrover_hooks.worker.preemption_save import PreemptionSave
 from dlrover_hooks.worker.round_join import POLL_S, join_request, seat_environment, take_seat
 
 log = logging.getLogger("dlrover_hooks")
@@ -56,7 +56,7 @@ class RoundSession(Protocol):
     """The session of one round, see `dlrover_hooks.session.Session`."""
 
     @property
-    def parting(self) -> EmergencySave: ...
+    def parting(self) -> PreemptionSave: ...
     def part(self) -> None: ...
     def leave(self, reason: p.Departure, step: int = 0) -> None: ...
     def locate(self, generation: p.Generation, rank: int) -> p.Located: ...
@@ -95,8 +95,8 @@ class Membership:
         """The checkpoint engine, which keeps its memory and its connection to the keeper."""
         self.session: RoundSession | None = None
         """The session of the current round, once there is one."""
-        self.parting: EmergencySave | None = None
-        """The `EmergencySave` of the last round. Its signal handlers stay installed, for signals between two rounds."""
+        self.parting: PreemptionSave | None = None
+        """The one of the last round. Its signal handlers stay installed, for signals between two rounds."""
         self._support: RecoverySupport | None = None
         self._ended: RecoverySupport | None = None
         self.draws = RngJournal(self._note)

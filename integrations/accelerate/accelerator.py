@@ -34,9 +34,9 @@ from dlrover_hooks.data.loader import ElasticLoader, supports
 from dlrover_hooks.elastic import in_process_recovery as elastic
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.accelerate.async_save import AsyncSaves
+from dlrover_hooks.pytorch.adapter_loop import TrainingLoop, is_leased, is_training, keeps_own_state
 from dlrover_hooks.pytorch.even_batches import Around
 from dlrover_hooks.pytorch.tensor_loading import left_alone
-from dlrover_hooks.pytorch.training_loop import TrainingLoop, is_leased, is_training, keeps_own_state
 from dlrover_hooks.session import Preempted, Restored
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.integrations.lightning import _private_api as private, output_names as names
 from dlrover_hooks.integrations.lightning.preconditions import plain
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
-from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.protocol.restored_value_check import require
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder
 from dlrover_hooks.pytorch.state_dict import OptimizerForm
 

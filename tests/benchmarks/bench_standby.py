@@ -33,7 +33,7 @@ model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(2, 64)).sum().backward()
 optimizer.step()
-from dlrover_hooks.worker import imported_modules as preload
+from dlrover_hooks.worker import preimport_list as preload
 preload.tell()
 with open(sys.argv[1], "w") as file:
     file.write(f"{first} {time.time()}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker import preimport_list
 from tests.e2e.launched import REPOSITORY
 from tests.e2e.master_process import LiveMaster
 
@@ -136,11 +136,11 @@ def test_what_a_worker_had_imported_is_imported_ahead(tmp_path: Path) -> None:
     file = tmp_path / "preload"
     write(tmp_path / "datasets" / "__init__.py", "print('mine')\n")
     tells = (
-        "import numpy.linalg, datasets; from dlrover_hooks.worker import imported_modules as preload; preload.tell()\n"
+        "import numpy.linalg, datasets; from dlrover_hooks.worker import preimport_list as preload; preload.tell()\n"
     )
     write(tmp_path / "first.py", tells)
     assert ended(tmp_path, ["first.py"], DLROVER_HOOKS_PRELOAD=str(file)) == (0, "mine\n", "")
-    told = imported_modules.told(str(file))
+    told = preimport_list.told(str(file))
     assert "numpy.linalg" in told.modules
     assert set(told.packages) == {"numpy", "dlrover_hooks", "datasets"}
     write(

@@ -234,7 +234,7 @@ def test_a_warm_standby_takes_the_seat(
 
     Without a flag there is one for each worker, and what that costs is said.
     """
-    script = "from dlrover_hooks.worker import imported_modules as preload; preload.tell()\n" + STAY
+    script = "from dlrover_hooks.worker import preimport_list as preload; preload.tell()\n" + STAY
     if not recovers:
         script = script.replace("survive()", "attach(); beat(1); note(now=place.rank); threading.Event().wait(600)")
     run = launch(SURVIVOR + script, "-n", "2", *options, member=True)
@@ -259,7 +259,7 @@ def test_a_warm_standby_takes_the_seat(
 
 def test_no_standby_where_the_user_says_so(launch: Callable[..., Launched]) -> None:
     """`--standby 0`: a replacement starts cold, and no process but those of the job is there."""
-    script = "from dlrover_hooks.worker import imported_modules as preload; preload.tell()\n" + STAY
+    script = "from dlrover_hooks.worker import preimport_list as preload; preload.tell()\n" + STAY
     run = launch(SURVIVOR + script, "-n", "2", "--standby", "0", member=True)
     first = run.wait_for(lambda lives: len(lives) == 2)
     os.kill(first[1]["pid"], signal.SIGKILL)

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker import preimport_list
 from tests.e2e.launched import REPOSITORY, all_gone
 from tests.e2e.test_bootstrap import SCRIPTS
 from tests.waiting import until
@@ -47,7 +47,7 @@ def say(**what):
 class Launcher:
     """Python code that keeps standbys, as a process; `said` are its lines."""
 
-    def __init__(self, folder: Path, code: str, wanted: imported_modules.Imported, **environment: str) -> None:
+    def __init__(self, folder: Path, code: str, wanted: preimport_list.Imported, **environment: str) -> None:
         file = folder / "preload"
         file.write_bytes(msgspec.json.encode(wanted))
         env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"} | environment
@@ -75,10 +75,10 @@ def launcher(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     def start(code: str, *modules: str, **environment: str) -> Launcher:
         """`modules`: what a worker says that it has imported."""
         packages = {name.partition(".")[0] for name in modules}
-        origins = {name: origin for name in packages if (origin := imported_modules.origin(name)) is not None}
+        origins = {name: origin for name in packages if (origin := preimport_list.origin(name)) is not None}
         local = {name: str(tmp_path / f"{name}.py") for name in packages - set(origins)}
         local |= {name: str(tmp_path / name / "__init__.py") for name in local if (tmp_path / name).is_dir()}
-        wanted = imported_modules.Imported(origins | local, list(modules))
+        wanted = preimport_list.Imported(origins | local, list(modules))
         started.append(Launcher(tmp_path, code, wanted, **environment))
         return started[-1]
 
@@ -419,7 +419,7 @@ def test_packages_are_imported_with_the_variables_that_the_script_sets(
     (tmp_path / "script.py").write_text(
         "import json, os\nbefore = os.environ.get('HF_HOME')\nos.environ['HF_HOME'] = '/own'\nimport einops\n"
         "print(json.dumps([before, einops.HOME, os.environ['EINOPS_WAS_HERE']]))\n"
-        "from dlrover_hooks.worker import imported_modules as preload\npreload.tell()\n"
+        "from dlrover_hooks.worker import preimport_list as preload\npreload.tell()\n"
     )
     code = """
         os.unlink(ENV["DLROVER_HOOKS_PRELOAD"])
@@ -444,7 +444,7 @@ def test_a_script_that_tells_nothing_is_read_for_its_imports(launcher: Callable[
     )
     (tmp_path / "project" / "helper.py").write_text("open('helped', 'a').write('x')\n")
     code = """
-        from dlrover_hooks.worker import imported_modules as preload
+        from dlrover_hooks.worker import preimport_list as preload
         from dlrover_hooks.launcher.warm import standby_pool as module
         told = ENV["DLROVER_HOOKS_PRELOAD"]
         os.rename(told, "aside")
@@ -472,7 +472,7 @@ def test_nothing_is_started_before_a_worker_has_told_its_imports(tmp_path: Path)
         assert psutil.Process().children() == []
         standbys.close()
     """
-    code, _, errors = Launcher(tmp_path, code, imported_modules.Imported({}, [])).end()
+    code, _, errors = Launcher(tmp_path, code, preimport_list.Imported({}, [])).end()
     assert code == 0, errors
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrover_hooks.elastic.collective_abort import Connections
+from dlrover_hooks.elastic.gloo_connections import Connections
 from dlrover_hooks.elastic.process_groups import Groups, rendezvous
 from dlrover_hooks.errors import RoundEnded
 from tests.ranks import ended, free_port, started

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.worker.emergency_save import HastySave
 from dlrover_hooks.worker.preemption import Preemption
+from dlrover_hooks.worker.preemption_save import HastySave
 from tests.simulation.survivor import Gone
 from tests.simulation.threads import Idle, Turns, UnderWay
 

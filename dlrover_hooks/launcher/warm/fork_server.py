@@ -31,7 +31,7 @@ import msgspec
 from dlrover_hooks import config as settings
 from dlrover_hooks.host.parent_death import die_with_parent
 from dlrover_hooks.launcher.warm import script_imports, worker_bootstrap
-from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker import preimport_list
 
 NO_FORK = b"no fork"
 """The reply of a server that could not fork: no memory, or too many processes."""
@@ -79,10 +79,10 @@ def main() -> None:
         _become(order, files, own, threads)
 
 
-def _wanted(file: str, script: list[str]) -> imported_modules.Imported | None:
+def _wanted(file: str, script: list[str]) -> preimport_list.Imported | None:
     """The modules to import: a worker's list, or those in the source of the script; None if there are none."""
     told = os.path.exists(file)
-    wanted = imported_modules.told(file) if told else script_imports.read(script)
+    wanted = preimport_list.told(file) if told else script_imports.read(script)
     if not told and not wanted.modules:
         return None
     environment = {name: value for name, value in wanted.environment.items() if name not in ONE_THREAD}
@@ -105,11 +105,11 @@ def _last_to_go(before: str) -> None:
         file.write(before)
 
 
-def _imported(wanted: imported_modules.Imported, leave_out: list[str]) -> Iterator[tuple[str, str]]:
+def _imported(wanted: preimport_list.Imported, leave_out: list[str]) -> Iterator[tuple[str, str]]:
     """Import all. Yields the package or sub-package that made this process unsafe to fork, if any, and the reason."""
-    for module in imported_modules.load(wanted, leave_out):
+    for module in preimport_list.load(wanted, leave_out):
         if why := _not_forkable():
-            yield imported_modules.part(module), why
+            yield preimport_list.part(module), why
             return
 
 

@@ -1,6 +1,6 @@
 """The well-known packages that a script imports, read from its source without running it.
 
-For a script that has not listed its imports (`imported_modules.tell`): one without hooks, or one that has not made its
+For a script that has not listed its imports (`preimport_list.tell`): one without hooks, or one that has not made its
 first step. The script's own modules are followed, wherever in a file they are imported.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dlrover_hooks import config as settings
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.launcher.warm import worker_bootstrap
-from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker import preimport_list
 
 _FILES = 500
 """Limit of the script's own modules to read."""
@@ -22,12 +22,12 @@ _WITH_TORCH = ("torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch
 """torch imports them on first use, the first one with the first optimizer."""
 
 
-def read(arguments: Sequence[str]) -> imported_modules.Imported:
+def read(arguments: Sequence[str]) -> preimport_list.Imported:
     """The imports of `[-m] script args`; empty if the script does not import torch: little would be gained."""
     try:
         what = worker_bootstrap.program(arguments)
     except UsageError:
-        return imported_modules.Imported({}, [])
+        return preimport_list.Imported({}, [])
     own = os.getcwd() if what.module else os.path.dirname(os.path.realpath(what.target))
     if os.path.isdir(what.target) and not what.module:
         own = os.path.realpath(what.target)
@@ -36,15 +36,15 @@ def read(arguments: Sequence[str]) -> imported_modules.Imported:
         environment |= _variable(node, environment)
         for name, base in _imported(node, folder, own):
             package = name.partition(".")[0]
-            if base == own and package in imported_modules.WELL_KNOWN and not _in(own, package):
+            if base == own and package in preimport_list.WELL_KNOWN and not _in(own, package):
                 names[name] = None
     if "torch" not in {name.partition(".")[0] for name in names}:
-        return imported_modules.Imported({}, [])
+        return preimport_list.Imported({}, [])
     packages = {name.partition(".")[0] for name in names}
     origins = {
-        package: origin for package in sorted(packages) if (origin := imported_modules.origin(package)) is not None
+        package: origin for package in sorted(packages) if (origin := preimport_list.origin(package)) is not None
     }
-    return imported_modules.Imported(origins, [*names, *_WITH_TORCH], environment)
+    return preimport_list.Imported(origins, [*names, *_WITH_TORCH], environment)
 
 
 def _entry(what: worker_bootstrap.Program, own: str) -> str | None:

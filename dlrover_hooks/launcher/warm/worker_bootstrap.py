@@ -4,7 +4,7 @@
     python -u -m dlrover_hooks.launcher.warm.worker_bootstrap --exec -- program args
 
 The other workers wait for a new one from its join on. Everything slow therefore comes before: importing the modules
-that a worker of the node had imported (`worker.imported_modules`). Then the process joins, if its launcher has not done
+that a worker of the node had imported (`worker.preimport_list`). Then the process joins, if its launcher has not done
 so for it, and the script runs just as `python -u script args` would run it. A warm standby (`fork_server`) has already
 imported. With `--exec` (`run --no-python`) nothing is imported, and the program takes the place of this process.
 """
@@ -27,7 +27,7 @@ import msgspec
 from dlrover_hooks import config as settings
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import JobFinished, UsageError
-from dlrover_hooks.worker import imported_modules
+from dlrover_hooks.worker import preimport_list
 from dlrover_hooks.worker.round_join import join_request, seat_environment, take_seat
 
 log = logging.getLogger("dlrover_hooks")
@@ -64,9 +64,9 @@ def main() -> None:
     what = program(arguments)
     forget_cwd()
     enter(what)
-    wanted = imported_modules.told(settings.preload_file())
+    wanted = preimport_list.told(settings.preload_file())
     with settings.environment_of(wanted.environment):
-        for _ in imported_modules.load(wanted):
+        for _ in preimport_list.load(wanted):
             pass
     take_place()
     run(what)

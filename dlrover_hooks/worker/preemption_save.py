@@ -24,7 +24,7 @@ _WAY_OUT_S = 1.0
 """Reserved for shutting down."""
 
 
-class EmergencySave:
+class PreemptionSave:
     """Signal handling of a session, and its save when all ranks leave. Training thread only.
 
     `before`: the object of the previous round, in a process that survived it. Its signal handlers are still installed:
@@ -32,7 +32,7 @@ class EmergencySave:
     """
 
     def __init__(
-        self, config: Config, place: Place, incarnation: str, reporter: Reporter, before: EmergencySave | None = None
+        self, config: Config, place: Place, incarnation: str, reporter: Reporter, before: PreemptionSave | None = None
     ) -> None:
         self.here = False
         """All ranks leave at this step boundary."""

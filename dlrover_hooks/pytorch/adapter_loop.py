@@ -23,7 +23,7 @@ from dlrover_hooks.data.leased.leased_loader import LeasedLoader, is_leased as i
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_form import require
+from dlrover_hooks.protocol.restored_value_check import require
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import leader

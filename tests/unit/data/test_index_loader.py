@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrover_hooks.data.elastic_indices import ElasticIndices
+from dlrover_hooks.data.index_loader import ElasticIndices
 from dlrover_hooks.errors import UsageError
 
 
