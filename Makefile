@@ -32,7 +32,7 @@ demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 wo
 	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
 # First what waits for no other process and fails soonest, then what starts real ones.
-test: $(READY)  ## run all tests but those marked deep, by CORES workers (TEST_ARGS="-k arena" for some, deep ones too)
+test: $(READY)  ## run all tests but those marked deep, by CORES workers (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
 	$(PYTEST) $(SPREAD) -m "not deep" $(IN_PROCESS)
 	$(PYTEST) $(SPREAD) -m "not deep" tests $(IN_PROCESS:%=--ignore=%)
