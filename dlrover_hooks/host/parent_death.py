@@ -25,7 +25,7 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def bury_orphans(own: Collection[int]) -> None:
+def reap_orphans(own: Collection[int]) -> None:
     """Reap adopted children that have ended, such as the DataLoader workers of a worker that was killed.
 
     Skips the pids in `own`, whose exit codes are read elsewhere, and this process's own session (its subprocesses).

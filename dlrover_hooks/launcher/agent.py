@@ -28,9 +28,9 @@ from dlrover_hooks.launcher.failures import (
     finished_before,
     left_by_itself,
     no_place,
-    nobody_came,
     too_few,
     trained_elsewhere,
+    workers_missing,
 )
 from dlrover_hooks.launcher.master_events import MasterEvents
 from dlrover_hooks.launcher.master_requests import FORM_S, AgentAddress, MasterRequests
@@ -67,7 +67,7 @@ class Agent:
 
     Args:
         options: the launcher's.
-        station: identity and address of this agent.
+        address: identity and address of this agent.
         client: a master client with this agent's incarnation.
         workers: starts and ends processes.
         selector: wakes on events of workers, services and signals.
@@ -78,7 +78,7 @@ class Agent:
     def __init__(
         self,
         options: LaunchOptions,
-        station: AgentAddress,
+        address: AgentAddress,
         client: MasterClient,
         workers: Workers,
         selector: selectors.BaseSelector,
@@ -86,12 +86,12 @@ class Agent:
         *,
         fresh: bool,
     ) -> None:
-        self.options, self.job, self.workers = options, station.job, workers
-        self._station, self._selector, self._look, self._fresh = station, selector, look, fresh
-        self._ear = MasterEvents(client, self.job, selector)
-        self._speaker = MasterRequests(options, station, client, look, lambda: self._ear.away_since)
+        self.options, self.job, self.workers = options, address.job, workers
+        self._address, self._selector, self._look, self._fresh = address, selector, look, fresh
+        self._events = MasterEvents(client, self.job, selector)
+        self._requests = MasterRequests(options, address, client, look, lambda: self._events.away_since)
         self._local_ranks = list(range(options.workers.most))
-        self.budget = Budget(options, station.node, self._speaker)
+        self.budget = Budget(options, address.node, self._requests)
         self._round = 0
         self._failed_here, self._job_over, self._missing = False, False, ""
         self._due: float | None = None
@@ -110,7 +110,7 @@ class Agent:
             self._leave(over)
             return over.code
         finally:
-            self._ear.close()
+            self._events.close()
 
     # ---- while workers run ------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Agent:
             dead = self.workers.dead()
             failed = {key: child for key, child in dead.items() if child.exit_code()}
             if self.options.several_nodes or self.workers.running():
-                self._speaker.tell({key: end_of(child) for key, child in dead.items() if key not in failed})
+                self._requests.tell({key: end_of(child) for key, child in dead.items() if key not in failed})
             if not failed and not self.workers.running():
                 break
             if self._start_again(failed):
@@ -134,9 +134,9 @@ class Agent:
     def _turn(self) -> None:
         self._selector.select(timeout=1.0)
         self._look()
-        self._speaker.tell_again()
+        self._requests.tell_again()
         if not self._job_over:
-            self._ear.open()
+            self._events.open()
 
     def _start_again(self, failed: dict[str, Child]) -> bool:
         """Follow the master's notices, and handle `failed`. True: all workers must be restarted."""
@@ -157,18 +157,20 @@ class Agent:
         late = self._due is not None and now > self._due
         if self._due is None or not (late or (now > self._ask_at and self.workers.done())):
             return
-        self._ask_at, view = now + _LOOK_S, self._speaker.view()
+        self._ask_at, view = now + _LOOK_S, self._requests.view()
         if view is not None and view.phase is not p.Phase.BROKEN:
             self._due = None
         elif late:
-            raise Over(GAVE_UP, nobody_came(self.options, self.options.replace_timeout_s, self._missing), for_all=True)
+            raise Over(
+                GAVE_UP, workers_missing(self.options, self.options.replace_timeout_s, self._missing), for_all=True
+            )
         elif view is not None:
             self._call_back((), view)
 
     def _listen(self) -> tuple[bool, int]:
         """Whether the workers' round broke, and how many newcomers wait. Raises Over if another agent gave up."""
         broken, waiting = False, 0
-        for said in self._ear.take():
+        for said in self._events.take():
             if isinstance(said, HooksError):  # this agent is unknown to the master; new workers yet to join change that
                 broken = broken or not self.workers.running().keys() <= self._newcomers
             elif said.finished:
@@ -181,7 +183,7 @@ class Agent:
         return broken, waiting
 
     def _obey_ending(self) -> None:
-        view = self._speaker.view()
+        view = self._requests.view()
         if view is not None and view.ending is not None:
             log.error("job %s was given up: %s", self.job, view.ending.why)
             raise Over(view.ending.exit_code)
@@ -194,16 +196,16 @@ class Agent:
         while self.options.several_nodes and not self._job_over:
             self._turn()
             if self._listen()[0] or self._leaving_until is not None:
-                view = self._speaker.view()
+                view = self._requests.view()
                 if view is None or not self._may_be_done(view):
                     self._leaving_until = None
-                    far = elsewhere(view, self._station.node) if view is not None else []
+                    far = elsewhere(view, self._address.node) if view is not None else []
                     log.info("job %s: another node has failed before it was done: starting again with it", self.job)
                     self.budget.charge(far, view, "starting again")
                     return
                 self._job_over = self._job_over or all_ended(view)
             if time.monotonic() > ask_at:  # the master may have ended with its launcher, after the end of the job
-                view, ask_at = self._speaker.view(), time.monotonic() + _ASK_S
+                view, ask_at = self._requests.view(), time.monotonic() + _ASK_S
                 self._job_over = view is None or view.finished or all_ended(view)
         raise Over(DONE)
 
@@ -215,7 +217,7 @@ class Agent:
         Raises Over if the master stays away: only it has the other nodes' state and the budget.
         """
         try:
-            view = self._speaker.await_view()
+            view = self._requests.await_view()
         except MasterAway as away:
             raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
         if view is not None:
@@ -229,7 +231,7 @@ class Agent:
                 child.signal(signal.SIGKILL)
                 child.wait(_LAST_WORDS_S)
                 ends[key] = WorkerExit(child.name, None)
-            self._missing = missing(view, self._station.node)
+            self._missing = missing(view, self._address.node)
             if live_on(view, ends, self._round):
                 self._leaving_until = None
                 self._replace(ends, view)
@@ -254,34 +256,34 @@ class Agent:
         return now < self._leaving_until or not any(one.alive for one in view.members)
 
     def _end_of(self, key: str, child: Child) -> WorkerExit:
-        return end_of(child, self.workers.words[key].hear())
+        return end_of(child, self.workers.final_errors[key].hear())
 
     def _part(self, ends: dict[str, WorkerExit], view: p.JobView) -> bool:
         """A node is preempted: its launcher ends with 75 once its workers have left (raises Over).
 
         True: this node restarts its workers, unless they recover by themselves. That does not count as a failure.
         """
-        nodes = view.parting.nodes or (self._station.node,)  # a round formed by recovering workers has no parting
-        mine = self._station.node in nodes
+        nodes = view.parting.nodes or (self._address.node,)  # a round formed by recovering workers has no parting
+        mine = self._address.node in nodes
         if mine or not any(one.recovers for one in view.members if one.incarnation in self.workers.children):
             self.workers.await_end(self.options.grace_s)  # each one may still report its final error
             ends |= {key: self._end_of(key, child) for key, child in self.workers.dead().items() if child.exit_code()}
         left = left_by_itself(ends)
         if mine and left:
-            self._speaker.tell(ends)
+            self._requests.tell(ends)
             raise Over(p.REQUEUE, f"preempted ({view.parting.reason or 'a signal'}); start it again to go on")
         if left:
             log.warning("job %s: %s is preempted; restarting", self.job, ", ".join(nodes))
-            self._speaker.tell(ends)
+            self._requests.tell(ends)
             self.workers.end()
         return left
 
     def _replace(self, ends: dict[str, WorkerExit], view: p.JobView) -> None:
         """The others recover by themselves: start new workers for the dead ones, if the fault level replaces them."""
-        self._speaker.tell(ends, self._newcomers)
+        self._requests.tell(ends, self._newcomers)
         shrinks = self.options.fault_level is Level.SHRINK
         then = "the others live on" + (f", replacing {counted(len(ends), 'worker')}" if ends and not shrinks else "")
-        self.budget.charge([*ends.values(), *elsewhere(view, self._station.node)], view, then)
+        self.budget.charge([*ends.values(), *elsewhere(view, self._address.node)], view, then)
         self._call_back(ends, view)
         for key in ends:
             if shrinks:
@@ -321,9 +323,9 @@ class Agent:
         """Determine the cause, end all workers of this node, and raise Over unless they are to be restarted."""
         early = [*self._early(view).values()] if view is not None else []
         if (view is None or not view.finished) and not any(end.has_cause for end in early):
-            view = self._hear_last_words(ends, view)
-        self._speaker.tell(ends, self._newcomers)
-        far = elsewhere(view, self._station.node) if view is not None else []
+            view = self._await_causes(ends, view)
+        self._requests.tell(ends, self._newcomers)
+        far = elsewhere(view, self._address.node) if view is not None else []
         seats = {key: seat.local_rank for key, seat in self.workers.seats.items()}
         self.workers.end()
         self._newcomers.clear()
@@ -340,14 +342,14 @@ class Agent:
             for key in shot or ([] if any(end.has_cause for end in far) else list(ends)[:1]):
                 self._discard(seats[key])
 
-    def _hear_last_words(self, ends: dict[str, WorkerExit], view: p.JobView | None) -> p.JobView | None:
+    def _await_causes(self, ends: dict[str, WorkerExit], view: p.JobView | None) -> p.JobView | None:
         """While the cause is unclear, wait for more ends, here (added to `ends`) and elsewhere. The view then."""
         members = view.members if view is not None else ()
         failed = {one.incarnation for one in members if one.gone == p.Departure.FAILED.value}
         leaving = failed & self.workers.running().keys()
         deadline = time.monotonic() + (_LEAVING_S if leaving else _LAST_WORDS_S)
         while not any(end.has_cause for end in ends.values()) and time.monotonic() < deadline:
-            if view is not None and any(end.has_cause for end in elsewhere(view, self._station.node)):
+            if view is not None and any(end.has_cause for end in elsewhere(view, self._address.node)):
                 break
             if leaving and leaving <= ends.keys():
                 leaving, deadline = set(), min(deadline, time.monotonic() + _LAST_WORDS_S)
@@ -357,14 +359,14 @@ class Agent:
             self._look()
             late = {key: self._end_of(key, child) for key, child in self.workers.dead().items() if child.exit_code()}
             ends.update({key: end for key, end in late.items() if key not in ends})
-            view = self._speaker.view() if self.options.several_nodes else view
+            view = self._requests.view() if self.options.several_nodes else view
         return view
 
     def _discard(self, local_rank: int) -> None:
         self._local_ranks.remove(local_rank)
         if len(self._local_ranks) < self.options.workers.least:
             alone = not self.options.several_nodes
-            raise Over(GAVE_UP, too_few(self.options, len(self._local_ranks), self._station.node), for_all=alone)
+            raise Over(GAVE_UP, too_few(self.options, len(self._local_ranks), self._address.node), for_all=alone)
 
     # ---- the start --------------------------------------------------------------------------------------------------
 
@@ -373,7 +375,7 @@ class Agent:
         seats = tuple(p.Seat(uuid.uuid4().hex, local_rank) for local_rank in self._local_ranks)
         seated = self._take_seats(seats, first=first)
         self._round, self._due, self._job_over = seated.round or 0, None, False
-        self.budget.started(self._speaker.view())
+        self.budget.started(self._requests.view())
         life = {
             "TORCHELASTIC_RESTART_COUNT": str(self.budget.restarts),
             "DLROVER_HOOKS_FRESH": "1" if self._fresh and first else "",
@@ -383,22 +385,22 @@ class Agent:
 
     def _take_seats(self, seats: tuple[p.Seat, ...], *, first: bool) -> p.Seated:
         within_s = self._patience_s(first)
-        if not first and not self._speaker.is_known(self._round):
+        if not first and not self._requests.is_known(self._round):
             self._round = 0
         try:
-            joined = self._speaker.join(seats, within_s, first=first, fresh=self._fresh)
+            joined = self._requests.join(seats, within_s, first=first, fresh=self._fresh)
             if joined.finished:
                 raise self._finished(joined.finished_step)
-            self._ear.open()
+            self._events.open()
             self.workers.end()  # of the last round, which this node has left now: their ends are no failures
-            seated = self._speaker.await_round(self._round, within_s)
+            seated = self._requests.await_round(self._round, within_s)
         except MasterAway as away:
             raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
         except (GivenUp, Stale):
             self._obey_ending()
-            view = self._speaker.view()
+            view = self._requests.view()
             if view is not None and view.finished:  # by the other nodes, while this one waited
-                others = sorted({one.node for one in view.members} - {self._station.node})
+                others = sorted({one.node for one in view.members} - {self._address.node})
                 if first and others and self.options.nodes.most == 1:
                     raise Over(GAVE_UP, trained_elsewhere(others)) from None
                 raise self._finished(view.finished_step) from None
@@ -408,10 +410,10 @@ class Agent:
         return seated
 
     def _no_round(self, waited_s: float) -> Over:
-        view = self._speaker.view()
+        view = self._requests.view()
         if view is not None and view.round > self._round and view.phase is not p.Phase.BROKEN:
             return Over(GAVE_UP, no_place(self.options, waited_s, view))
-        return Over(GAVE_UP, nobody_came(self.options, waited_s, self._missing), for_all=True)
+        return Over(GAVE_UP, workers_missing(self.options, waited_s, self._missing), for_all=True)
 
     def _patience_s(self, first: bool) -> float:
         """Timeout for a round. The members of a job that never grows are there already; a launch may take longer."""
@@ -436,12 +438,12 @@ class Agent:
             log.error("job %s: %s", self.job, over.why)
         say_echoes(over.echoes)
         self.workers.end()
-        several, serves = self.options.several_nodes, self._station.serves
-        ending = p.Ending(over.code, f"node {self._station.node}: {over.why}") if over.for_all else None
+        several, serves = self.options.several_nodes, self._address.serves
+        ending = p.Ending(over.code, f"node {self._address.node}: {over.why}") if over.for_all else None
         if several and serves and ending is None and over.code != DONE:
             code = p.REQUEUE if over.code == p.REQUEUE else GAVE_UP
-            ending = p.Ending(code, f"node {self._station.node}, which serves the master, was stopped")
+            ending = p.Ending(code, f"node {self._address.node}, which serves the master, was stopped")
         done = over.code == DONE and several
-        self._speaker.leave(p.Departure.DONE if done else p.Departure.STOPPED, ending)
+        self._requests.leave(p.Departure.DONE if done else p.Departure.STOPPED, ending)
         if ending is not None and serves and several:
             time.sleep(_LINGER_S)

@@ -114,13 +114,13 @@ def _who(failure: Failure) -> str:
 
 def _why(failure: Failure) -> str:
     end = failure.end
-    if end.words is not None:
-        return f"{end.why}: {end.words.error}"
+    if end.reported is not None:
+        return f"{end.why}: {end.reported.error}"
     return end.why + (", see its own output above" if end.exit_code is not None and end.exit_code > 0 else "")
 
 
 def _where(failure: Failure) -> str:
-    return failure.end.words.where if failure.end.words is not None else ""
+    return failure.end.reported.where if failure.end.reported is not None else ""
 
 
 def _when(failure: Failure) -> str:

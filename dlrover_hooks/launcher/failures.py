@@ -36,7 +36,7 @@ class WorkerExit(msgspec.Struct, frozen=True):
     name: str
     exit_code: int | None
     here: bool = True
-    words: WorkerError | None = None
+    reported: WorkerError | None = None
     """Its own report, if an exception ended it."""
     left: bool = False
 
@@ -63,14 +63,14 @@ class WorkerExit(msgspec.Struct, frozen=True):
 _LEFT = "left training by an exception or sys.exit"
 
 
-def end_of(child: Child, words: WorkerError | None = None) -> WorkerExit:
+def end_of(child: Child, reported: WorkerError | None = None) -> WorkerExit:
     """The end of a worker of this node."""
-    return WorkerExit(child.name, child.exit_code(), words=words)
+    return WorkerExit(child.name, child.exit_code(), reported=reported)
 
 
 def left_by_itself(ends: Mapping[str, WorkerExit]) -> bool:
     """All have left because of a preemption. One that the master declared dead does not count: it reports an error."""
-    return bool(ends) and all(end.exit_code == REQUEUE and end.words is None for end in ends.values())
+    return bool(ends) and all(end.exit_code == REQUEUE and end.reported is None for end in ends.values())
 
 
 def culprit(ends: Iterable[WorkerExit]) -> WorkerExit:
@@ -138,7 +138,7 @@ def _of_script(cause: WorkerExit) -> bool:
 
 def reached(cause: WorkerExit, view: JobView) -> int:
     """The step that the job had reached: workers report it once a second, and with their final error."""
-    return max(view.step, cause.words.step if cause.words is not None else 0)
+    return max(view.step, cause.reported.step if cause.reported is not None else 0)
 
 
 class RepeatedFailures:
@@ -156,8 +156,8 @@ class RepeatedFailures:
         if view is None or not _of_script(cause):
             self._last = None
             return False
-        words = cause.words or WorkerError("")
-        this, step = (cause.exit_code, words.error, words.where), reached(cause, view)
+        reported = cause.reported or WorkerError("")
+        this, step = (cause.exit_code, reported.error, reported.where), reached(cause, view)
         same = this == self._last and step <= self._step
         self._last, self._step = this, max(step, self._step)
         return same
@@ -201,7 +201,7 @@ def too_few(options: LaunchOptions, left: int, node: str = "") -> str:
     return f"{counted(left, 'worker')} {where} left, and {least} needed: --fault-level shrink replaces no worker"
 
 
-def nobody_came(options: LaunchOptions, waited_s: float, missing: str) -> str:
+def workers_missing(options: LaunchOptions, waited_s: float, missing: str) -> str:
     """Why no round has formed. `missing`: nodes that are lost."""
     if not options.several_nodes:
         return f"the master formed no round of {options.workers} workers within {waited_s:g} s"

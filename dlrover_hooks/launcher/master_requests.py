@@ -52,17 +52,17 @@ class MasterRequests:
 
     Args:
         options: the launcher's.
-        station: of the agent.
+        address: of the agent.
         client: its connection.
         look: called while it waits: handles signals (raises an exception that ends the run), restarts services.
         away_since: since when the master has been unreachable, as seen by the watch; None: it is reachable.
     """
 
     def __init__(
-        self, options: LaunchOptions, station: AgentAddress, client: MasterClient, look: Callable[[], None],
+        self, options: LaunchOptions, address: AgentAddress, client: MasterClient, look: Callable[[], None],
         away_since: Callable[[], float | None],
     ) -> None:  # fmt: skip
-        self._options, self._station, self._client, self._look = options, station, client, look
+        self._options, self._address, self._client, self._look = options, address, client, look
         self._away_since = away_since
         self._unheard: dict[str, p.Exited] = {}
         """By worker, the ends that the master has not acknowledged; they are sent again at every turn."""
@@ -73,23 +73,23 @@ class MasterRequests:
         Raises MasterAway.
         """
         try:
-            return self._ask(p.ShowJob(self._station.job), self._options.master_away_s)
+            return self._ask(p.ShowJob(self._address.job), self._options.master_away_s)
         except MasterError as error:
-            log.warning("job %s: its state is not known: %s", self._station.job, error.message)
+            log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
 
     def view(self) -> p.JobView | None:
         """The job's current state; None if the master does not answer soon."""
         try:
-            return self._ask(p.ShowJob(self._station.job), 10.0)
+            return self._ask(p.ShowJob(self._address.job), 10.0)
         except HooksError as error:
-            log.warning("job %s: its state is not known: %s", self._station.job, error.message)
+            log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
 
     def is_known(self, number: int) -> bool:
         """Whether the master has a round `number`. A master whose journal was deleted counts from 1 again."""
         try:
-            return self._ask(p.ShowJob(self._station.job), 10.0).round >= number
+            return self._ask(p.ShowJob(self._address.job), 10.0).round >= number
         except UnknownJob:
             return False
         except HooksError:
@@ -103,11 +103,11 @@ class MasterRequests:
             MasterAway: no answer.
         """
         join = p.Join(
-            job=self._station.job,
+            job=self._address.job,
             incarnation=self._client.incarnation,
-            node=self._station.node,
+            node=self._address.node,
             seats=seats,
-            host=self._station.host,
+            host=self._address.host,
             port=held_port(),
             min_workers=self._options.min_workers,
             max_workers=self._options.max_workers,
@@ -138,7 +138,7 @@ class MasterRequests:
         """A round newer than `after` with ranks for this node; None if none forms `within_s`. Raises GivenUp."""
         deadline, said = time.monotonic() + within_s, False
         while (left := deadline - time.monotonic()) > 0:
-            ask = p.AwaitRound(self._station.job, self._client.incarnation, after=after, timeout_s=_POLL_S)
+            ask = p.AwaitRound(self._address.job, self._client.incarnation, after=after, timeout_s=_POLL_S)
             seated = self._ask(ask, left)
             if seated.round is not None:
                 return seated
@@ -149,19 +149,19 @@ class MasterRequests:
 
     def _say_waiting(self, *, first: bool) -> None:
         if self._options.nodes.most > 1:
-            log.info("job %s: waiting for the other nodes", self._station.job)
+            log.info("job %s: waiting for the other nodes", self._address.job)
         elif first and (view := self.view()) is not None:
-            others = sorted({one.node for one in view.members if one.alive} - {self._station.node})
+            others = sorted({one.node for one in view.members if one.alive} - {self._address.node})
             if others:
                 log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "
-                            "that one is lost", self._station.job, ", ".join(others))  # fmt: skip
+                            "that one is lost", self._address.job, ", ".join(others))  # fmt: skip
 
     def tell(self, ends: Mapping[str, WorkerExit], newcomers: Collection[str] = ()) -> None:
         """Report the ends of this node's workers; `newcomers`: those of them that joined by themselves."""
         for worker, end in ends.items():
             code = -9 if end.exit_code is None else end.exit_code
             own = self._client.incarnation
-            self._unheard[worker] = p.Exited(self._station.job, own, worker, code, newcomer=worker in newcomers)
+            self._unheard[worker] = p.Exited(self._address.job, own, worker, code, newcomer=worker in newcomers)
         self._tell_all(again=True)
 
     def tell_again(self) -> None:
@@ -180,7 +180,7 @@ class MasterRequests:
         except (MasterAway, JournalFailed):
             return False
         except HooksError as error:  # this worker belongs to no round any more
-            log.debug("job %s: the end of %s: %s", self._station.job, exited.worker, error.message)
+            log.debug("job %s: the end of %s: %s", self._address.job, exited.worker, error.message)
         return True
 
     def failures(self, known: int) -> int:
@@ -190,7 +190,7 @@ class MasterRequests:
 
     def leave(self, reason: p.Departure, ending: p.Ending | None = None) -> None:
         """This agent leaves the job. `ending`: all other agents end, too."""
-        self._say(p.Leave(self._station.job, self._client.incarnation, reason, ending=ending))
+        self._say(p.Leave(self._address.job, self._client.incarnation, reason, ending=ending))
 
     def _say(self, event: p.Message) -> None:
         with contextlib.suppress(HooksError):
@@ -214,4 +214,4 @@ class MasterRequests:
                     continue
                 if launch or deadline < given_up:
                     raise
-                raise deserted(self._client.url, self._station.job, away_s) from away
+                raise deserted(self._client.url, self._address.job, away_s) from away

@@ -80,9 +80,9 @@ class Launcher:
                 owned.enter_context(sole(self.job, ""))
             master, served = self._find_master(owned)
             token = self.options.token or (None if self.options.endpoint else secrets.token_hex(16))
-            station = AgentAddress(self.job, self._node, self._host(master), serves=served is not None)
+            address = AgentAddress(self.job, self._node, self._host(master), serves=served is not None)
             self._client = MasterClient(master.url, token, incarnation=uuid.uuid4().hex)
-            environment = self._environment(master.url, token or "", station)
+            environment = self._environment(master.url, token or "", address)
             command = self.options.command
             preload = environment["DLROVER_HOOKS_PRELOAD"] = owned.enter_context(temporary_file("preload"))
             standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
@@ -99,7 +99,7 @@ class Launcher:
             owned.callback(self._workers.end)
             owned.callback(self._eviction.close)
             log.info("job %s: %s, %s", self.job, self._size(), self._where(master, served))
-            agent = Agent(self.options, station, self._client, self._workers, self._selector, self._look,
+            agent = Agent(self.options, address, self._client, self._workers, self._selector, self._look,
                           fresh=self._fresh)  # fmt: skip
             code = agent.run()
             if agent.budget.record.failures:
@@ -154,7 +154,7 @@ class Launcher:
     def _where(self, master: Endpoint, served: Served | None) -> str:
         return f"master at {master.url}" + ("" if served is not None else " (served elsewhere)")
 
-    def _environment(self, url: str, token: str, station: AgentAddress) -> dict[str, str]:
+    def _environment(self, url: str, token: str, address: AgentAddress) -> dict[str, str]:
         """torchrun's variables (Lightning picks the wrong environment without TORCHELASTIC_RUN_ID), and our own."""
         return {
             "TORCHELASTIC_RUN_ID": self.job,
@@ -166,7 +166,7 @@ class Launcher:
             "DLROVER_HOOKS_NODE": self._node,
             "DLROVER_HOOKS_GRACE": f"{self.options.grace_s:g}s" if self.options.grace_s else "",
             "DLROVER_HOOKS_LAUNCHER": self._client.incarnation,
-            "DLROVER_HOOKS_HOST": station.host,
+            "DLROVER_HOOKS_HOST": address.host,
             "DLROVER_HOOKS_MIN_WORKERS": str(self.options.min_workers),
             "DLROVER_HOOKS_MAX_WORKERS": str(self.options.max_workers),
             "DLROVER_HOOKS_MASTER_AWAY_S": str(self.options.master_away_s),

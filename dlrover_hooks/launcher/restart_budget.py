@@ -38,14 +38,14 @@ class Over(Exception):
 def say_echoes(ends: Sequence[WorkerExit]) -> None:
     """Log one line for each worker whose traceback was not printed. Call it once the cause is logged."""
     for end in ends:
-        if end.words is not None:
-            log.info("%s since a peer was gone: %s", end, end.words.error.partition(". ")[0])
+        if end.reported is not None:
+            log.info("%s since a peer was gone: %s", end, end.reported.error.partition(". ")[0])
 
 
 class Budget:
     """The restart budget, as one agent sees it. Main thread only."""
 
-    def __init__(self, options: LaunchOptions, node: str, speaker: MasterRequests) -> None:
+    def __init__(self, options: LaunchOptions, node: str, requests: MasterRequests) -> None:
         self.restarts = 0
         """Of the job, on all nodes, as far as the master has reported."""
         self.record = FailureRecord(node)
@@ -53,7 +53,7 @@ class Budget:
         self.began_at = 0
         """Step of the job when the workers of this node were started."""
         self._repeats = RepeatedFailures()
-        self._most, self._node, self._speaker, self._blame = options.max_restarts, node, speaker, BadNodes(node)
+        self._most, self._node, self._requests, self._blame = options.max_restarts, node, requests, BadNodes(node)
 
     def started(self, view: JobView | None) -> None:
         """Call when workers are about to be started."""
@@ -62,7 +62,7 @@ class Budget:
 
     def charge_unexplained(self, number: int, then: str) -> None:
         """Count a restart for round `number`, which broke without a known cause: that is limited, too. Raises Over."""
-        self.restarts = max(self._speaker.failures(self.restarts), self.restarts + 1)
+        self.restarts = max(self._requests.failures(self.restarts), self.restarts + 1)
         what = f"round {number} broke, and no worker is known to have failed"
         if self.restarts > self._most:
             raise Over(GAVE_UP, gave_up(what, self._most), for_all=True)
@@ -80,15 +80,17 @@ class Budget:
             return
         began_at = self.began_at if view is None or view.begun_step is None else view.begun_step
         cause, node = culprit(ends), self._node
-        self.restarts = self._speaker.failures(self.restarts)
+        self.restarts = self._requests.failures(self.restarts)
         again = self._repeats.seen(cause, view)
         verdict = judge(cause, view, began_at, node=node, failures=self.restarts, max_restarts=self._most, again=again)
         if verdict.code is None and (bad := self._blame.falls(cause, view)):
             verdict = FailureVerdict(BAD_NODE, bad)
         self.record.failed(cause, view, then if verdict.code is None else "")
-        if cause.words is not None and cause.words.trace:  # no other failure came first, so its traceback is printed
-            sys.stderr.write(f"{cause.name}:\n{cause.words.trace}")
-        echoes = [end for end in ends if end is not cause and end.words is not None and end.words.trace]
+        if (
+            cause.reported is not None and cause.reported.trace
+        ):  # no other failure came first, so its traceback is printed
+            sys.stderr.write(f"{cause.name}:\n{cause.reported.trace}")
+        echoes = [end for end in ends if end is not cause and end.reported is not None and end.reported.trace]
         if verdict.code is not None:
             raise Over(verdict.code, verdict.text, for_all=verdict.code not in (REQUEUE, BAD_NODE), echoes=echoes)
         log.warning("%s; %s (%d of %d restarts)", verdict.text, then, self.restarts, self._most)

@@ -29,7 +29,7 @@ def test_the_end_of_a_worker_is_told_until_it_is_heard(tmp_path: Path) -> None:
             LaunchOptions(command=("true",)), AgentAddress("job", "node-agent", "127.0.0.1"), client, nobody, selector,
             lambda: None, fresh=False,
         )  # fmt: skip
-        owned.callback(agent._ear.close)
+        owned.callback(agent._events.close)
         client.call(join())
         master.client("w0").call(attach("w0"))
 
@@ -37,7 +37,7 @@ def test_the_end_of_a_worker_is_told_until_it_is_heard(tmp_path: Path) -> None:
             return [member.alive for member in client.call(p.ShowJob("job")).members]
 
         here, client.url = client.url, NOWHERE
-        agent._speaker.tell({"w1": WorkerExit("worker 1", 1)})
+        agent._requests.tell({"w1": WorkerExit("worker 1", 1)})
         agent._turn()
         client.url = here
         assert alive() == [True, True]

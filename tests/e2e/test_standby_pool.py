@@ -112,7 +112,7 @@ def test_its_last_words_are_heard(launcher: Callable[..., Launcher], tmp_path: P
     code = """
         from dlrover_hooks.launcher.processes.worker_errors import FinalErrors
         standbys, words = warm(), FinalErrors()
-        child = standbys.take("one", ["--", "script.py"], ENV | words.environment, words=words.pass_fds)
+        child = standbys.take("one", ["--", "script.py"], ENV | words.environment, error_pipe=words.pass_fds)
         words.started()
         code, said = child.wait(20), words.hear()
         say(code=code, error=said.error, where=os.path.basename(said.where))

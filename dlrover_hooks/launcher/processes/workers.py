@@ -51,7 +51,7 @@ class Workers:
         self.seats: dict[str, Seat] = {}
         self.ranks: dict[str, int] = {}
         """By incarnation; those of new workers are their predecessors'."""
-        self.words: dict[str, FinalErrors] = {}
+        self.final_errors: dict[str, FinalErrors] = {}
         """Pipes for the errors that end them."""
         self._told = set[str]()
 
@@ -78,14 +78,14 @@ class Workers:
     def _launch(self, rank: int, number: int, command: Sequence[str], seat: Seat, place: Mapping[str, str]) -> None:
         own, name = seat.incarnation, worker_name(rank, seat.local_rank)
         with self._output(own, seat.local_rank, rank, number) as (out, err):
-            words = self.words[own] = FinalErrors(prints=err != 2)
-            env = settings.worker_environment(**{**self._environment, **place, **words.environment})
-            child, fds = None, words.pass_fds
+            errors = self.final_errors[own] = FinalErrors(prints=err != 2)
+            env = settings.worker_environment(**{**self._environment, **place, **errors.environment})
+            child, fds = None, errors.pass_fds
             if self._standbys is not None:
-                child = self._standbys.take(name, self._newcomer, env, stdout=out, stderr=err, words=fds)
+                child = self._standbys.take(name, self._newcomer, env, stdout=out, stderr=err, error_pipe=fds)
             if child is None:
                 child = Child(name, command, env=env, pass_fds=fds, die_with_parent=True, stdout=out, stderr=err)
-        words.started()
+        errors.started()
         self.children[own], self.seats[own], self.ranks[own] = child, seat, rank
         self._selector.register(child, selectors.EVENT_READ)
 
@@ -119,7 +119,7 @@ class Workers:
             self._selector.unregister(child)
         self._told.discard(incarnation)
         del self.seats[incarnation]
-        self.words.pop(incarnation).close()
+        self.final_errors.pop(incarnation).close()
         del self.ranks[incarnation]
         child.end()
         self._show_rest(incarnation)
@@ -166,9 +166,9 @@ class Workers:
         codes = [child.end() for child in children]
         for incarnation in self.children:
             self._show_rest(incarnation)
-        for words in self.words.values():
-            words.close()
-        for table in (self.children, self.seats, self.ranks, self.words):
+        for errors in self.final_errors.values():
+            errors.close()
+        for table in (self.children, self.seats, self.ranks, self.final_errors):
             table.clear()
         self._told.clear()
         return codes

@@ -205,8 +205,8 @@ def _become(order: StandbyOrder, files: list[int], own: Mapping[str, str], threa
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(order.folder)
-    words = settings.last_words_to(files[3]) if files[3:] else {}
-    settings.replace_environment({**order.environment, **own, **words})
+    error_pipe = settings.last_words_to(files[3]) if files[3:] else {}
+    settings.replace_environment({**order.environment, **own, **error_pipe})
     time.tzset()
     _freshen(threads)
     what = worker_bootstrap.program(order.arguments)

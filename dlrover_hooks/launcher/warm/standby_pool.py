@@ -19,7 +19,7 @@ import psutil
 
 from dlrover_hooks.host import child_process as children, memory_limit
 from dlrover_hooks.host.child_process import Child, described
-from dlrover_hooks.host.parent_death import adopt_orphans, bury_orphans
+from dlrover_hooks.host.parent_death import adopt_orphans, reap_orphans
 from dlrover_hooks.launcher.warm.fork_server import NO_FORK, ONE_THREAD, StandbyOrder
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -72,7 +72,7 @@ class Standbys:
 
     def refill(self) -> None:
         """Start missing standbys."""
-        bury_orphans(children.ALIVE)
+        reap_orphans(children.ALIVE)
         self._hear()
         if not self._has_room():
             return
@@ -92,11 +92,11 @@ class Standbys:
 
     def take(
         self, name: str, command: Sequence[str], env: Mapping[str, str], *, stdout: int = 1, stderr: int = 2,
-        words: Sequence[int] = (),
+        error_pipe: Sequence[int] = (),
     ) -> Child | None:  # fmt: skip
         """A standby that now runs `[-m] script args`, the part of `command` after its "--"; None if none is ready.
 
-        `words`: the descriptor of its error pipe, if there is one.
+        `error_pipe`: the descriptor of its error pipe, if there is one.
         """
         self._hear()
         if self._untold_until == math.inf:
@@ -109,7 +109,7 @@ class Standbys:
                 with line:
                     try:
                         line.settimeout(_SEND_S)
-                        files = [nothing.fileno(), stdout, stderr, *words]
+                        files = [nothing.fileno(), stdout, stderr, *error_pipe]
                         socket.send_fds(line, [len(body).to_bytes(4, "big")], files)
                         line.sendall(body)
                     except OSError as error:
@@ -124,7 +124,7 @@ class Standbys:
         """End the server and the idle standbys. Those that were taken continue."""
         self._stop()
         self._count = 0
-        bury_orphans(children.ALIVE)
+        reap_orphans(children.ALIVE)
 
     # ---- within -----------------------------------------------------------------------------------------------------
 

@@ -80,8 +80,8 @@ job mine: the first failure
 
 
 def failure(code: int | None, step: int | None, *, name: str = "worker 0", node: str = "a", then: str = "",
-            resumed: int | None = None, words: WorkerError | None = None) -> Failure:  # fmt: skip
-    return Failure(WorkerExit(name, code, words=words), node, then, 1, step, resumed)
+            resumed: int | None = None, reported: WorkerError | None = None) -> Failure:  # fmt: skip
+    return Failure(WorkerExit(name, code, reported=reported), node, then, 1, step, resumed)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def failure(code: int | None, step: int | None, *, name: str = "worker 0", node:
             77,
             [
                 failure(
-                    1, 17, name="worker 1 on node b", node="", then="restarting 2 workers", resumed=17, words=WORDS
+                    1, 17, name="worker 1 on node b", node="", then="restarting 2 workers", resumed=17, reported=WORDS
                 ),
                 *(failure(-11, 20), failure(None, 21), failure(3, None), failure(-9, 22), failure(-9, 23)),
             ],
             GIVEN_UP,
         ),
-        (1, [failure(1, None, words=WORDS)], AT_ONCE),
+        (1, [failure(1, None, reported=WORDS)], AT_ONCE),
         (77, [failure(-9, 3)], SPENT),
     ],
 )

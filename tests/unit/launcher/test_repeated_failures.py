@@ -16,7 +16,7 @@ def view(step: int) -> p.JobView:
 
 
 def failure(code: int = 1, error: str = "ValueError: x", step: int = -1, name: str = "worker 0") -> WorkerExit:
-    return WorkerExit(name, code, words=WorkerError(error, "a.py:3, f", step=step))
+    return WorkerExit(name, code, reported=WorkerError(error, "a.py:3, f", step=step))
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def agent() -> Iterator[Agent]:
         client = MasterClient(NOWHERE, incarnation="a")
         owned.callback(client.close)
         workers: Any = None
-        station = AgentAddress("job", "node", "127.0.0.1")
-        made = Agent(LaunchOptions(command=("true",)), station, client, workers, selector, lambda: None, fresh=False)
-        owned.callback(made._ear.close)
+        address = AgentAddress("job", "node", "127.0.0.1")
+        made = Agent(LaunchOptions(command=("true",)), address, client, workers, selector, lambda: None, fresh=False)
+        owned.callback(made._events.close)
         made._round = 2
         yield made
 
@@ -42,7 +42,7 @@ def agent() -> Iterator[Agent]:
 @pytest.mark.parametrize(("number", "waiting"), [(1, 0), (2, 1)])
 def test_a_newcomer_that_was_taken_in_breaks_no_round(agent: Agent, number: int, waiting: int) -> None:
     """It had waited for a place in round 1, and hears of itself when it has one in round 2."""
-    agent._ear._hear(Notice(number, waiting=1))
+    agent._events._hear(Notice(number, waiting=1))
     assert agent._listen() == (False, waiting)
 
 
@@ -54,7 +54,7 @@ def test_a_node_that_found_no_place_does_not_end_the_job(
 ) -> None:
     """The others train without it: it goes home. Only where no round forms for anybody, the job is over."""
     view = JobView("job", "run", 1, number, phase, 7)
-    monkeypatch.setattr(agent._speaker, "view", lambda: view)
+    monkeypatch.setattr(agent._requests, "view", lambda: view)
     over = agent._no_round(60.0)
     assert (over.code, over.for_all) == (77, for_all)
     assert ("no place for it became free within 60 s" in over.why) is not for_all
