@@ -81,11 +81,16 @@ class Warm:
             self._process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def start(
-        self, arguments: Sequence[str], env: dict[str, str], outputs: tuple[IO[bytes], IO[bytes]] | None = None
+        self,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        outputs: tuple[IO[bytes], IO[bytes]] | None = None,
+        *,
+        cwd: str = "",
     ) -> Forked:
         """`arguments` as they would follow `python`. Without `outputs` it is `communicate` that tells what it said."""
         outputs = outputs or (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115
-        order = {"arguments": list(arguments), "env": env}
+        order = {"arguments": list(arguments), "env": env, "cwd": cwd or os.getcwd()}
         return Forked(self, self.order(order, [file.fileno() for file in outputs]), outputs)
 
     def order(self, order: dict[str, object], files: Sequence[int] = ()) -> int:
@@ -142,6 +147,7 @@ def _serve(line: socket.socket) -> list[str]:
         if not pid:
             os.setsid()
             line.close()
+            os.chdir(order["cwd"])
             _become(order["env"], files)
             return order["arguments"]
         for file in files:

@@ -125,7 +125,7 @@ class ElasticLoader:
         self._feed = cast(Batches, feeding.sampler if isinstance(feeding.sampler, Batches) else feeding.batch_sampler)
         self._marks: list[RemovableHandle] = []
         self.leads = True
-        """The loop's epochs are this loader's, not those of another loader that it is zipped with."""
+        """The loop's epochs are this loader's: neither a framework's nor those of a loader that it is zipped with."""
         self._counting, self._said = False, set[str]()
         self._accumulation: Accumulation | None = None
         self.by_hand = False

@@ -58,6 +58,8 @@ _LEAVING_S = 10.0
 _ASK_S = 10.0
 _LOOK_S = 2.0
 """Interval between two checks of a round that does not form, if workers of this node were done."""
+_PIDS = 16
+"""Most workers of a node whose pids are logged at their start."""
 _LINGER_S = 2.0
 """Time for the other nodes to receive the end from the master before it ends with its launcher."""
 
@@ -382,6 +384,8 @@ class Agent:
         }
         for index, seat in enumerate(seats):
             self.workers.start(seat, seated, index, len(seats), **life)
+        pids = [f"{child.name} has pid {child.pid}" for child in self.workers.children.values()]
+        log.info("job %s: %s", self.job, ", ".join(pids[:_PIDS] + [f"{len(pids) - _PIDS} more"] * (len(pids) > _PIDS)))
 
     def _take_seats(self, seats: tuple[p.Seat, ...], *, first: bool) -> p.Seated:
         within_s = self._patience_s(first)

@@ -92,7 +92,7 @@ def screen(story: FailureSummary, *, colour: bool = False) -> str:
     rows = [("who", _who(first)), ("why", _why(first)), ("", _where(first)), ("when", _when(first))]
     rows += [("lost", _lost(first)), ("done", first.then or _NOTHING.get(story.code, "")), *_later(later)]
     rows.append(("end", _ENDS.get(story.code, f"exit code {story.code}")))
-    title = f"job {story.job}: the first failure"
+    title = f"job {story.job}: the first failure" + " (the job is done)" * (story.code == DONE)
     lines = ["-" * WIDTH, f"\x1b[1;31m{title}\x1b[0m" if colour else title]
     for name, text in rows:
         lines += _row(name, text)
@@ -134,7 +134,7 @@ def _lost(failure: Failure) -> str:
     if failure.step is None or failure.resumed is None:
         return ""
     known = failure.step - failure.resumed
-    lost = f"at least {counted(known, 'step')}" if known > 0 else "the steps since the last save"
+    lost = f"at least {counted(known, 'step')}" if known > 0 else "no step that is known to be finished"
     return f"{lost}: it went on from step {failure.resumed}"
 
 

@@ -58,6 +58,11 @@ class Restored(msgspec.Struct, frozen=True):
     weights_only: bool = False
     """Only the model's weights of `state` are used: everything else starts fresh."""
 
+    def __repr__(self) -> str:
+        """Where the run goes on, without the tensors of its state."""
+        at, weights = self.generation, ", weights_only=True" * self.weights_only
+        return f"Restored(step={at.step}, attempt={at.attempt}, run={at.run!r}, source={self.source.value!r}{weights})"
+
 
 class _RankForm(msgspec.Struct):
     """The `rank` part of a tree from `Session.cut`."""

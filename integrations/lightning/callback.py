@@ -251,6 +251,7 @@ class ElasticCallback(Callback):
             rank=trainer.global_rank,
         )
         wrapped.accumulate_by_hand()  # Lightning does it
+        wrapped.leads = False  # the Trainer counts the epochs, after a restore too
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped

@@ -20,10 +20,11 @@ from tests.e2e.launched import Launched, all_gone
 def test_workers_get_torchruns_environment_and_one_thread(launch: Callable[..., Launched]) -> None:
     """Without TORCHELASTIC_RUN_ID Lightning picks the wrong cluster environment."""
     run = launch("note(env=dict(os.environ), argv=sys.argv[2:], leader=os.getsid(0) == os.getpid())", "-n", "2")
-    code, _ = run.end()
+    code, said = run.end()
     assert code == 0
     lives = sorted(run.read(), key=lambda life: life["rank"])
     assert [life["rank"] for life in lives] == [0, 1]
+    assert f"worker 0 has pid {lives[0]['pid']}, worker 1 has pid {lives[1]['pid']}" in said
     for life in lives:
         env = life["env"]
         assert life["leader"], "each worker leads its own session"

@@ -58,7 +58,9 @@ def test_the_sampler_goes_in_however_the_loader_comes(job: str, kind: str) -> No
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"reload_dataloaders_every_n_epochs": 1}])
-def test_worker_processes_and_reloaded_loaders_keep_the_place(job: str, workers: int, options: dict[str, Any]) -> None:
+def test_worker_processes_and_reloaded_loaders_keep_the_place(
+    job: str, workers: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """What DataLoader workers prefetched is not in the model: it is replayed. A reloaded loader takes the place."""
 
     class WithLoader(Net):
@@ -78,6 +80,7 @@ def test_worker_processes_and_reloaded_loaders_keep_the_place(job: str, workers:
     run(after)
     assert after.seen[0][1] == 7
     assert exactly_once(surviving(before, after), epochs=3)
+    assert "epochs(n)" not in caplog.text, "the Trainer counts epochs: there is no loop to be changed"
 
 
 def test_the_learning_rate_finder_takes_no_data_from_the_run(job: str) -> None:

@@ -120,7 +120,8 @@ class LazyWriter(Writer):
 
     def took(self, seconds: float) -> None:
         """See `Writer`."""
-        self._say(self.mode.took(seconds))
+        if (line := self.mode.took(seconds)) is not None:
+            _log.info("%s", line)
 
     def wait(self) -> None:
         """See `Writer`."""

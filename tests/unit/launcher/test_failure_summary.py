@@ -22,7 +22,7 @@ WORDS = WorkerError(
 
 KILLED = f"""\
 {RULE}
-job mine: the first failure
+job mine: the first failure (the job is done)
   who    worker 1 on node a
   why    SIGKILL
   when   at step 17 or later
@@ -40,7 +40,7 @@ job mine: the first failure
          anything else that could be used
          a.py:12, f
   when   at step 17 or later
-  lost   the steps since the last save: it went on from step 17
+  lost   no step that is known to be finished: it went on from step 17
   done   restarting 2 workers
   later  worker 0 on node a at step 20 or later: SIGSEGV
          worker 0 on node a at step 21 or later: lost: silent for too long

@@ -249,6 +249,25 @@ def test_cadence_of_time() -> None:
         training(save_every="soon")
 
 
+def test_a_run_is_durable_after_its_first_minute() -> None:
+    """Whatever loses it in its first ten minutes need not begin again; an attempt that goes on keeps its interval."""
+    master = training(save_to="/tree", persist_every="600s", save_every=1)
+
+    def train(step: int, seconds: float) -> int | None:
+        for _ in range(int(seconds / 9.0)):
+            for worker in ("w0", "w1"):
+                master.call(p.Heartbeat("job", worker))
+            master.advance(9.0)
+        return master.call(vote(0, step)).cadence.persist_from
+
+    assert train(1, 45.0) is None
+    assert train(2, 18.0) == 2
+    for rank in (0, 1):
+        master.call(vote(rank, 3, p.VoteKind.STORED))
+    assert train(4, 90.0) is None, "from here on each persist_every"
+    assert train(5, 540.0) is not None
+
+
 def test_two_ways_to_die() -> None:
     """A lost connection kills after 0.5 s, silence after a lease; a sign of life clears suspicion.
 
