@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.deep import deep
+
 ROOT = Path(__file__).resolve().parent.parent
 LINES = {"nanogpt": 120}
 """By folder; 80 elsewhere."""
@@ -100,7 +102,7 @@ def test_leased_shards_survive_the_death_of_a_worker() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("framework", ["ddp", "lightning", "accelerate"])
+@pytest.mark.parametrize("framework", ["ddp", deep("lightning"), deep("accelerate")])
 def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framework: str) -> None:
     """Under the real launcher: the survivors' processes go on."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DLROVER_HOOKS_")}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import requirements, structure
+from tests.deep import deep
 from tests.requirements_report import summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +94,7 @@ def _outside_markers(path: str, tree: ast.Module) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, deep(2)])
 def test_sessions_add_what_they_have_proven(tmp_path: Path, workers: int) -> None:
     """With workers of xdist and without. A row with a failing test is open, however many others pass."""
     file = tmp_path / "build" / "results.json"

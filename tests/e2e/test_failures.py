@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.deep import deep
 from tests.e2e.launched import Launched
 
 
@@ -263,7 +264,7 @@ def test_the_same_failure_twice_is_the_scripts_own(launch: Callable[..., Launche
     assert "at step 5, the same failure as before: not restarted, see its traceback above" in errors
 
 
-@pytest.mark.parametrize("known_first", [False, True])
+@pytest.mark.parametrize("known_first", [False, deep(True)])
 def test_ranks_that_are_not_those_of_the_launcher(launch: Callable[..., Launched], known_first: bool) -> None:
     """A framework that numbers its processes itself: said at once, not where the first vote of a checkpoint counts.
 
