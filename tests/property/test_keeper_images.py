@@ -30,6 +30,7 @@ from dlrover_hooks.protocol import Generation, Manifest, ShardFile
 
 RUN, SEATS, CHUNKS = "a" * 32, 2, 2
 NBYTES = CHUNKS * CHUNK_BYTES
+SELDOM = st.sampled_from((False, False, False, True))
 Place = tuple[int, int, int]
 """An image in memory: segment number, slot, sequence number."""
 
@@ -211,13 +212,29 @@ class Keeper(RuleBasedStateMachine):
             self.superseded |= {(number, old.index, old.seq) for old in older}
             self.superseded.discard((number, new.index, new.seq))
 
+    def serve_all(self, trainer: Trainer) -> None:
+        while trainer.wire:
+            self.serve(trainer)
+
     # ---- the trainers
 
     @precondition(lambda self: self.trainers)
-    @rule(data=st.data(), alone=st.booleans(), again=st.booleans(), kept=st.sets(st.integers(0, CHUNKS - 1)))
+    @rule(data=st.data(), alone=SELDOM, again=SELDOM, kept=st.sets(st.integers(0, CHUNKS - 1)))
     def save(self, data: st.DataObject, alone: bool, again: bool, kept: set[int]) -> None:
         """`alone`: a single-rank image. `again`: of the newest step, as after its file failed."""
-        trainer = self.trainers[data.draw(st.sampled_from(sorted(self.trainers)))]
+        self.save_one(data.draw(st.sampled_from(sorted(self.trainers))), data, kept, alone=alone, again=again)
+
+    @rule(data=st.data(), kept=st.sets(st.integers(0, CHUNKS - 1)))
+    def save_on_all(self, data: st.DataObject, kept: set[int]) -> None:
+        """And all that was saved so far is hashed."""
+        for seat in sorted(self.trainers):
+            self.save_one(seat, data, kept, alone=False, again=seat > 0)
+            self.serve_all(self.trainers[seat])
+        while self.hash_jobs.pending:
+            self.hash()
+
+    def save_one(self, seat: int, data: st.DataObject, kept: set[int], *, alone: bool, again: bool) -> None:
+        trainer = self.trainers[seat]
         segment = self.registry.current(trainer.seat)
         assert segment is not None
         free = [slot for slot in segment.arena.slots() if self.may_overwrite(slot, trainer)]
@@ -247,8 +264,8 @@ class Keeper(RuleBasedStateMachine):
             for _ in range(len(trainer.wire) if all_ else 1):
                 self.serve(trainer)
 
-    @rule(data=st.data())
-    def persist_one(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), read=st.booleans())
+    def persist_one(self, data: st.DataObject, read: bool) -> None:
         """Its trainer was told that it is hashed. It may be asked for twice."""
         if able := [trainer for trainer in self.trainers.values() if trainer.hashed]:
             trainer = data.draw(st.sampled_from(able))
@@ -257,6 +274,8 @@ class Keeper(RuleBasedStateMachine):
             trainer.wire.append(
                 keeper_messages.Persist(generation=generation, rank=trainer.seat, world_size=SEATS, url="somewhere")
             )
+            if read:
+                self.serve_all(trainer)
 
     @precondition(lambda self: self.trainers)
     @rule(data=st.data())
@@ -265,6 +284,7 @@ class Keeper(RuleBasedStateMachine):
         common = set[Generation].intersection(*(self.hashed_by(seat) for seat in range(SEATS)))
         if common:
             trainer.wire.append(keeper_messages.Complete(generation=max(common)))
+            self.serve_all(trainer)
 
     def hashed_by(self, seat: int) -> set[Generation]:
         segments = self.registry.seats[seat]
@@ -282,8 +302,7 @@ class Keeper(RuleBasedStateMachine):
             segment.arena.begin(data.draw(st.sampled_from(free)).index)
         if silent and trainer.wire:
             trainer.wire.pop()
-        while trainer.wire:
-            self.serve(trainer)
+        self.serve_all(trainer)
         del self.trainers[trainer.seat]
         self.registry.roll_back(trainer.seat)
         for one, index in self.registry.unproved(trainer.seat):
@@ -304,8 +323,7 @@ class Keeper(RuleBasedStateMachine):
     def squeeze(self, data: st.DataObject) -> None:
         """The state has outgrown the slots, and memory is short."""
         trainer = self.trainers[data.draw(st.sampled_from(sorted(self.trainers)))]
-        while trainer.wire:
-            self.serve(trainer)
+        self.serve_all(trainer)
         segments = self.registry.seats[trainer.seat]
         valid = [(one, proof.slot) for one in segments for proof in one.valid()]
         void = [(one, slot) for one in segments for slot in one.arena.slots() if (one, slot) not in valid]
@@ -370,6 +388,14 @@ class Keeper(RuleBasedStateMachine):
     @rule()
     def write_ended(self) -> None:
         self.ended(self.store_jobs.deliver())
+
+    @precondition(lambda self: self.store_jobs.pending)
+    @rule()
+    def write_all(self) -> None:
+        while self.store_jobs.pending:
+            if self.store_jobs.waiting:
+                self.write(first=True)
+            self.write_ended()
 
     def ended(self, outcome: Any) -> None:
         if isinstance(outcome, shard_writer.NotAsHashed):
