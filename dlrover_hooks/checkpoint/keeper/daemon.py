@@ -19,7 +19,8 @@ from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
 from dlrover_hooks.checkpoint.keeper.request_handlers import RequestHandlers
 from dlrover_hooks.checkpoint.keeper.segment_allocator import SegmentAllocator
-from dlrover_hooks.checkpoint.memory.keeper_segments import Found, HashedSlot, Segment, SegmentRegistry
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found, Segment, SegmentRegistry
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.host.thread_pool import ThreadPool

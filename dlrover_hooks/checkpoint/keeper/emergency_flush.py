@@ -63,17 +63,13 @@ class EmergencyFlush:
                 self._begun = None
                 _log.error("%s was not made durable: %s", generation, manifest)
             if isinstance(manifest, NotAsHashed):
-                self._refute(manifest)
+                manifest.found.segment.refute(manifest.found.proof.slot)
+                self._holdings.damage.append(manifest.message)
                 self.write(then)
             else:
                 then()
 
         self._shards.last_will(ranks, generation, saving, written, wanted=lambda: self._wanted(generation))
-
-    def _refute(self, damage: NotAsHashed) -> None:
-        segment, proof = damage.found
-        segment.refute(proof.slot)
-        self._holdings.damage.append(damage.message)
 
     def _wanted(self, generation: Generation) -> bool:
         return self._alive_run in (None, generation.run)

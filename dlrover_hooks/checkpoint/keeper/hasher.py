@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover_hooks.checkpoint.memory.keeper_segments import HashedSlot, Segment, prove
+from dlrover_hooks.checkpoint.memory.keeper_segments import Segment, prove
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.host.thread_pool import ThreadPool
 
 

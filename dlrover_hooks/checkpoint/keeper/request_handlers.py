@@ -17,8 +17,9 @@ from dlrover_hooks.checkpoint.keeper.hasher import SlotHasher
 from dlrover_hooks.checkpoint.keeper.lifetime import Lifetime
 from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
 from dlrover_hooks.checkpoint.keeper.segment_allocator import SegmentAllocator
-from dlrover_hooks.checkpoint.memory.keeper_segments import HashedSlot, Segment, SegmentRegistry, whose
+from dlrover_hooks.checkpoint.memory.keeper_segments import Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, whose
 from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.checkpoint.storage import mounts, shard_writer
 from dlrover_hooks.errors import KeeperAway

@@ -1,140 +1,47 @@
-"""A keeper's segments by worker (`seat`: its local rank) and the hashes of their slots. Loop thread only. No torch."""
+"""A keeper's segments by worker (`seat`: its local rank) and the images that they hold. Loop thread only. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, digests_beside, first_difference, inside
+from dlrover_hooks.checkpoint.memory.checksums import digests_beside
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment, Slot
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, SlotStates, whose
 from dlrover_hooks.checkpoint.state.safetensors_header import holds_shards
-from dlrover_hooks.errors import Corrupt
 from dlrover_hooks.protocol import Generation, Held
 
-_DAMAGED = "damaged"
-"""In place of a hash: equals no chunk's hash."""
 
+class Segment(SlotStates):
+    """An arena and the states of its slots. `home`: for replicas, the worker's node; `seat` is its local rank there."""
 
-class HashedSlot(NamedTuple):
-    """A slot and its chunk digests at the moment of hashing."""
-
-    slot: Slot
-    chunks: tuple[str, ...]
-
-
-@dataclass(eq=False)
-class Segment:
-    """One arena and the hashes of its slots. `retired`: a replaced trainer may still write it.
-
-    `given_up`: no trainer writes it any more; its slots are freed one by one if memory is short.
-    """
-
-    seat: int
-    arena: SharedSegment
-    proofs: dict[int, HashedSlot] = field(default_factory=dict[int, HashedSlot])
-    void: dict[int, int] = field(default_factory=dict[int, int])
-    """By slot, the sequence number of a superseded or damaged image; its hash may still be in progress."""
-    retired: bool = False
-    given_up: bool = False
-    known: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
-    """By slot, the hashes of the chunks that were not written since they were hashed."""
-    unchanged: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
-    """By slot, its sequence number and the chunks that were not copied for it."""
-    home: str = ""
-    """For replicas: the node of the worker whose images these are; `seat` is its local rank there."""
+    def __init__(self, seat: int, arena: SharedSegment, *, home: str = "") -> None:
+        super().__init__(seat, arena)
+        self.arena, self.home = arena, home
+        self.retired = False
+        """A replaced trainer may still write it."""
+        self.given_up = False
+        """No trainer writes it any more; its slots are freed one by one if memory is short."""
 
     @property
     def writable(self) -> bool:
         """Whether the registered trainer may write it."""
         return not (self.retired or self.given_up)
 
-    def valid(self) -> list[HashedSlot]:
-        """The hashes of slots that were not written since."""
-        return [proof for index, proof in self.proofs.items() if self.arena.seq(index) == proof.slot.seq]
-
-    def published(self, index: int, seq: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Slot `index` was published with `seq`; all of it but `ranges` was written."""
-        self.supersede(index)
-        chunks = inside(ranges, self.arena.slot(index).image_bytes)
-        self.unchanged[index] = (seq, chunks)
-        before = self.known.get(index, {})
-        self.known[index] = {chunk: digest for chunk, digest in before.items() if chunk in chunks}
-
-    def accept(self, proof: HashedSlot) -> bool:
-        """Keep `proof`, unless its slot is superseded or a newer hash came first.
-
-        Raises:
-            Corrupt: a chunk differs from its earlier hash, although the image is the same or the chunk was not copied
-                again; names slot and chunk. The slot no longer counts.
-        """
-        slot, chunks = proof
-        if self.void.get(slot.index) == slot.seq:
-            return False
-        old = self.proofs.get(slot.index)
-        if old is not None and old.slot.seq >= slot.seq:
-            if old.slot.seq == slot.seq and (bad := first_difference(chunks, old.chunks)) is not None:
-                self.refute(slot)
-                raise Corrupt(f"{self._name(slot)}: chunk {bad} did not match its hash")
-            return False
-        seq, unchanged = self.unchanged.get(slot.index, (slot.seq, frozenset()))
-        before = self.known.pop(slot.index, {})
-        kept = sorted(before.keys() & unchanged) if seq == slot.seq else []
-        if bad := [chunk for chunk in kept if before[chunk] != chunks[chunk]]:
-            self.refute(slot)
-            raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, not copied again, changed since it was hashed")
-        self.known[slot.index] = dict(enumerate(chunks))
-        self.proofs[slot.index] = proof
-        return True
-
-    def refute(self, slot: Slot) -> None:
-        """The content of `slot` is damaged: neither it nor chunks left unchanged by the next save count as valid."""
-        if self.arena.seq(slot.index) == slot.seq:
-            self.void[slot.index] = slot.seq
-            self.known[slot.index] = dict.fromkeys(range(-(-slot.image_bytes // CHUNK_BYTES)), _DAMAGED)
-        self.proofs.pop(slot.index, None)
-
-    def _name(self, slot: Slot) -> str:
-        return f"slot {slot.index} of seat {self.seat}, {slot.generation}, rank {slot.rank}"
-
-    def supersede(self, index: int) -> None:
-        """Slot `index` was published: an older image of the same generation and rank in another slot becomes void."""
-        new = self.arena.slot(index)
-        self.void.pop(index, None)  # the arena is ahead of the messages: it may be void by mistake
-        for old in self.arena.slots():
-            if old.index != index and whose(old) == whose(new):
-                self.proofs.pop(old.index, None)
-                self.void[old.index] = old.seq
-
     def sharded(self, slot: Slot) -> bool:
         """Whether it holds parts of tensors."""
         return holds_shards(self.arena.view(slot.index, slot.image_bytes))
-
-    def proved(self, slot: Slot) -> bool:
-        """Whether the current content of `slot` is hashed, or void."""
-        proof = self.proofs.get(slot.index)
-        return self.void.get(slot.index) == slot.seq or (proof is not None and proof.slot.seq == slot.seq)
 
     def forget(self, run: str) -> None:
         """Free the slots of other runs; for a retired segment drop only the hashes: a trainer may still write it."""
         for slot in self.arena.slots():
             if slot.torn or slot.generation is None or slot.generation.run != run:
-                self.proofs.pop(slot.index, None)
+                self.drop(slot.index)
                 if not self.retired:
                     self.arena.free(slot.index)
 
-    def discard(self, proof: HashedSlot) -> None:
-        """The hashed content is damaged: drop its hashes."""
-        if self.proofs.get(proof.slot.index) is proof:
-            del self.proofs[proof.slot.index]
-
     def holds(self, generation: Generation | None) -> bool:
         return any(proof.slot.generation == generation for proof in self.valid())
-
-
-def whose(slot: Slot) -> tuple[Generation | None, int, int]:
-    """Identity of an image. A single-rank image (world size 1) is not the image of rank 0 in a larger world."""
-    return slot.generation, slot.rank, slot.world_size
 
 
 class Found(NamedTuple):
@@ -199,7 +106,7 @@ class Replicas:
         newest = max(whole.values(), key=lambda proof: age(proof.slot.generation), default=None)
         index = 1 if newest is not None and newest.slot.index == 0 else 0
         inside = whole[index].chunks if index in whole else ()
-        segment.proofs.pop(index, None)
+        segment.drop(index)
         segment.arena.begin(index)
         self._filling.add(key)
         return ReplicaSlot(segment, index, inside, newest)
@@ -276,8 +183,8 @@ class SegmentRegistry:
         found.sort(key=lambda row: row[0])
         for row in found[:-1]:
             _, index, segment = row
-            if not self._may_be_needed(segment, segment.arena.slot(index), busy):
-                segment.proofs.pop(index, None)
+            if not segment.needed(segment.arena.slot(index), self.complete, busy):
+                segment.drop(index)
                 segment.arena.release(index)
                 yield
 
@@ -289,13 +196,6 @@ class SegmentRegistry:
             for slot in segment.arena.slots()
             if segment.given_up and slot.generation is not None
         )
-
-    def _may_be_needed(self, segment: Segment, slot: Slot, busy: Collection[Generation]) -> bool:
-        if slot.torn or slot.generation is None or segment.void.get(slot.index) == slot.seq:
-            return False
-        if self.complete is None or slot.generation in busy:
-            return True
-        return slot.generation.run == self.complete.run and slot.generation >= self.complete
 
     def _worth(self, segment: Segment) -> tuple[bool, tuple[int, int]]:
         ages = [age(proof.slot.generation) for proof in segment.valid()]

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES, cut, digests
-from dlrover_hooks.checkpoint.memory.keeper_segments import Found, HashedSlot, ReplicaSlot
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found, ReplicaSlot
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.checkpoint.replication import replica_protocol as r
 from dlrover_hooks.checkpoint.replication.peer_channel import CHUNK_S, VERIFY_S, Channel
 from dlrover_hooks.checkpoint.storage import shard_writer

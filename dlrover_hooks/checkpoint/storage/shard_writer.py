@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dlrover_hooks.checkpoint.memory.checksums import damaged
-from dlrover_hooks.checkpoint.memory.keeper_segments import Found, HashedSlot
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.checkpoint.state.safetensors_header import Header, parse
 from dlrover_hooks.checkpoint.state.safetensors_layout import subset
 from dlrover_hooks.checkpoint.storage import generations

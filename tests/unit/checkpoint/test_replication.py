@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import pytest
 
-from dlrover_hooks.checkpoint.memory.keeper_segments import Found, HashedSlot
+from dlrover_hooks.checkpoint.memory.keeper_segments import Found
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.checkpoint.replication import replica_protocol as r, sender
 from dlrover_hooks.checkpoint.replication.listener import ReplicationListener
 from dlrover_hooks.checkpoint.replication.peer_channel import Channel, call
