@@ -55,17 +55,25 @@ class Node:
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.located: tuple[KeeperAddress, ...] = ()
         self.keeper = self.start()
-        self.trainer = Checkpointer(
+        self.trainer = self._trainer()
+        self.trainer.begin(RUN, 1, rank, world)
+        self.at = self.trainer.neighbours.listen("127.0.0.1")
+
+    def _trainer(self) -> Checkpointer:
+        return Checkpointer(
             "job",
-            name,
+            self.name,
             0,
             notify=self.notices.put,
             locate=lambda *_: Located(SECRET, self.located),
             start_keeper=False,
             deadline_s=WAIT_S,
         )
-        self.trainer.begin(RUN, 1, rank, world)
-        self.at = self.trainer.neighbours.listen("127.0.0.1")
+
+    def next_trainer(self) -> None:
+        """The trainer is gone, and another process is in its place, which has asked for nothing yet."""
+        self.trainer.close()
+        self.trainer = self._trainer()
 
     def start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dlrover_hooks.checkpoint.keeper", "--job", "job", "--node", self.name]

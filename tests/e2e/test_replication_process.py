@@ -164,6 +164,25 @@ def test_a_flipped_bit_in_a_replica_is_named_and_the_next_best_serves(ring: Ring
     assert restored(c, 1, 1, a.at, seed=101)
 
 
+def test_an_image_that_is_found_damaged_while_it_is_sent_never_counts_again(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even when its trainer dies and what was not hashed is hashed: the damage would get a valid hash."""
+    b = ring.node("b", 1)
+
+    def complains(channel: Channel, _: str) -> None:
+        channel.receive(r.Offer)
+        b.flip(1, 1)
+        channel.send(r.ChunkDamaged(0))
+
+    b.follow(ring.door(complains))
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        b.save(1)
+        until(lambda: "step 1 (attempt 1, run 01234567) has no replica" in caplog.text, "the reason")
+    b.next_trainer()
+    assert b.trainer.held() == ()
+
+
 def test_a_bit_flipped_on_the_way_leaves_the_replica_before(ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
     a, b = ring.node("a", 0), ring.node("b", 1)
     flips = [1]

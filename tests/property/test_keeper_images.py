@@ -106,9 +106,8 @@ class Keeper(RuleBasedStateMachine):
         self.values, self.step = itertools.count(1), 0
         self.memory = dict[tuple[int, int], list[int]]()
         """By segment number and slot, the chunks that are there."""
-        self.flipped, self.late = set[tuple[int, int]](), set[tuple[int, int]]()
-        """Slots with a bit that flipped since all of it was last copied; those whose last hash came after the next save
-        was read. If several were, the next hash is compared with chunks that were copied since: a false alarm."""
+        self.flipped = set[tuple[int, int]]()
+        """Slots with a bit that flipped since all of it was last copied."""
         self.superseded, self.lost = set[Place](), set[Place]()
         """Images that were saved again elsewhere; those that did not count any more as memory was short."""
         self.stored: dict[tuple[Generation, int], set[int]] = {}
@@ -186,13 +185,9 @@ class Keeper(RuleBasedStateMachine):
             accepted = segment.accept(proof)
         except Corrupt:
             overwritten = segment.arena.seq(proof.slot.index) != proof.slot.seq
-            assert overwritten or place[:2] in self.flipped | self.late, "a false alarm"
+            assert overwritten or place[:2] in self.flipped, "a false alarm"
             self.damage.add(place)
             return
-        if accepted and segment.arena.seq(proof.slot.index) != proof.slot.seq:
-            self.late.add(place[:2])
-        elif accepted:
-            self.late.discard(place[:2])
         assert not accepted or place not in self.damage | self.superseded
         if accepted and segment.seat in self.trainers and proof.slot.generation is not None:
             self.trainers[segment.seat].hashed.append(proof.slot.generation)

@@ -6,8 +6,7 @@ An image is a slot at one sequence number. The keeper's loop thread only.
     the trainer publishes it: `published`                    any -> unhashed; a copy in another slot -> void
     it is hashed: `accept`                                   unhashed -> valid, or -> void if a chunk is damaged
     it is hashed again: `accept`                             valid -> valid, or -> void if a chunk differs
-    it is damaged when it is read or written: `refute`       any -> void
-    it is damaged when it is sent as a replica: `discard`    valid -> unhashed
+    it is damaged when it is read, written or sent: `refute` any -> void
     its slot is about to be freed or filled: `drop`          any -> none
     its slot is written: the slot table                      any -> none
 
@@ -41,6 +40,14 @@ def whose(slot: Slot) -> tuple[Generation | None, int, int]:
     return slot.generation, slot.rank, slot.world_size
 
 
+class Publication(NamedTuple):
+    """A publication of a slot: its sequence number, that of the one before it, and the chunks that were not copied."""
+
+    seq: int
+    before: int | None
+    unchanged: frozenset[int]
+
+
 class SlotTable(Protocol):
     """What a trainer writes beside its images: see `SharedSegment`."""
 
@@ -60,8 +67,8 @@ class SlotStates:
         """By slot, the sequence number of a superseded or damaged image; its hash may still be in progress."""
         self._known: dict[int, dict[int, str]] = {}
         """By slot, the hashes of the chunks that were not written since they were hashed."""
-        self._unchanged: dict[int, tuple[int, frozenset[int]]] = {}
-        """By slot, its sequence number and the chunks that were not copied for it."""
+        self._published: dict[int, Publication] = {}
+        """By slot, the last one that was read."""
 
     def valid(self) -> list[HashedSlot]:
         """The hashes of slots that were not written since."""
@@ -84,7 +91,8 @@ class SlotStates:
         """Slot `index` was published with `seq`; all of it but `ranges` was written."""
         self.supersede(index)
         chunks = inside(ranges, self._table.slot(index).image_bytes)
-        self._unchanged[index] = (seq, chunks)
+        last = self._published.get(index)
+        self._published[index] = Publication(seq, last.seq if last is not None else None, chunks)
         before = self._known.get(index, {})
         self._known[index] = {chunk: digest for chunk, digest in before.items() if chunk in chunks}
 
@@ -113,27 +121,32 @@ class SlotStates:
                 self.refute(slot)
                 raise Corrupt(f"{self._name(slot)}: chunk {bad} did not match its hash")
             return False
-        seq, unchanged = self._unchanged.get(slot.index, (slot.seq, frozenset()))
-        before = self._known.pop(slot.index, {})
-        kept = sorted(before.keys() & unchanged) if seq == slot.seq else []
+        last, before = self._published.get(slot.index), self._known.pop(slot.index, {})
+        kept = sorted(before.keys() & last.unchanged) if last is not None and last.seq == slot.seq else []
         if bad := [chunk for chunk in kept if before[chunk] != chunks[chunk]]:
             self.refute(slot)
             raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, not copied again, changed since it was hashed")
-        self._known[slot.index] = dict(enumerate(chunks))
+        self._known[slot.index] = self._still_known(proof)
         self.proofs[slot.index] = proof
         return True
+
+    def _still_known(self, proof: HashedSlot) -> dict[int, str]:
+        """The hashes of the chunks that were not written since. None of them after two later publications: only the
+        chunks of the last one are known."""
+        known, last = dict(enumerate(proof.chunks)), self._published.get(proof.slot.index)
+        if last is None or last.seq <= proof.slot.seq:
+            return known
+        unchanged = last.unchanged if last.before == proof.slot.seq else frozenset[int]()
+        return {chunk: digest for chunk, digest in known.items() if chunk in unchanged}
 
     def refute(self, slot: Slot) -> None:
         """The content of `slot` is damaged: neither it nor chunks left unchanged by the next save count as valid."""
         if self._table.seq(slot.index) == slot.seq:
             self._void[slot.index] = slot.seq
             self._known[slot.index] = dict.fromkeys(range(-(-slot.image_bytes // CHUNK_BYTES)), _DAMAGED)
-        self.proofs.pop(slot.index, None)
-
-    def discard(self, proof: HashedSlot) -> None:
-        """The hashed content is damaged: drop its hashes."""
-        if self.proofs.get(proof.slot.index) is proof:
-            del self.proofs[proof.slot.index]
+        proof = self.proofs.get(slot.index)
+        if proof is not None and proof.slot.seq <= slot.seq:  # otherwise it is that of a newer image
+            del self.proofs[slot.index]
 
     def drop(self, index: int) -> None:
         """Slot `index` is about to be written or freed, or is of no use any more."""

@@ -127,7 +127,7 @@ class ReplicationController:
 
         def say() -> None:
             if isinstance(error, Corrupt):
-                found.segment.discard(found.proof)
+                found.segment.refute(found.proof.slot)
             kind = type(error).__name__ + error.hint
             if kind not in self._said:
                 self._said.add(kind)
@@ -158,7 +158,7 @@ class ReplicationController:
         try:
             give(channel, found, self._node)
         except Corrupt:
-            self._on_loop(lambda: found.segment.discard(found.proof))
+            self._on_loop(lambda: found.segment.refute(found.proof.slot))
             raise
 
     def _fetch(self, order: keeper_messages.Fetch) -> None:
