@@ -87,8 +87,8 @@ class Checkpointer:
         self._whose, self._lone = WHOSE, Lone()
         self._line = KeeperClient(self._connect, self._hello, self._forget, deadline_s=deadline_s)
         self.neighbours = Neighbours(self._line, node, locate)
-        self._room = SegmentClient(self._line, self._allocated, lambda: self._writer.unmapped())
-        self.notes = SuccessorNotes(self._line, self._room)
+        self._segments = SegmentClient(self._line, self._allocated, lambda: self._writer.unmapped())
+        self.notes = SuccessorNotes(self._line, self._segments)
         self._recipe: CachedLayout | None = None
         self._memo: Memo = {}
         self.parameters: Callable[[], Iterable[Any]] = tuple
@@ -200,12 +200,12 @@ class Checkpointer:
 
     def prepare(self, nbytes: int) -> None:
         """Prepare memory for images of `nbytes` in the background. Never blocks; the save reports errors (`error`)."""
-        self._room.prepare(nbytes)
+        self._segments.prepare(nbytes)
 
     @property
     def ready(self) -> bool:
         """The memory of the newest `prepare` or `save` is ready."""
-        return self._room.ready
+        return self._segments.ready
 
     def save(
         self,
@@ -259,15 +259,15 @@ class Checkpointer:
 
     def _write(self, shot: SlotSave, *, lazy: bool, last: bool) -> None:
         self._writer.check()
-        arena = self._room.take(shot.recipe.layout.total_bytes)
-        slots, heard = arena.slots(), self.generations.heard(alone=self._world_size == 1)
+        shared = self._segments.take(shot.recipe.layout.total_bytes)
+        slots, heard = shared.slots(), self.generations.heard(alone=self._world_size == 1)
         if self._whose != (self._rank, self._world_size):  # single-rank image: the other generations may be overwritten
             heard = heard._replace(hopeless=frozenset(one.generation for one in slots if one.generation is not None))
         slot = self.generations.choose_slot(slots, heard, shot.generation, last=last)
         if slot is None:
             raise NoSlot("no slot is free for this save: it is left out", hint=NO_SLOT)
-        arena.begin(slot)
-        self._writer.write(shot, self._target(arena, slot, shot), lazy=lazy)
+        shared.begin(slot)
+        self._writer.write(shot, self._target(shared, slot, shot), lazy=lazy)
 
     def _shot(self, step: int, tree: Mapping[str, Any], on_unsupported: OnUnsupported | None = None) -> SlotSave:
         flats = {part: self._flatten(part, tree[part], on_unsupported) for part in PARTS if part in tree}
@@ -284,18 +284,18 @@ class Checkpointer:
         holds = (lambda: recipe.holds(tensors)) if found is not None else None
         return SlotSave(generation, recipe, header, found or recipe.sources(tensors), holds)
 
-    def _target(self, arena: SharedSegment, slot: int, shot: SlotSave) -> SlotTarget:
+    def _target(self, shared: SharedSegment, slot: int, shot: SlotSave) -> SlotTarget:
         size, (rank, world_size) = shot.recipe.layout.total_bytes, self._whose
 
         def publish(unchanged: tuple[tuple[int, int], ...]) -> None:
-            arena.publish(slot, shot.generation, rank, world_size, size)
+            shared.publish(slot, shot.generation, rank, world_size, size)
             message = keeper_messages.Published(
-                slot=slot, segment=arena.number, seq=arena.seq(slot), unchanged=unchanged
+                slot=slot, segment=shared.number, seq=shared.seq(slot), unchanged=unchanged
             )
             if not self._line.tell(message):
                 raise KeeperAway("the keeper is gone", hint="the next save starts a new one")
 
-        return SlotTarget(arena.number, slot, arena.view(slot, size), arena.view(slot), publish)
+        return SlotTarget(shared.number, slot, shared.view(slot, size), shared.view(slot), publish)
 
     @property
     def skipping_s(self) -> float:
@@ -354,7 +354,7 @@ class Checkpointer:
         self._writer.close()
         self._close_opened()
         self._line.close(finished=finished)
-        self._room.close()
+        self._segments.close()
 
     # ---- the connection
 
@@ -368,7 +368,7 @@ class Checkpointer:
         """The keeper died, and everything it held is lost. Any thread."""
         self.generations.complete_here = None
         self._keeper_gone()
-        self._room.lose()
+        self._segments.lose()
 
     def _hello(self, ref: int) -> keeper_messages.Hello:
         return keeper_messages.Hello(

@@ -72,9 +72,9 @@ class Memcpy:
     """One thread's copy of so many bytes into shared memory that is mapped already: the floor."""
 
     def __init__(self, size: int) -> None:
-        self._arena = SharedSegment.create(9, size)
+        self._shared = SharedSegment.create(9, size)
         self._source = np.ones(size, np.uint8)
-        self._target = np.frombuffer(self._arena.view(0, size), np.uint8)
+        self._target = np.frombuffer(self._shared.view(0, size), np.uint8)
 
     def __call__(self) -> None:
         np.copyto(self._target, self._source)

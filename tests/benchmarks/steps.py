@@ -78,10 +78,10 @@ class Bare:
     def __init__(self, state: dict[str, Any]) -> None:
         tensors = list(flatten(state).tensors.values())
         sizes = [tensor.nbytes for tensor in tensors]
-        self._arena = SharedSegment.create(9, sum(sizes))
-        self._arena.populate()
+        self._shared = SharedSegment.create(9, sum(sizes))
+        self._shared.populate()
         self._pieces = Pieces(list(itertools.accumulate(sizes, initial=0))[:-1], sizes)
-        self._where = place_of(self._arena.view(0)), [tensor.data_ptr() for tensor in tensors]
+        self._where = place_of(self._shared.view(0)), [tensor.data_ptr() for tensor in tensors]
         self.taken: list[float] = []
 
     def begin(self) -> threading.Thread:

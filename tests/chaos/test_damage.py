@@ -86,10 +86,10 @@ def test_bits_flipped_in_memory(chaos_seed: int, runtime: Path, tmp_path: Path) 
             before, newest = whole(slots, 3)[-2:]
             slot = chance.choice([one for one in slots if one.generation == newest])
             node, seat = SEAT_OF[slot.rank]
-            arena = segment(cluster.processes[node].pid, seat)
-            at = chance.randrange(arena.slot(slot.slot).image_bytes)
-            arena.view(slot.slot)[at] ^= 1 << chance.randrange(8)
-            arena.close()
+            shared = segment(cluster.processes[node].pid, seat)
+            at = chance.randrange(shared.slot(slot.slot).image_bytes)
+            shared.view(slot.slot)[at] ^= 1 << chance.randrange(8)
+            shared.close()
             mark = len(cluster.log.read_text(errors="replace"))
             assert up(cluster) == age(before), f"{newest} was damaged at {at} of rank {slot.rank}\n{cluster.tail()}"
             named = f"slot {slot.slot} of seat {seat}, {newest}, rank {slot.rank}: chunk {at // CHUNK_BYTES} "
@@ -201,9 +201,9 @@ def test_one_rank_says_no_before_the_other_says_yes(runtime: Path, tmp_path: Pat
         slots = held(cluster)
         before, newest = whole(slots, 2)[-2:]
         (slot,) = [one for one in slots if (one.generation, one.rank) == (newest, 1)]
-        arena = segment(cluster.processes["n1"].pid)
-        arena.view(slot.slot)[100] ^= 1
-        arena.close()
+        shared = segment(cluster.processes["n1"].pid)
+        shared.view(slot.slot)[100] ^= 1
+        shared.close()
         cluster.start_trainers()
         number = cluster.view().round
         healthy = cluster.catch(Phase.LOADED, 20.0, who="rank 0")

@@ -51,7 +51,7 @@ class House:
         until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the keeper's end")
         return pid
 
-    def arena(self, seat: int = 0) -> SharedSegment:
+    def shared(self, seat: int = 0) -> SharedSegment:
         """The keeper's own memory, from outside."""
         return segment(self.keeper_pid(), seat)
 

@@ -122,11 +122,11 @@ class Node:
 
     def flip(self, step: int, rank: int, at: int = -5) -> None:
         """One bit of `rank`'s image of `step`, here."""
-        for arena in self.segments():
-            for slot in arena.slots():
+        for shared in self.segments():
+            for slot in shared.slots():
                 if slot.generation is not None and (slot.generation.step, slot.rank) == (step, rank):
-                    arena.view(slot.index, slot.image_bytes)[at] ^= 4
-            arena.close()
+                    shared.view(slot.index, slot.image_bytes)[at] ^= 4
+            shared.close()
 
     def kill(self) -> None:
         """SIGKILL of the keeper; what it held is gone."""

@@ -86,10 +86,10 @@ def test_damage_is_found_when_the_next_life_opens_it(kept: Kept) -> None:
     for step in (1, 2):
         first.save(step, state(step))
         kept.notice(keeper_messages.Hashed)
-    arena = segment(keeper.pid)
-    slot = next(slot for slot in arena.slots() if slot.generation == Generation(0, 2, RUN))
-    arena.view(slot.index)[slot.image_bytes - 5] ^= 4
-    arena.close()
+    shared = segment(keeper.pid)
+    slot = next(slot for slot in shared.slots() if slot.generation == Generation(0, 2, RUN))
+    shared.view(slot.index)[slot.image_bytes - 5] ^= 4
+    shared.close()
     first._line.open()._socket.shutdown(2)  # as the kernel does it for a killed process
     life = kept.trainer()
     assert {one.generation.step for one in life.held()} == {1, 2}, "each image is hashed once only"

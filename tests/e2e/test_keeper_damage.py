@@ -28,9 +28,9 @@ def test_flipped_bit_in_a_slot_is_refused_by_slot_and_chunk(kept: Kept) -> None:
         trainer.save(step, state(step, 3 << 20))
         kept.notice(keeper_messages.Hashed)
     held = {one.generation.step: one for one in trainer.held()}
-    arena = segment(keeper.pid)
-    arena.view(held[2].slot)[(4 << 20) + 5] ^= 1
-    arena.close()
+    shared = segment(keeper.pid)
+    shared.view(held[2].slot)[(4 << 20) + 5] ^= 1
+    shared.close()
     with pytest.raises(Corrupt, match=rf"slot {held[2].slot} of seat 0, step 2 .*chunk 1 "):
         trainer.load(Restore(held[2].generation, 1, Source.MEMORY))
     assert [one.generation.step for one in trainer.held()] == [1]
@@ -46,7 +46,7 @@ def test_what_was_not_copied_again_must_be_what_it_was(kept: Kept) -> None:
     trainer = kept.trainer()
     trainer.save(1, state(1, 4 << 20))
     kept.notice(keeper_messages.Hashed)
-    ours = trainer._room.take(0)
+    ours = trainer._segments.take(0)
     slot = next(slot for slot in ours.slots() if slot.generation)
     chunk = 4 << 20
     kept_ranges = ((chunk - 5, 2 * chunk + 5), (3 * chunk, slot.image_bytes))  # chunk 1, and 3 with the short last one
@@ -59,12 +59,12 @@ def test_what_was_not_copied_again_must_be_what_it_was(kept: Kept) -> None:
 
     again(2, *kept_ranges)
     assert kept.notice(keeper_messages.Hashed).generation.step == 2
-    arena = segment(keeper.pid)
-    arena.view(slot.index)[2 * chunk + 7] ^= 1  # nobody has vouched for chunk 2
+    shared = segment(keeper.pid)
+    shared.view(slot.index)[2 * chunk + 7] ^= 1  # nobody has vouched for chunk 2
     again(3, *kept_ranges)
     assert kept.notice(keeper_messages.Hashed).generation.step == 3
-    arena.view(slot.index)[slot.image_bytes - 1] ^= 1
-    arena.close()
+    shared.view(slot.index)[slot.image_bytes - 1] ^= 1
+    shared.close()
     again(4, *kept_ranges)
     until(lambda: trainer.damaged, "the keeper's word")
     assert trainer.damaged is not None

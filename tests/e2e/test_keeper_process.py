@@ -44,13 +44,13 @@ def train_for_ever(attempt: int, size: int) -> NoReturn:
         os._exit(1)
 
 
-def stopped_in_a_copy(pid: int, arena: SharedSegment) -> int:
+def stopped_in_a_copy(pid: int, shared: SharedSegment) -> int:
     """Stop child `pid` while it writes a slot: which one. Seen from here alone, the copy may be over by the kill."""
     while True:
-        until(lambda: any(slot.torn for slot in arena.slots()), "a copy")
+        until(lambda: any(slot.torn for slot in shared.slots()), "a copy")
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)  # all its threads stand still
-        if torn := [slot.index for slot in arena.slots() if slot.torn]:
+        if torn := [slot.index for slot in shared.slots() if slot.torn]:
             return torn[0]
         os.kill(pid, signal.SIGCONT)
 
@@ -65,20 +65,20 @@ def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
         if pid == 0:
             train_for_ever(attempt, size)
         kept.kill_at_end(pid)
-        arena = until(lambda: segment(keeper.pid), "the arena")
+        shared = until(lambda: segment(keeper.pid), "the shared")
 
-        def newest(attempt: int = attempt, arena: SharedSegment = arena) -> Generation | None:
-            found = [slot.generation for slot in arena.slots() if slot.generation and not slot.torn]
+        def newest(attempt: int = attempt, shared: SharedSegment = shared) -> Generation | None:
+            found = [slot.generation for slot in shared.slots() if slot.generation and not slot.torn]
             return max((one for one in found if one.attempt == attempt), default=None)
 
         until(newest, "a first save")
         for _ in range(chance.randrange(4)):
-            until(lambda arena=arena: not any(slot.torn for slot in arena.slots()), "a pause")
-            until(lambda arena=arena: any(slot.torn for slot in arena.slots()), "a copy")
-        torn = stopped_in_a_copy(pid, arena)
+            until(lambda shared=shared: not any(slot.torn for slot in shared.slots()), "a pause")
+            until(lambda shared=shared: any(slot.torn for slot in shared.slots()), "a copy")
+        torn = stopped_in_a_copy(pid, shared)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        after, whole = arena.slot(torn), newest()
+        after, whole = shared.slot(torn), newest()
         assert after.torn or after.generation is None, "the keeper frees it as soon as it notices"
         held = [one.generation for one in reader.held()]
         assert whole is not None
@@ -88,8 +88,8 @@ def test_trainer_killed_in_the_middle_of_a_copy(kept: Kept) -> None:
             assert tree["state"]["step"] == generation.step
             assert (tree["state"]["w"] == generation.step).all(), f"seed {seed}, attempt {attempt}"
             assert (tree["rank"]["rng"] == generation.step).all()
-        assert not any(slot.torn for slot in arena.slots())
-        arena.close()
+        assert not any(slot.torn for slot in shared.slots())
+        shared.close()
 
 
 def test_a_restarted_trainer_continues_in_the_same_pages(kept: Kept) -> None:
@@ -97,9 +97,9 @@ def test_a_restarted_trainer_continues_in_the_same_pages(kept: Kept) -> None:
     keeper = kept.keeper()
     first = kept.trainer()
     assert first.save(1, state(1, 1 << 20)) is not None
-    arena = segment(keeper.pid)
-    assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
-    arena.close()
+    shared = segment(keeper.pid)
+    assert os.fstat(shared.fd).st_blocks * 512 >= shared.nbytes
+    shared.close()
     first.close()
     second = kept.trainer()
     assert [one.generation.step for one in second.held()] == [1]
@@ -128,10 +128,10 @@ def test_loaded_tree_does_not_alias_the_segment(kept: Kept) -> None:
     trainer = kept.trainer()
     trainer.save(1, state(1))
     tree = trainer.load(Restore(kept.notice(keeper_messages.Hashed).generation, 1, Source.MEMORY)).tree
-    arena = segment(keeper.pid)
-    for slot in arena.slots():
-        arena.view(slot.index)[:] = bytes(arena.slot_bytes)
-    arena.close()
+    shared = segment(keeper.pid)
+    for slot in shared.slots():
+        shared.view(slot.index)[:] = bytes(shared.slot_bytes)
+    shared.close()
     assert (tree["state"]["w"] == 1).all()
 
 

@@ -67,18 +67,18 @@ class House:
     def flip(self, node: str, step: int) -> None:
         """One bit in each replica of that step there."""
         pid, held = self.keeper(node)
-        arenas: dict[int, SharedSegment] = {}
+        segments: dict[int, SharedSegment] = {}
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{name}"
             with contextlib.suppress(OSError, ValueError, Corrupt):  # the latter: it is just being made
                 if os.readlink(path).startswith("/memfd:dlrover-hooks-seat-"):
-                    arenas.setdefault(os.stat(path).st_ino, SharedSegment.attach(os.open(path, os.O_RDWR)))
+                    segments.setdefault(os.stat(path).st_ino, SharedSegment.attach(os.open(path, os.O_RDWR)))
         ranks = {one.rank for one in held if one.home}
-        for arena in arenas.values():
-            for slot in arena.slots():
+        for shared in segments.values():
+            for slot in shared.slots():
                 if slot.generation is not None and slot.generation.step == step and slot.rank in ranks:
-                    arena.view(slot.index, slot.image_bytes)[-5] ^= 8
-            arena.close()
+                    shared.view(slot.index, slot.image_bytes)[-5] ^= 8
+            shared.close()
 
     def close(self) -> None:
         self._stack.close()

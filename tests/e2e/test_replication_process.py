@@ -228,9 +228,9 @@ def test_killed_in_the_middle_of_a_transfer(ring: Ring, who: str) -> None:
     b.save(2, size=1 << 20)
     assert seen.wait(WAIT_S)
     if who == "giver":
-        (arena,) = a.segments()
-        until(lambda: not any(slot.torn for slot in arena.slots()), "the torn slot is free")
-        arena.close()
+        (shared,) = a.segments()
+        until(lambda: not any(slot.torn for slot in shared.slots()), "the torn slot is free")
+        shared.close()
         assert [one.generation.step for one in a.replicas()] == [1]
         return
     a.keeper.wait()

@@ -105,7 +105,7 @@ def test_closing_ends_what_is_under_way(kept: Kept) -> None:
     trainer.take_seat()
     os.kill(keeper.pid, signal.SIGSTOP)
     trainer.prepare(1 << 20)
-    helper = trainer._room._helper
+    helper = trainer._segments._helper
     assert helper is not None
     os.kill(keeper.pid, signal.SIGCONT)
     trainer.close()

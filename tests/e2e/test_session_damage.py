@@ -20,11 +20,11 @@ def test_a_flipped_bit_in_memory_falls_back_to_the_generation_before(
     """Still from memory, and the log names slot and chunk of what was given up."""
     first = trained(house.life(), 3)
     first.leave()
-    arena = house.arena()
-    slot = max((one for one in arena.slots() if one.generation), key=lambda one: one.generation or first.generation)
+    shared = house.shared()
+    slot = max((one for one in shared.slots() if one.generation), key=lambda one: one.generation or first.generation)
     assert slot.generation == first.generation
-    arena.view(slot.index)[slot.image_bytes - 5] ^= 8
-    arena.close()
+    shared.view(slot.index)[slot.image_bytes - 5] ^= 8
+    shared.close()
     with caplog.at_level(logging.WARNING, "dlrover_hooks"):
         second = house.life()
     assert second.restored is not None

@@ -127,15 +127,15 @@ class Keeper(RuleBasedStateMachine):
 
     # ---- the threads, and the store
 
-    def prove(self, arena: SharedSegment, index: int, seq: int) -> HashedSlot | None:
-        slot = arena.slot(index)
+    def prove(self, shared: SharedSegment, index: int, seq: int) -> HashedSlot | None:
+        slot = shared.slot(index)
         if slot.generation is None or slot.torn or slot.seq != seq:
             return None
-        return HashedSlot(slot, tuple(map(str, self.memory[arena.number, index])))
+        return HashedSlot(slot, tuple(map(str, self.memory[shared.number, index])))
 
     def verify(self, found: Found) -> HashedSlot:
         slot, chunks = found.proof
-        now = found.segment.arena.seq(slot.index), tuple(map(str, self.memory[self.at(found)[:2]]))
+        now = found.segment.shared.seq(slot.index), tuple(map(str, self.memory[self.at(found)[:2]]))
         if now != (slot.seq, chunks):
             raise shard_writer.NotAsHashed(found, "damaged, or overwritten")
         return found.proof
@@ -150,7 +150,7 @@ class Keeper(RuleBasedStateMachine):
     def write_file(self, found: Found) -> ShardFile:
         slot = found.proof.slot
         if self.at(found) not in self.lost:
-            assert found.segment.arena.seq(slot.index) == slot.seq, f"{slot} was said to be free"
+            assert found.segment.shared.seq(slot.index) == slot.seq, f"{slot} was said to be free"
         self.verify(found)
         if self.broken:
             raise StorageFailed("broken")
@@ -172,7 +172,7 @@ class Keeper(RuleBasedStateMachine):
         return Manifest("job", generation, len(ranks), files, 0.0)
 
     def at(self, found: Found) -> Place:
-        return found.segment.arena.number, found.proof.slot.index, found.proof.slot.seq
+        return found.segment.shared.number, found.proof.slot.index, found.proof.slot.seq
 
     # ---- the loop
 
@@ -184,7 +184,7 @@ class Keeper(RuleBasedStateMachine):
         try:
             accepted = segment.accept(proof)
         except Corrupt:
-            overwritten = segment.arena.seq(proof.slot.index) != proof.slot.seq
+            overwritten = segment.shared.seq(proof.slot.index) != proof.slot.seq
             assert overwritten or place[:2] in self.flipped, "a false alarm"
             self.damage.add(place)
             return
@@ -202,8 +202,8 @@ class Keeper(RuleBasedStateMachine):
         if isinstance(message, keeper_messages.Published):
             segment = self.registry.current(trainer.seat)
             assert segment is not None
-            new, number = segment.arena.slot(message.slot), segment.arena.number
-            older = [old for old in segment.arena.slots() if old.index != new.index and whose(old) == whose(new)]
+            new, number = segment.shared.slot(message.slot), segment.shared.number
+            older = [old for old in segment.shared.slots() if old.index != new.index and whose(old) == whose(new)]
             self.superseded |= {(number, old.index, old.seq) for old in older}
             self.superseded.discard((number, new.index, new.seq))
 
@@ -232,21 +232,21 @@ class Keeper(RuleBasedStateMachine):
         trainer = self.trainers[seat]
         segment = self.registry.current(trainer.seat)
         assert segment is not None
-        free = [slot for slot in segment.arena.slots() if self.may_overwrite(slot, trainer)]
+        free = [slot for slot in segment.shared.slots() if self.may_overwrite(slot, trainer)]
         if not free:
             return
         self.step += not again or not self.step
         slot = data.draw(st.sampled_from(free))
-        here = segment.arena.number, slot.index
+        here = segment.shared.number, slot.index
         kept = kept if here in self.memory else set()
-        segment.arena.begin(slot.index)
+        segment.shared.begin(slot.index)
         before = self.memory.setdefault(here, [0] * CHUNKS)
         self.memory[here] = [before[chunk] if chunk in kept else next(self.values) for chunk in range(CHUNKS)]
         self.flipped -= {here} if not kept else set()
         rank, world = (0, 1) if alone else (trainer.seat, SEATS)
-        segment.arena.publish(slot.index, Generation(0, self.step, RUN), rank, world, NBYTES)
+        segment.shared.publish(slot.index, Generation(0, self.step, RUN), rank, world, NBYTES)
         unchanged = tuple((chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES) for chunk in sorted(kept))
-        seq = segment.arena.seq(slot.index)
+        seq = segment.shared.seq(slot.index)
         trainer.wire.append(keeper_messages.Published(slot=slot.index, seq=seq, unchanged=unchanged))
 
     def may_overwrite(self, slot: Slot, trainer: Trainer) -> bool:
@@ -292,16 +292,16 @@ class Keeper(RuleBasedStateMachine):
         trainer = self.trainers[data.draw(st.sampled_from(sorted(self.trainers)))]
         segment = self.registry.current(trainer.seat)
         assert segment is not None
-        free = [slot for slot in segment.arena.slots() if self.may_overwrite(slot, trainer)]
+        free = [slot for slot in segment.shared.slots() if self.may_overwrite(slot, trainer)]
         if torn and free:
-            segment.arena.begin(data.draw(st.sampled_from(free)).index)
+            segment.shared.begin(data.draw(st.sampled_from(free)).index)
         if silent and trainer.wire:
             trainer.wire.pop()
         self.serve_all(trainer)
         del self.trainers[trainer.seat]
         self.registry.roll_back(trainer.seat)
         for one, index in self.registry.unproved(trainer.seat):
-            self.hashes.submit(one, index, one.arena.seq(index))
+            self.hashes.submit(one, index, one.shared.seq(index))
         self.flush.trainer_died()
 
     @rule(seat=st.integers(0, SEATS - 1))
@@ -321,13 +321,13 @@ class Keeper(RuleBasedStateMachine):
         self.serve_all(trainer)
         segments = self.registry.seats[trainer.seat]
         valid = [(one, proof.slot) for one in segments for proof in one.valid()]
-        void = [(one, slot) for one in segments for slot in one.arena.slots() if (one, slot) not in valid]
-        self.lost |= {(one.arena.number, slot.index, slot.seq) for one, slot in void}
+        void = [(one, slot) for one in segments for slot in one.shared.slots() if (one, slot) not in valid]
+        self.lost |= {(one.shared.number, slot.index, slot.seq) for one, slot in void}
         busy, complete = self.shards.under_way(trainer.seat), self.registry.complete
         for _ in self.registry.give_up(trainer.seat, busy):
             pass
         for one, slot in valid:
-            if one.arena.seq(slot.index) != slot.seq:
+            if one.shared.seq(slot.index) != slot.seq:
                 assert slot.generation is not None
                 assert slot.generation not in busy, f"{slot} is being written"
                 assert complete is not None, f"{slot} may become complete"
@@ -414,7 +414,7 @@ class Keeper(RuleBasedStateMachine):
             for segment in segments:
                 for proof in segment.valid():
                     place = self.at(Found(segment, proof))
-                    assert segment.arena.slot(proof.slot.index) == proof.slot, "overwritten"
+                    assert segment.shared.slot(proof.slot.index) == proof.slot, "overwritten"
                     assert place not in self.damage, "damaged"
                     assert place not in self.superseded, "superseded"
 

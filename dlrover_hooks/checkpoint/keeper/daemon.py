@@ -155,7 +155,7 @@ class Keeper:
 
     def _hash_rest(self, seat: int) -> None:
         for segment, index in self.holdings.unproved(seat):
-            self._hashes.submit(segment, index, segment.arena.seq(index))
+            self._hashes.submit(segment, index, segment.shared.seq(index))
 
     def _hashed(self, segment: Segment, index: int, proof: HashedSlot | Exception | None) -> None:
         if isinstance(proof, Exception):

@@ -17,7 +17,7 @@ class SlotHasher:
         post: Callable[[Callable[[], None]], None],
         done: Callable[[Segment, int, HashedSlot | Exception | None], None],
     ) -> None:
-        self._crew = ThreadPool("hash", 2, post)
+        self._threads = ThreadPool("hash", 2, post)
         self._done = done
         self._number, self._under_way = 0, dict[int, int]()
         """Bytes, by number."""
@@ -27,7 +27,7 @@ class SlotHasher:
     @property
     def pending(self) -> int:
         """Number of hashes whose outcome has not been given to `done`."""
-        return self._crew.pending
+        return self._threads.pending
 
     @property
     def pending_bytes(self) -> int:
@@ -35,17 +35,17 @@ class SlotHasher:
         return sum(self._under_way.values())
 
     def submit(self, segment: Segment, index: int, seq: int) -> None:
-        """Hash this slot of the segment's arena as it was at sequence number `seq`."""
+        """Hash this slot of the segment as it was at sequence number `seq`."""
         self._number += 1
         number = self._number
-        self._under_way[number] = segment.arena.slot(index).image_bytes
+        self._under_way[number] = segment.shared.slot(index).image_bytes
 
         def then(proof: HashedSlot | Exception | None) -> None:
             self._under_way.pop(number)
             self._done(segment, index, proof)
             self._call_waiting()
 
-        self._crew.submit(lambda: prove(segment.arena, index, seq), then)
+        self._threads.submit(lambda: prove(segment.shared, index, seq), then)
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call `call()` once everything submitted so far is done; at once if nothing is pending."""

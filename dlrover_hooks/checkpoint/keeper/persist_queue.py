@@ -38,7 +38,7 @@ class PersistQueue:
     def __init__(
         self, post: Callable[[Callable[[], None]], None], tell: Callable[[int, keeper_messages.KeeperMessage], None]
     ) -> None:
-        self._crew = ThreadPool("store", 2, post)
+        self._threads = ThreadPool("store", 2, post)
         self._post, self._tell = post, tell
         self._patience = StallGuard()
         self._under_way: set[tuple[int, Generation]] = set()
@@ -51,7 +51,7 @@ class PersistQueue:
     @property
     def pending(self) -> int:
         """Number of files that are being written or wait to be written."""
-        return self._crew.pending
+        return self._threads.pending
 
     def under_way(self, seat: int) -> tuple[Generation, ...]:
         """The generations that are being made durable for this worker."""
@@ -71,7 +71,7 @@ class PersistQueue:
             return
         self._under_way.add((seat, order.generation))
         began = time.monotonic()
-        self._crew.submit(
+        self._threads.submit(
             lambda: shard_writer.persist(
                 found,
                 order.url,
@@ -149,7 +149,7 @@ class PersistQueue:
                 patience=self._patience,
             )
 
-        self._crew.submit(write, lambda outcome: None if outcome is None else self._written(will, outcome))
+        self._threads.submit(write, lambda outcome: None if outcome is None else self._written(will, outcome))
 
     def give_way(self, seat: int) -> None:
         """Cancel a flush that still waits for a slow store: a trainer of `seat` is back and needs slots."""

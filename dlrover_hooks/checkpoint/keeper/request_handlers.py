@@ -161,13 +161,13 @@ class RequestHandlers:
             seq=slot.seq,
             image_bytes=slot.image_bytes,
             seat=segment.seat,
-            at=keeper_messages.whereabouts(segment.arena.fd),
+            at=keeper_messages.whereabouts(segment.shared.fd),
         )
-        self._loop.send(peer, reply, segment.arena.fd)
+        self._loop.send(peer, reply, segment.shared.fd)
 
     def _recall(self, peer: Peer, message: keeper_messages.Recall) -> None:
         segments = (segment for segments in self._holdings.seats.values() for segment in reversed(segments))
-        notes = tuple(note for segment in segments for note in segment.arena.notes())
+        notes = tuple(note for segment in segments for note in segment.shared.notes())
         self._loop.send(peer, keeper_messages.Recalled(ref=message.ref, notes=notes))
 
     # ---- other nodes
@@ -196,7 +196,7 @@ class RequestHandlers:
         assert peer.hello is not None
         segment = self._holdings.numbered(peer.hello.seat, message.segment)
         if segment is not None and not peer.replaced and 0 <= message.slot < SLOTS:
-            seq = message.seq or segment.arena.seq(message.slot)
+            seq = message.seq or segment.shared.seq(message.slot)
             segment.published(message.slot, seq, message.unchanged)
             self._hashes.submit(segment, message.slot, seq)
 

@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentAllocator:
-    """Segments by local rank (`seat`). `crew`: worker threads that create segments and measure disks."""
+    """Segments by local rank (`seat`). `threads`: worker threads that create segments and measure disks."""
 
     def __init__(
-        self, loop: ServerLoop, holdings: SegmentRegistry, lifetime: Lifetime, shards: PersistQueue, crew: ThreadPool
+        self, loop: ServerLoop, holdings: SegmentRegistry, lifetime: Lifetime, shards: PersistQueue, threads: ThreadPool
     ) -> None:
         self._loop, self._holdings, self._lifetime, self._shards = loop, holdings, lifetime, shards
-        self._crew = crew
+        self._threads = threads
         self._making: set[int] = set()
         """Workers whose segment is being created: the free memory measured meanwhile is not final."""
         self._waiting: list[tuple[Peer, keeper_messages.Allocate]] = []
@@ -44,7 +44,7 @@ class SegmentAllocator:
         if peer.replaced or self._lifetime.ending:
             text = f"local rank {seat} is saved by another process, or the keeper ends"
             self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=text))
-        elif segment is not None and segment.arena.serves(message.slot_bytes, message.note_bytes):
+        elif segment is not None and segment.shared.serves(message.slot_bytes, message.note_bytes):
             self._allocated(peer, message, segment)
         else:
             self._make(peer, message, seat)
@@ -68,7 +68,7 @@ class SegmentAllocator:
         if for_images:
             self._say(seat, verdict)
         self._making.add(seat)
-        self._crew.submit(
+        self._threads.submit(
             lambda: SharedSegment.create(seat, message.slot_bytes, note_bytes=message.note_bytes, filled=slots),
             lambda made: self._made(peer, message, seat, made),
         )
@@ -98,11 +98,11 @@ class SegmentAllocator:
     def grow(self, seat: int) -> None:
         """Add a slot to the worker's segment if some did not fit when it was created and one fits now."""
         segment = self._holdings.current(seat)
-        if segment is None or segment.arena.count == SLOTS or seat in self._making:
+        if segment is None or segment.shared.count == SLOTS or seat in self._making:
             return
-        if free_space.memory(segment.arena.slot_bytes, 1, free_space.free_memory(shared_folder()), 1).fits:
+        if free_space.memory(segment.shared.slot_bytes, 1, free_space.free_memory(shared_folder()), 1).fits:
             self._making.add(seat)
-            self._crew.submit(segment.arena.grow, lambda grown: self._grown(seat, grown))
+            self._threads.submit(segment.shared.grow, lambda grown: self._grown(seat, grown))
 
     def _grown(self, seat: int, grown: Exception | None) -> None:
         if grown is not None:
@@ -121,7 +121,7 @@ class SegmentAllocator:
         """Number of this node's workers that have no slots of that size and are not getting them now."""
         seats = {peer.hello.seat for peer in self._loop.peers if peer.hello and not peer.replaced} - self._making
         segments = (self._holdings.current(seat) for seat in seats)
-        return sum(1 for segment in segments if segment is None or segment.arena.slot_bytes < slot_bytes)
+        return sum(1 for segment in segments if segment is None or segment.shared.slot_bytes < slot_bytes)
 
     def _made(self, peer: Peer, message: keeper_messages.Allocate, seat: int, made: SharedSegment | Exception) -> None:
         if isinstance(made, Exception):
@@ -135,11 +135,14 @@ class SegmentAllocator:
 
     def _allocated(self, peer: Peer, message: keeper_messages.Allocate, segment: Segment) -> None:
         self._shards.give_way(segment.seat)
-        busy, arena = self._shards.under_way(segment.seat), segment.arena
+        busy, shared = self._shards.under_way(segment.seat), segment.shared
         reply = keeper_messages.Allocated(
-            ref=message.ref, complete=self._holdings.complete, persisting=busy, at=keeper_messages.whereabouts(arena.fd)
+            ref=message.ref,
+            complete=self._holdings.complete,
+            persisting=busy,
+            at=keeper_messages.whereabouts(shared.fd),
         )
-        self._loop.send(peer, reply, arena.fd)
+        self._loop.send(peer, reply, shared.fd)
 
     # ---- the disk
 
@@ -152,7 +155,7 @@ class SegmentAllocator:
             return
         keep = hello.keep if isinstance(hello.keep, int) else hello.keep.last
         url, options, seat = hello.save_to, hello.storage_options, hello.seat
-        self._crew.submit(
+        self._threads.submit(
             lambda: free_space.at(url, options, image_bytes, keep),
             lambda verdict: self._looked(seat, verdict),
         )

@@ -13,11 +13,11 @@ from dlrover_hooks.protocol import Generation, Held
 
 
 class Segment(SlotStates):
-    """An arena and the states of its slots. `home`: for replicas, the worker's node; `seat` is its local rank there."""
+    """Shared memory and the states of its slots. `seat`: the worker's local rank; `home`: for replicas, its node."""
 
-    def __init__(self, seat: int, arena: SharedSegment, *, home: str = "") -> None:
-        super().__init__(seat, arena)
-        self.arena, self.home = arena, home
+    def __init__(self, seat: int, shared: SharedSegment, *, home: str = "") -> None:
+        super().__init__(seat, shared)
+        self.shared, self.home = shared, home
         self.retired = False
         """A replaced trainer may still write it."""
         self.given_up = False
@@ -30,15 +30,15 @@ class Segment(SlotStates):
 
     def sharded(self, slot: Slot) -> bool:
         """Whether it holds parts of tensors."""
-        return holds_shards(self.arena.view(slot.index, slot.image_bytes))
+        return holds_shards(self.shared.view(slot.index, slot.image_bytes))
 
     def forget(self, run: str) -> None:
         """Free the slots of other runs; for a retired segment drop only the hashes: a trainer may still write it."""
-        for slot in self.arena.slots():
+        for slot in self.shared.slots():
             if slot.torn or slot.generation is None or slot.generation.run != run:
                 self.drop(slot.index)
                 if not self.retired:
-                    self.arena.free(slot.index)
+                    self.shared.free(slot.index)
 
     def holds(self, generation: Generation | None) -> bool:
         return any(proof.slot.generation == generation for proof in self.valid())
@@ -49,13 +49,13 @@ class Found(NamedTuple):
     proof: HashedSlot
 
 
-def prove(arena: SharedSegment, index: int, seq: int) -> HashedSlot | None:
+def prove(shared: SharedSegment, index: int, seq: int) -> HashedSlot | None:
     """Hash slot `index` as it was at `seq`; None if it is free, torn, or was written since. Any thread."""
-    slot = arena.slot(index)
+    slot = shared.slot(index)
     if slot.generation is None or slot.torn or slot.seq != seq:
         return None
-    chunks = digests_beside(arena.view(index, slot.image_bytes))
-    return HashedSlot(slot, chunks) if arena.seq(index) == slot.seq else None
+    chunks = digests_beside(shared.view(index, slot.image_bytes))
+    return HashedSlot(slot, chunks) if shared.seq(index) == slot.seq else None
 
 
 class ReplicaSlot(NamedTuple):
@@ -81,7 +81,7 @@ class Replicas:
     def fits(self, home: str, seat: int, nbytes: int) -> bool:
         """Whether there is a segment for images of `nbytes`."""
         segments = self._seats.get((home, seat))
-        return segments is not None and segments[-1].arena.slot_bytes >= nbytes
+        return segments is not None and segments[-1].shared.slot_bytes >= nbytes
 
     def has(self, home: str, seat: int, rank: int, generation: Generation, chunks: tuple[str, ...]) -> bool:
         """Whether this same image is here already."""
@@ -107,7 +107,7 @@ class Replicas:
         index = 1 if newest is not None and newest.slot.index == 0 else 0
         inside = whole[index].chunks if index in whole else ()
         segment.drop(index)
-        segment.arena.begin(index)
+        segment.shared.begin(index)
         self._filling.add(key)
         return ReplicaSlot(segment, index, inside, newest)
 
@@ -117,7 +117,7 @@ class Replicas:
         key = segment.home, segment.seat
         self._filling.discard(key)
         if proof is None:
-            segment.arena.free(berth.slot)
+            segment.shared.free(berth.slot)
         elif segment.accept(proof):
             segment.supersede(berth.slot)
             self._seats[key] = [segment]
@@ -160,7 +160,7 @@ class SegmentRegistry:
 
     def numbered(self, seat: int, number: int) -> Segment | None:
         """The worker's segment of that number, if its trainer may write it; 0: the newest."""
-        mine = [one for one in self.seats.get(seat, []) if one.arena.number == number and one.writable]
+        mine = [one for one in self.seats.get(seat, []) if one.shared.number == number and one.writable]
         return mine[0] if mine else self.current(seat) if not number else None
 
     def add(self, segment: Segment) -> None:
@@ -179,21 +179,21 @@ class SegmentRegistry:
         for segment in self.seats.get(seat, []):
             if not segment.retired:
                 segment.given_up = True
-                found += [(age(one.generation), one.index, segment) for one in segment.arena.slots()]
+                found += [(age(one.generation), one.index, segment) for one in segment.shared.slots()]
         found.sort(key=lambda row: row[0])
         for row in found[:-1]:
             _, index, segment = row
-            if not segment.needed(segment.arena.slot(index), self.complete, busy):
+            if not segment.needed(segment.shared.slot(index), self.complete, busy):
                 segment.drop(index)
-                segment.arena.release(index)
+                segment.shared.release(index)
                 yield
 
     def given_up_bytes(self, seat: int) -> int:
         """Bytes that become free once the segments go that the trainer has given up."""
         return sum(
-            segment.arena.slot_bytes
+            segment.shared.slot_bytes
             for segment in self.seats.get(seat, [])
-            for slot in segment.arena.slots()
+            for slot in segment.shared.slots()
             if segment.given_up and slot.generation is not None
         )
 
@@ -242,16 +242,16 @@ class SegmentRegistry:
     def roll_back(self, seat: int, *, retired: bool = False) -> None:
         """The trainer of the worker's (`retired`) segments is gone: free torn slots."""
         for segment in self.seats.get(seat, []):
-            for slot in segment.arena.slots():
+            for slot in segment.shared.slots():
                 if slot.torn and segment.retired == retired:
-                    segment.arena.free(slot.index)
+                    segment.shared.free(slot.index)
 
     def unproved(self, seat: int) -> list[tuple[Segment, int]]:
         """The worker's complete slots whose content was not hashed yet."""
         return [
             (segment, slot.index)
             for segment in self.seats.get(seat, [])
-            for slot in segment.arena.slots()
+            for slot in segment.shared.slots()
             if not (slot.torn or slot.generation is None or segment.given_up or segment.proved(slot))
         ]
 

@@ -77,7 +77,7 @@ class SharedSegment:
         """`number` distinguishes it from all other segments of its worker."""
         self._slots_at = PAGE + NOTES * self.note_bytes
         if magic != _MAGIC or self._slots_at + slots * self.slot_bytes > self.nbytes:
-            raise Corrupt("this segment is not an arena")
+            raise Corrupt("this is no segment of a keeper")
         self._words = self._view[: self._slots_at].cast("Q")
         self._bodies = dict[int, tuple[int, bytes]]()
         """By note: the offset of its body, and the body."""
@@ -118,13 +118,13 @@ class SharedSegment:
     def attach(cls, fd: int, *, writable: bool = True) -> SharedSegment:
         """Map a segment received from the keeper; takes over `fd`. Page tables of writable mappings are filled now."""
         try:
-            arena = cls(fd, writable=writable)
+            shared = cls(fd, writable=writable)
         except BaseException:
             os.close(fd)
             raise
         if writable:
-            arena.populate()
-        return arena
+            shared.populate()
+        return shared
 
     def populate(self) -> None:
         """Map every page of the slots for writing, 123 ms per GB. Best effort: old kernels map them on first access."""

@@ -209,8 +209,8 @@ class ReplicationController:
         until = time.monotonic() + BUSY_S
         while not self._on_loop(lambda: self._has(offer)):
             if not self._on_loop(lambda: replicas.fits(home, seat, offer.image_bytes)):
-                arena = _room(offer)
-                self._on_loop(lambda arena=arena: replicas.add(Segment(seat, arena, home=home)))
+                shared = _room(offer)
+                self._on_loop(lambda shared=shared: replicas.add(Segment(seat, shared, home=home)))
             if (berth := self._on_loop(lambda: replicas.begin(home, seat))) is not None:
                 return berth
             if time.monotonic() > until:

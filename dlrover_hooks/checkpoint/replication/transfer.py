@@ -36,14 +36,14 @@ def give(channel: Channel, found: Found, home: str, wait: Callable[[int], object
         KeeperAway: the other side refuses, hangs or is gone.
     """
     slot = found.proof.slot
-    view = found.segment.arena.view(slot.index, slot.image_bytes)
+    view = found.segment.shared.view(slot.index, slot.image_bytes)
     pieces = list(cut(view))
     channel.send(offer(found, home))
     while True:
         word = channel.receive(r.Want, r.TransferComplete, r.ChunkDamaged, within_s=VERIFY_S)
         if isinstance(word, r.TransferComplete):
             return
-        if found.segment.arena.seq(slot.index) != slot.seq:
+        if found.segment.shared.seq(slot.index) != slot.seq:
             channel.send(r.Refuse(f"{slot.generation} was overwritten by a newer one"))
             raise Overwritten(
                 f"{slot.generation}, rank {slot.rank}, was overwritten before {channel.who} had it",
@@ -64,11 +64,11 @@ def take(channel: Channel, offer: r.Offer, berth: ReplicaSlot) -> HashedSlot:
         Corrupt: a chunk does not match its digest; names it, the image and the sender.
         KeeperAway: the sender cannot go on, hangs or is gone.
     """
-    arena, index = berth.segment.arena, berth.slot
-    view = arena.view(index, offer.image_bytes)
+    shared, index = berth.segment.shared, berth.slot
+    view = shared.view(index, offer.image_bytes)
     pieces = list(cut(view))
     beside = berth.beside
-    other = list(cut(arena.view(beside.slot.index, beside.slot.image_bytes))) if beside is not None else []
+    other = list(cut(shared.view(beside.slot.index, beside.slot.image_bytes))) if beside is not None else []
     sources = r.sources(offer.chunks, berth.inside, beside.chunks if beside is not None else ())
     for chunk, source in enumerate(sources):
         if source == "beside":
@@ -80,10 +80,10 @@ def take(channel: Channel, offer: r.Offer, berth: ReplicaSlot) -> HashedSlot:
         _fetch(channel, offer, chunk, pieces[chunk])
     if damaged and digests(view) != offer.chunks:
         raise Corrupt(f"the memory of this node does not keep {offer}")
-    arena.publish(index, offer.generation, offer.rank, offer.world_size, offer.image_bytes)
+    shared.publish(index, offer.generation, offer.rank, offer.world_size, offer.image_bytes)
     with contextlib.suppress(KeeperAway):  # the image is here, even if this fails
         channel.send(r.TransferComplete())
-    return HashedSlot(arena.slot(index), offer.chunks)
+    return HashedSlot(shared.slot(index), offer.chunks)
 
 
 def _fetch(channel: Channel, offer: r.Offer, chunk: int, piece: memoryview) -> None:

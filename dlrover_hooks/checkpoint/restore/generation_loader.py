@@ -180,11 +180,11 @@ class Restorer:
                 reply, fd = ask(rank)
             if isinstance(reply, keeper_messages.Refused):
                 raise Corrupt(reply.reason, hint=reply.hint)
-            arena = SharedSegment.attach(fd, writable=False)
+            shared = SharedSegment.attach(fd, writable=False)
             try:
-                return KeeperSlotImage(arena, reply.slot, reply.seq, reply.image_bytes, reply.seat)
+                return KeeperSlotImage(shared, reply.slot, reply.seq, reply.image_bytes, reply.seat)
             except BaseException:
-                arena.close()
+                shared.close()
                 raise
 
         return open_slot

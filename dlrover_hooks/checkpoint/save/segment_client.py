@@ -37,7 +37,7 @@ class SegmentClient:
         self._line, self._allocated, self._closing = line, allocated, closing
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._arena: SharedSegment | None = None
+        self._shared: SharedSegment | None = None
         self._next: SharedSegment | None = None
         """Ready, but not in use yet."""
         self._stale: list[SharedSegment] = []
@@ -93,14 +93,14 @@ class SegmentClient:
         with self._changed:
             if not self._fits(nbytes):
                 self._await(nbytes)
-                if self._arena is not None and self._helper is None and self._error is not None:
-                    self._stale.append(self._arena)  # both do not fit into memory: give up the old one
-                    self._arena = None
+                if self._shared is not None and self._helper is None and self._error is not None:
+                    self._stale.append(self._shared)  # both do not fit into memory: give up the old one
+                    self._shared = None
                     self._switch()
                     self._await(nbytes)
             self._switch()
-            if self._arena is not None and self._fits(nbytes):
-                return self._arena
+            if self._shared is not None and self._fits(nbytes):
+                return self._shared
             if self._helper is None and self._error is not None:
                 raise self._error
             raise CheckpointError("the memory is being prepared", hint="a save after this one will find it ready")
@@ -116,9 +116,9 @@ class SegmentClient:
         """
         with self._lock:
             self._notes[place] = data, body
-            for arena in (self._arena, self._next):
-                if arena is not None:
-                    arena.note(place, data, body)
+            for shared in (self._shared, self._next):
+                if shared is not None:
+                    shared.note(place, data, body)
             if not self._fits(0):
                 self._see_to_it()
 
@@ -126,8 +126,8 @@ class SegmentClient:
         """The keeper is gone, and its memory is unusable. Any thread."""
         with self._changed:
             self._lives += 1
-            self._stale += [arena for arena in (self._arena, self._next) if arena is not None]
-            self._arena = self._next = None
+            self._stale += [shared for shared in (self._shared, self._next) if shared is not None]
+            self._shared = self._next = None
 
     def close(self) -> None:
         """Unmap, and end the thread. The connection must be closed already. Idempotent."""
@@ -140,19 +140,19 @@ class SegmentClient:
             self._switch()
 
     def _fits(self, nbytes: int) -> bool:
-        arena = self._next or self._arena
-        return arena is not None and arena.slot_bytes >= nbytes and self._line.seated
+        shared = self._next or self._shared
+        return shared is not None and shared.slot_bytes >= nbytes and self._line.seated
 
     def _serves(self) -> bool:
         """Everything requested is there."""
-        arena = self._next or self._arena
-        return arena is not None and arena.serves(self._wanted, self._note_bytes) and self._line.seated
+        shared = self._next or self._shared
+        return shared is not None and shared.serves(self._wanted, self._note_bytes) and self._line.seated
 
     def _switch(self) -> None:
         """Use the prepared memory and close the rest. Only on the training thread, where no copy can be in progress."""
         if self._next is not None:
-            self._stale += [self._arena] if self._arena is not None else []
-            self._arena, self._next = self._next, None
+            self._stale += [self._shared] if self._shared is not None else []
+            self._shared, self._next = self._next, None
         if self._stale:
             self._closing()
         while self._stale:
@@ -180,7 +180,7 @@ class SegmentClient:
         link = self._line.seat()
         with self._changed:
             lives, wanted, note_bytes = self._lives, self._wanted, self._note_bytes
-            gives = self._arena is None and self._next is None and not self._stale
+            gives = self._shared is None and self._next is None and not self._stale
             if self._serves():  # only the registration was missing
                 return False
         size = wanted + max(wanted // 64, SPARE_BYTES)
@@ -190,18 +190,18 @@ class SegmentClient:
         )
         if isinstance(reply, keeper_messages.Refused):
             raise KeeperAway(reply.reason, hint=reply.hint)
-        arena = SharedSegment.attach(fd)
+        shared = SharedSegment.attach(fd)
         with self._changed:
             if self._closed or lives != self._lives:
-                arena.close()
+                shared.close()
                 return not self._closed
             self._allocated(reply)
             self._stale += [self._next] if self._next is not None else []
-            self._next = arena
-            old = [one for one in (self._arena, *self._stale) if one is not None and one.number != arena.number]
+            self._next = shared
+            old = [one for one in (self._shared, *self._stale) if one is not None and one.number != shared.number]
             for place, note in self._notes.items():
-                arena.note(place, *note)
+                shared.note(place, *note)
                 for one in old:  # it may still be read for a while
                     one.note(place, b"")
             self._changed.notify_all()
-            return not arena.serves(self._wanted, self._note_bytes)
+            return not shared.serves(self._wanted, self._note_bytes)

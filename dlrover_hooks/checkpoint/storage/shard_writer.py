@@ -71,9 +71,9 @@ def persist(
 
 def _persist(found: Found, url: str, options: Mapping[str, Any], job: str, attempt: Attempt) -> ShardFile:
     slot, chunks = found.proof
-    arena, generation = found.segment.arena, slot.generation
+    shared, generation = found.segment.shared, slot.generation
     assert generation is not None
-    view = arena.view(slot.index, slot.image_bytes)
+    view = shared.view(slot.index, slot.image_bytes)
     if slot.rank == 0:
         pieces, nbytes = [view], slot.image_bytes
     else:
@@ -83,7 +83,7 @@ def _persist(found: Found, url: str, options: Mapping[str, Any], job: str, attem
     file = generations.write_shard(
         url, options, generation, slot.rank, slot.world_size, pieces, nbytes, job=job, attempt=attempt
     )
-    if arena.seq(slot.index) != slot.seq:
+    if shared.seq(slot.index) != slot.seq:
         text = f"slot {slot.index} of seat {found.segment.seat} was overwritten while {generation} was written"
         raise NotAsHashed(found, text)
     if slot.rank == 0 and file.chunks != chunks:
@@ -104,10 +104,10 @@ def verify(found: Found) -> HashedSlot:
         NotAsHashed: it does not match; the message contains segment, slot and chunk.
     """
     slot, chunks = found.proof
-    arena = found.segment.arena
-    view = arena.view(slot.index, slot.image_bytes)
+    shared = found.segment.shared
+    view = shared.view(slot.index, slot.image_bytes)
     threads = min(4, len(os.sched_getaffinity(0)))  # training waits for this
-    if damaged(view, chunks, threads) is not None or arena.seq(slot.index) != slot.seq:
+    if damaged(view, chunks, threads) is not None or shared.seq(slot.index) != slot.seq:
         raise NotAsHashed(found, _damage(found, view))
     return found.proof
 
@@ -116,7 +116,7 @@ def _damage(found: Found, view: memoryview) -> str:
     slot, chunks = found.proof
     seat = f"seat {found.segment.seat}" + (f" of node {found.segment.home}" if found.segment.home else "")
     where = f"slot {slot.index} of {seat}, {slot.generation}, rank {slot.rank}"
-    if found.segment.arena.seq(slot.index) != slot.seq:
+    if found.segment.shared.seq(slot.index) != slot.seq:
         return f"{where}: it was overwritten"
     chunk = damaged(view, chunks)
     return f"{where}: chunk {chunk} did not match its hash" if chunk is not None else f"{where}: damaged for a while"

@@ -51,26 +51,26 @@ class Image(Protocol):
 class KeeperSlotImage:
     """A slot of this node's keeper, which has verified it."""
 
-    def __init__(self, arena: SharedSegment, slot: int, seq: int, nbytes: int, seat: int) -> None:
-        self._arena, self._slot, self._seq, self._seat = arena, slot, seq, seat
-        self.view = arena.view(slot, nbytes)
+    def __init__(self, shared: SharedSegment, slot: int, seq: int, nbytes: int, seat: int) -> None:
+        self._shared, self._slot, self._seq, self._seat = shared, slot, seq, seat
+        self.view = shared.view(slot, nbytes)
         self.header = parse(self.view)
 
     def need(self, spans: Iterable[tuple[int, int]]) -> None:
         """All bytes are present. Maps the pages now, so that the copy does not wait for page faults."""
-        self._arena.fault_in(self._slot, len(self.view))
+        self._shared.fault_in(self._slot, len(self.view))
 
     def deliver(self, moves: Sequence[Delivery], copier: Copier, memory: Any) -> None:
         del memory
         deliver_from_view(self, moves, copier)
 
     def check(self) -> None:
-        if self._arena.seq(self._slot) != self._seq:
+        if self._shared.seq(self._slot) != self._seq:
             raise Corrupt(f"slot {self._slot} of seat {self._seat} was overwritten while it was loaded")
 
     def close(self) -> None:
         self.view.release()
-        self._arena.close()
+        self._shared.close()
 
 
 class TensorPart(NamedTuple):

@@ -39,16 +39,16 @@ def found() -> Iterator[Found]:
     which = Generation(0, 1, RUN)
     layout = plan([TensorSpec("state.w", "U8", (len(DATA),), len(DATA))])
     header = header_bytes(layout, Inside(which, 0, 1, {}))
-    arena = SharedSegment.create(0, layout.total_bytes)
-    arena.begin(0)
-    view = arena.view(0, layout.total_bytes)
+    shared = SharedSegment.create(0, layout.total_bytes)
+    shared.begin(0)
+    view = shared.view(0, layout.total_bytes)
     view[:] = header + DATA
-    arena.publish(0, which, 0, 1, layout.total_bytes)
-    proof = prove(arena, 0, arena.seq(0))
+    shared.publish(0, which, 0, 1, layout.total_bytes)
+    proof = prove(shared, 0, shared.seq(0))
     assert proof is not None
     del view
-    yield Found(Segment(0, arena), proof)
-    arena.close()
+    yield Found(Segment(0, shared), proof)
+    shared.close()
 
 
 def persist(found: Found, patience: StallGuard | None = None) -> ShardFile:
@@ -151,7 +151,7 @@ def test_a_store_that_hangs_is_given_up_and_tried_again(verb: str, hang: Hang, b
     hang.verb, hang.times = verb, 1
     file = persist(found, StallGuard(stall_s=0.5))
     commit(found, file)
-    found.segment.arena.view(0, found.proof.slot.image_bytes)[4096:] = bytes(found.proof.slot.image_bytes - 4096)
+    found.segment.shared.view(0, found.proof.slot.image_bytes)[4096:] = bytes(found.proof.slot.image_bytes - 4096)
     hang.end()
     assert bucket.uploads == {}
     manifest = generations.manifest_of(URL, None, Generation(0, 1, RUN))

@@ -154,7 +154,7 @@ def died(rank: Rank) -> None:
 def test_a_trainers_death_costs_no_second_hash(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each image is hashed once; its successor, and the last save, go by the hashes that are kept."""
     proved, real = list[int](), hasher.prove
-    monkeypatch.setattr(hasher, "prove", lambda arena, index, seq: (proved.append(seq), real(arena, index, seq))[1])
+    monkeypatch.setattr(hasher, "prove", lambda shared, index, seq: (proved.append(seq), real(shared, index, seq))[1])
     rank = Rank(0, tmp_path, world=1)
     for step in (1, 2, 3):
         rank.save(step)
@@ -175,7 +175,7 @@ def test_a_slot_that_is_damaged_by_now_is_not_what_the_keeper_saves_last(keeper:
     found = keeper.holdings.find(newer, 0, 1)
     assert found is not None
     slot = found.proof.slot
-    found.segment.arena.view(slot.index)[slot.image_bytes - 1] ^= 1
+    found.segment.shared.view(slot.index)[slot.image_bytes - 1] ^= 1
     died(rank)
     again = Rank(0, world=1)
     while not (manifests := storage.scan(str(tmp_path), None, "job").manifests):
@@ -288,7 +288,7 @@ def test_a_seat_taken_over_gets_memory_of_its_own(keeper: Keeper) -> None:
     hung.save(1)
     assert [one.generation.step for one in fresh.trainer.held()] == [1]
     fresh.save(2)
-    pages = [os.fstat(rank.trainer._room.take(0).fd).st_ino for rank in (hung, fresh)]
+    pages = [os.fstat(rank.trainer._segments.take(0).fd).st_ino for rank in (hung, fresh)]
     assert len(set(pages)) == 2
     hung.trainer.save(3, {"state": {"w": np.full(100, 3)}})  # into the old pages, which nobody hashes any more
     assert {one.generation.step for one in fresh.trainer.held()} == {1, 2}
@@ -384,9 +384,9 @@ def test_all_workers_of_a_node_must_fit_before_one_gets_memory(keeper: Keeper) -
         rank.trainer.take_seat()
     for rank in ranks:
         rank.trainer.prepare(free_memory().nbytes // 5)
-        while rank.trainer._room._helper is not None:
+        while rank.trainer._segments._helper is not None:
             pass
-        error = rank.trainer._room._error
+        error = rank.trainer._segments._error
         assert isinstance(error, KeeperAway)
         assert " for each of 2 workers need " in error.message
         assert "does not fit" in error.message

@@ -20,25 +20,25 @@ ALL = ((0, SIZE),)
 def segment() -> Iterator[Segment]:
     made = Segment(3, SharedSegment.create(3, SIZE))
     yield made
-    made.arena.close()
+    made.shared.close()
 
 
 def publish(segment: Segment, step: int, *unchanged: tuple[int, int], index: int = 0) -> int:
-    segment.arena.begin(index)
-    segment.arena.publish(index, Generation(0, step, RUN), 0, 1, SIZE)
-    seq = segment.arena.seq(index)
+    segment.shared.begin(index)
+    segment.shared.publish(index, Generation(0, step, RUN), 0, 1, SIZE)
+    seq = segment.shared.seq(index)
     segment.published(index, seq, unchanged)
     return seq
 
 
 def proved(segment: Segment, seq: int, index: int = 0) -> HashedSlot:
-    proof = prove(segment.arena, index, seq)
+    proof = prove(segment.shared, index, seq)
     assert proof is not None
     return proof
 
 
 def flip(segment: Segment, at: int) -> None:
-    segment.arena.view(0)[at] ^= 1
+    segment.shared.view(0)[at] ^= 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_slot_overwritten_before_it_was_hashed_is_no_damage(segment: Segment) 
     """A fast trainer: what it kept was never hashed, so there is nothing to compare with, yet."""
     first = publish(segment, 1)
     seq = publish(segment, 2, *ALL)
-    assert prove(segment.arena, 0, first) is None
+    assert prove(segment.shared, 0, first) is None
     assert segment.accept(proved(segment, seq))
     flip(segment, 5)
     with pytest.raises(Corrupt, match=r"slot 0 of seat 3, step 3.*chunk 0, not copied again"):
@@ -83,7 +83,7 @@ def test_damage_stays_damage_until_it_is_copied_over(segment: Segment) -> None:
     with pytest.raises(Corrupt, match="chunk 2"):
         segment.accept(proved(segment, seq))
     assert not segment.accept(proved(segment, seq))
-    assert segment.proved(segment.arena.slot(0)), "nobody hashes it once more"
+    assert segment.proved(segment.shared.slot(0)), "nobody hashes it once more"
     with pytest.raises(Corrupt):
         segment.accept(proved(segment, publish(segment, 3, *ALL)))
     assert segment.accept(proved(segment, publish(segment, 4)))
