@@ -45,7 +45,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     most 3.5 % of the step time, and at most each 0.25 s."""
     persist_every: int | str = "600s"
     """Interval of durable copies: optimizer steps, or a duration. The default is ten minutes. With a duration, the
-    first copy of a run is made after a minute at most."""
+    first copy of a run is made a minute after its first save."""
     keep: int | Retention = 2
     """Durable generations to keep: the newest so many, or rules such as `"last=2,every_steps=1000,every=1h"`."""
     snapshot: str = "auto"

@@ -12,7 +12,7 @@ import selectors
 import signal
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
@@ -316,6 +316,7 @@ class Agent:
         self._newcomers.add(newcomer.incarnation)
         count = {"TORCHELASTIC_RESTART_COUNT": str(self.budget.restarts)}
         self.workers.start_newcomer(predecessor, newcomer, view.round + 1, len(self._local_ranks), **count)
+        self._say_pids([newcomer.incarnation])
 
     def _early(self, view: p.JobView) -> dict[str, WorkerExit]:
         """Ends of this node's workers that exited with 0 without having reported that they were done."""
@@ -384,8 +385,12 @@ class Agent:
         }
         for index, seat in enumerate(seats):
             self.workers.start(seat, seated, index, len(seats), **life)
-        pids = [f"{child.name} has pid {child.pid}" for child in self.workers.children.values()]
-        log.info("job %s: %s", self.job, ", ".join(pids[:_PIDS] + [f"{len(pids) - _PIDS} more"] * (len(pids) > _PIDS)))
+        self._say_pids([seat.incarnation for seat in seats])
+
+    def _say_pids(self, workers: Sequence[str]) -> None:
+        children = [self.workers.children[worker] for worker in workers[:_PIDS]]
+        more = [f"{len(workers) - _PIDS} more"] if len(workers) > _PIDS else []
+        log.info("job %s: %s", self.job, ", ".join([f"{one.name} has pid {one.pid}" for one in children] + more))
 
     def _take_seats(self, seats: tuple[p.Seat, ...], *, first: bool) -> p.Seated:
         within_s = self._patience_s(first)

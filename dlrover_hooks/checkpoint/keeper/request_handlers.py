@@ -19,7 +19,7 @@ from dlrover_hooks.checkpoint.keeper.persist_queue import PersistQueue
 from dlrover_hooks.checkpoint.keeper.segment_allocator import SegmentAllocator
 from dlrover_hooks.checkpoint.memory.keeper_segments import Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.memory.segment import SLOTS
-from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, whose
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot
 from dlrover_hooks.checkpoint.replication.controller import ReplicationController
 from dlrover_hooks.checkpoint.storage import mounts, shard_writer
 from dlrover_hooks.errors import KeeperAway
@@ -149,9 +149,8 @@ class RequestHandlers:
         self, peer: Peer, message: keeper_messages.OpenImage, segment: Segment, proof: HashedSlot | Exception
     ) -> None:
         if isinstance(proof, Exception):
-            for old in list(segment.proofs.values()):
-                if whose(old.slot) == (message.generation, message.rank, message.world_size):
-                    segment.refute(old.slot)
+            if isinstance(proof, shard_writer.NotAsHashed):  # any other error says nothing about the image
+                segment.refute(proof.found.proof.slot)
             self._loop.send(peer, keeper_messages.Refused(ref=message.ref, reason=str(proof)))
             return
         slot = proof.slot

@@ -126,7 +126,8 @@ class SlotStates:
         if bad := [chunk for chunk in kept if before[chunk] != chunks[chunk]]:
             self.refute(slot)
             raise Corrupt(f"{self._name(slot)}: chunk {bad[0]}, not copied again, changed since it was hashed")
-        self._known[slot.index] = self._still_known(proof)
+        late = last is not None and last.seq > slot.seq
+        self._known[slot.index] = self._still_known(proof) | (before if late else {})
         self.proofs[slot.index] = proof
         return True
 

@@ -37,8 +37,8 @@ OFTEN_S = 0.25
 SAMPLES = 33
 """Timings are the median of at most so many reports."""
 FIRST_PERSIST_S = 60.0
-"""A run is made durable for the first time after this time, or `persist_every` if that is shorter: a run that is lost
-in its first minutes, as runs with a fault often are, need not begin again, and a storage that refuses it says so."""
+"""After the first save of a run its first persist is due in this time, or in `persist_every` if that is shorter: a run
+that is lost in its first minutes, as runs with a fault often are, need not begin again."""
 MARGIN, MARGIN_S = 256, 2.0
 """Ranks receive `persist_from` with a delay, so it may be set ahead of them, by at most so many steps and seconds."""
 
@@ -122,8 +122,7 @@ def begin(
     """A new attempt starts after `step`; `complete` is the generation that is still complete in memory.
 
     `durable`: no part of the training so far is in memory only. Otherwise the time of the next persist does not change;
-    a master that has counted no persist has one made at once. At step 0 nothing is in storage: the first persist is due
-    after `FIRST_PERSIST_S`. Timings of an earlier attempt are dropped: its world size
+    a master that has counted no persist has one made at once. Timings of an earlier attempt are dropped: its world size
     may have been different.
     """
     saves.open = []
@@ -134,8 +133,6 @@ def begin(
     saves.persisted_step = min(saves.persisted_step, step)
     if durable:
         saves.persisted_step, saves.persisted_at = step, now
-        if step == 0 and isinstance(settings.persist_every, str):
-            saves.persisted_at -= max(0.0, seconds(settings.persist_every) - FIRST_PERSIST_S)
     saves.step_times, saves.copy_times = [], []
     every = settings.save_every if isinstance(settings.save_every, int) else 0
     saves.cadence = Cadence(every=every, begun_step=step)
@@ -151,6 +148,9 @@ def vote(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now:
         )
     saves.votes += 1
     _measure(saves, event)
+    if saves.newest_step == 0 and isinstance(settings.persist_every, str):  # the run has begun, and nothing is durable
+        due_s = min(FIRST_PERSIST_S, seconds(settings.persist_every))
+        saves.persisted_at = min(saves.persisted_at, now + due_s - seconds(settings.persist_every))
     saves.newest_step = max(saves.newest_step, event.generation.step)
     if event.kind is VoteKind.REFUSED:
         saves.unstored = Unstored(generation=event.generation, rank=event.rank, reason=event.reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
@@ -132,6 +134,23 @@ def test_a_hash_that_comes_late_is_compared_with_what_is_still_there(between: in
     found = HashedSlot(last, ("new" if between else "old", "z"))
     assert table.states.accept(found)
     assert table.valid() == [0]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_hash_that_comes_late_does_not_hide_damage(marked: bool) -> None:
+    """Chunk 0 was damaged after its first hash, and was not copied since: no hash of it is right, whenever it comes."""
+    table = Table()
+    first = table.publish(0, 1)
+    assert table.hash(first, "good", "y")
+    if marked:
+        table.states.refute(first)
+    late = table.publish(0, 2, KEPT)
+    last = table.publish(0, 3, KEPT)
+    with contextlib.suppress(Corrupt):
+        table.hash(late, "bad", "y")
+    with pytest.raises(Corrupt, match="chunk 0, not copied again"):
+        table.hash(last, "bad", "y")
+    assert table.valid() == []
 
 
 def test_a_dropped_slot_does_not_count() -> None:
