@@ -16,7 +16,7 @@ BATCH = 20
 SOME_KILLS = 3
 """Of real trainers; `--chaos-real-rounds` says how many there are where all cases are run."""
 WORLDS = 3
-"""Batch b has 1 + b % 3 ranks. `make test` runs the one with two, `make test-deep` all."""
+"""Batch b has 1 + b % 3 ranks. `make test` runs the one with two ranks, `make test-deep` the others."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
