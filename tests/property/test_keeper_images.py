@@ -23,7 +23,7 @@ from dlrover_hooks.checkpoint.keeper.request_handlers import RequestHandlers
 from dlrover_hooks.checkpoint.memory.checksums import CHUNK_BYTES
 from dlrover_hooks.checkpoint.memory.keeper_segments import Found, Segment, SegmentRegistry
 from dlrover_hooks.checkpoint.memory.segment import SLOTS, SharedSegment, Slot
-from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, whose
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, image_identity
 from dlrover_hooks.checkpoint.storage import shard_writer
 from dlrover_hooks.errors import Corrupt, StorageFailed
 from dlrover_hooks.protocol import Generation, Manifest, ShardFile
@@ -203,7 +203,11 @@ class Keeper(RuleBasedStateMachine):
             segment = self.registry.current(trainer.seat)
             assert segment is not None
             new, number = segment.shared.slot(message.slot), segment.shared.number
-            older = [old for old in segment.shared.slots() if old.index != new.index and whose(old) == whose(new)]
+            older = [
+                old
+                for old in segment.shared.slots()
+                if old.index != new.index and image_identity(old) == image_identity(new)
+            ]
             self.superseded |= {(number, old.index, old.seq) for old in older}
             self.superseded.discard((number, new.index, new.seq))
 

@@ -120,7 +120,7 @@ class Keeper:
         """A hashed image: this node's own, or a replica. Damage is noticed when it is read."""
         own = [image for (seat, index), image in sorted(self.images.items()) if self._proved(seat, index)]
         others = [image for images in self.replicas.values() for image in images]
-        found = (one for one in (*own, *others) if whose(one) == (generation, rank, world_size))
+        found = (one for one in (*own, *others) if image_identity(one) == (generation, rank, world_size))
         return next(found, None)
 
     def _proved(self, seat: int, index: int) -> bool:
@@ -136,7 +136,7 @@ class Keeper:
         slot = self.slots[seat][index]
         self.slots[seat][index] = Slot(index, slot.seq + 1, image.generation, 1, image.rank, image.world_size)
         for other, old in enumerate(self.slots[seat]):
-            if other != index and whose(old) == whose(image):
+            if other != index and image_identity(old) == image_identity(image):
                 self.proofs.pop((seat, other), None)
         self.images[seat, index] = image
         self.process.spawn(self._hash(seat, index, slot.seq + 1, notify))
@@ -321,7 +321,7 @@ class Engine:
         return None
 
 
-def whose(one: Image | Slot) -> tuple[p.Generation | None, int, int]:
+def image_identity(one: Image | Slot) -> tuple[p.Generation | None, int, int]:
     """See `checkpoint.holdings.whose`."""
     return one.generation, one.rank, one.world_size
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.memory.checksums import digests_beside
 from dlrover_hooks.checkpoint.memory.segment import SharedSegment, Slot
-from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, SlotStates, whose
+from dlrover_hooks.checkpoint.memory.slot_states import HashedSlot, SlotStates, image_identity
 from dlrover_hooks.checkpoint.state.safetensors_header import holds_shards
 from dlrover_hooks.protocol import Generation, Held
 
@@ -235,7 +235,7 @@ class SegmentRegistry:
         own = (segment for seat in sorted(self.seats) for segment in reversed(self.seats[seat]))
         for segment in (*own, *self.replicas.segments()):
             for proof in segment.valid():
-                if whose(proof.slot) == (generation, rank, world_size):
+                if image_identity(proof.slot) == (generation, rank, world_size):
                     return Found(segment, proof)
         return None
 

@@ -35,7 +35,7 @@ class HashedSlot(NamedTuple):
     chunks: tuple[str, ...]
 
 
-def whose(slot: Slot) -> tuple[Generation | None, int, int]:
+def image_identity(slot: Slot) -> tuple[Generation | None, int, int]:
     """Identity of an image. A single-rank image (world size 1) is not the image of rank 0 in a larger world."""
     return slot.generation, slot.rank, slot.world_size
 
@@ -101,7 +101,7 @@ class SlotStates:
         new = self._table.slot(index)
         self._void.pop(index, None)  # the table is ahead of the messages: it may be void by mistake
         for old in self._table.slots():
-            if old.index != index and whose(old) == whose(new):
+            if old.index != index and image_identity(old) == image_identity(new):
                 self.proofs.pop(old.index, None)
                 self._void[old.index] = old.seq
 
