@@ -57,15 +57,15 @@ class UrlClaim:
     _locks: ClassVar[dict[str, threading.Lock]] = {}
     """By URL: while one store hangs, claims on others continue."""
 
-    def __init__(self, place: StorageFolder, who: Owner) -> None:
-        self.place, self.who = place, msgspec.structs.replace(who, life=uuid.uuid4().hex)
+    def __init__(self, place: StorageFolder, owner: Owner) -> None:
+        self.place, self.owner = place, msgspec.structs.replace(owner, life=uuid.uuid4().hex)
         self._here = ForkGuard()
         self._count = 1
         self._fd = -1
         self._thread = BackgroundThread(
             "dlrover-hooks-claim",
             self._keep_fresh,
-            where=f"job {who.job}, the claim on {place.url}",
+            where=f"job {owner.job}, the claim on {place.url}",
             kind=StorageFailed,
             again_s=0.0,  # `_keep_fresh` begins with a pause
         )
@@ -82,8 +82,8 @@ class UrlClaim:
         with cls._locks.setdefault(place.url, threading.Lock()):
             mine = cls._mine.get(place.url)
             if mine is not None:
-                if mine.who.job != job:
-                    raise _busy(place, mine.who)
+                if mine.owner.job != job:
+                    raise _busy(place, mine.owner)
                 mine._count += 1
                 return mine
             claim = cls(place, Owner(job=job, owner=owner))
@@ -125,7 +125,7 @@ class UrlClaim:
                 return self._lock() if self.place.local else self._lease()
             except SaveToBusy:
                 held = read_owner(self.place)
-                keeper = held is None or (held.job == self.who.job and held.owner.startswith(KEEPER))
+                keeper = held is None or (held.job == self.owner.job and held.owner.startswith(KEEPER))
                 if not keeper or time.monotonic() > until:
                     raise
                 time.sleep(_POLL_S)
@@ -146,7 +146,7 @@ class UrlClaim:
             with failures(f"claim {self.place.url}"):
                 mounts.give_name(fd)
             mounts.demand_same(self.place)  # records the name
-            self.place.put(LEASE, msgspec.json.encode(self.who))
+            self.place.put(LEASE, msgspec.json.encode(self.owner))
         except BaseException:
             os.close(fd)  # otherwise the lock would be held until this process ends, without a claim to release
             raise
@@ -154,7 +154,7 @@ class UrlClaim:
 
     def _lease(self) -> None:
         held = read_owner(self.place)
-        if held is not None and held.expires > time.time() and held.owner != self.who.owner:
+        if held is not None and held.expires > time.time() and held.owner != self.owner.owner:
             raise _busy(self.place, held)
         self.place.make()
         if held is not None:
@@ -182,11 +182,11 @@ class UrlClaim:
                 raise _busy(self.place, None)
             time.sleep(_POLL_S)
             held = read_owner(self.place)
-        if held is not None and held.life != self.who.life:
+        if held is not None and held.life != self.owner.life:
             raise _busy(self.place, held)
 
     def _fresh(self) -> bytes:
-        return msgspec.json.encode(msgspec.structs.replace(self.who, expires=time.time() + _LEASE_S))
+        return msgspec.json.encode(msgspec.structs.replace(self.owner, expires=time.time() + _LEASE_S))
 
     def _keep_fresh(self) -> None:
         while not self._thread.stopping.wait(_REFRESH_S):
@@ -194,10 +194,10 @@ class UrlClaim:
                 self._look()
                 self.place.put(LEASE, self._fresh())
             except SaveToBusy as lost:
-                _log.error("job %s: nothing is committed to it any more: %s", self.who.job, lost)
+                _log.error("job %s: nothing is committed to it any more: %s", self.owner.job, lost)
                 return
             except StorageFailed as error:
-                _log.warning("job %s: the claim on %s was not refreshed: %s", self.who.job, self.place.url, error)
+                _log.warning("job %s: the claim on %s was not refreshed: %s", self.owner.job, self.place.url, error)
 
     def _end_lease(self) -> None:
         self._thread.stop()
@@ -231,8 +231,8 @@ def read_owner(place: StorageFolder) -> Owner | None:
 
 
 def _busy(place: StorageFolder, holder: Owner | None) -> SaveToBusy:
-    who = f"job {holder.job!r} ({holder.owner})" if holder else "another process"
+    owner = f"job {holder.job!r} ({holder.owner})" if holder else "another process"
     return SaveToBusy(
-        f"{place.url} belongs to {who}, which is alive",
+        f"{place.url} belongs to {owner}, which is alive",
         hint="give each job a `save_to` of its own, or end the other one first",
     )
