@@ -110,7 +110,10 @@ def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framewor
     options = ["--nproc-per-node", "1:3", "--fault-level", "shrink", "--job", tmp_path.name]
     script = [str(ROOT / "examples/elastic" / framework / "train.py"), "--windows", "480", "--lose-at", "5"]
     command = [sys.executable, "-m", "dlrover_hooks", "run", *options, *script]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    try:
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    except subprocess.TimeoutExpired as late:  # whose own text has the first and the last line of it
+        raise AssertionError(f"it runs on after 100 s, and said: {late.stdout!r} {late.stderr!r}") from None
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("goes on at step 5") == 2, done.stdout
     assert "ends at step 20 with 2 workers" in done.stdout
