@@ -402,7 +402,7 @@ class Session:
         if self.membership is not None:
             self.membership.check(step_ends=False)
         self._surface.raise_if_met(ending=True)
-        view = self._caller.call(p.ShowJob(self.config.job), timeout_s=60.0)
+        view = self._caller.call(p.ShowJob(self.config.job, self.place.node), timeout_s=60.0)
         refused = view.unstored
         if refused is not None and refused.generation == generation and refused.rank != self.place.rank:
             why = f"rank {refused.rank} could not make {generation} durable: {refused.reason}"

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dlrover_hooks.errors import HooksError, JournalFailed, UsageError
+from dlrover_hooks.master import write_ahead_log
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.job_registry import Master
 
@@ -90,6 +91,8 @@ class Journal:
     def _open(self, synchronous: str) -> None:
         if self.path != ":memory:":
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if lost := write_ahead_log.damage(f"{self.path}-wal"):
+                raise ValueError(f"{self.path}-wal: {lost}")
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if synchronous == 'normal' else 'FULL'}")

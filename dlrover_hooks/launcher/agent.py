@@ -255,7 +255,7 @@ class Agent:
             return False
         now = time.monotonic()
         self._leaving_until = self._leaving_until or now + _LEAVING_S
-        return now < self._leaving_until or not any(one.alive for one in view.members)
+        return now < self._leaving_until or not (view.unlisted.alive or any(one.alive for one in view.members))
 
     def _end_of(self, key: str, child: Child) -> WorkerExit:
         return end_of(child, self.workers.final_errors[key].hear())

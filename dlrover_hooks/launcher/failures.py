@@ -183,7 +183,9 @@ class BadNodes:
 
     def falls(self, cause: WorkerExit, view: JobView | None) -> str:
         """Why this node is to be replaced after `cause`; empty if it is not."""
-        others = view is not None and any(member.node != self._node for member in view.members)
+        others = view is not None and (
+            view.unlisted.alive > 0 or any(member.node != self._node for member in view.members)
+        )
         step = view.step if view is not None else 0
         if not step or not others or not cause.here or (cause.exit_code or -1) > 0:
             self._times = 0
@@ -214,7 +216,7 @@ def workers_missing(options: LaunchOptions, waited_s: float, missing: str) -> st
 
 def no_place(options: LaunchOptions, waited_s: float, view: JobView) -> str:
     """Why a late or surplus node ends. The job trains without it."""
-    live = sum(member.alive for member in view.members)
+    live = sum(member.alive for member in view.members) + view.unlisted.alive
     return (
         f"{counted(live, 'worker')} train without this node, and no place for it became free within {waited_s:g} s "
         f"(--nnodes {options.nodes}, --replace-timeout)"
@@ -242,7 +244,7 @@ def farewell(job: str, view: JobView | None) -> str:
     if view.finished:
         return f"training was finished at step {view.finished_step or 0}"
     if view.save_to is None:
-        if not any(one.attached for one in view.members):
+        if not view.unlisted.attached and not any(one.attached for one in view.members):
             return f"nothing was saved: no worker had begun to train; {again}"
         return "nothing was saved: no save_to is set"
     stored = _stored(view.save_to, job)

@@ -73,7 +73,7 @@ class MasterRequests:
         Raises MasterAway.
         """
         try:
-            return self._ask(p.ShowJob(self._address.job), self._options.master_away_s)
+            return self._ask(self._show(), self._options.master_away_s)
         except MasterError as error:
             log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
@@ -81,15 +81,18 @@ class MasterRequests:
     def view(self) -> p.JobView | None:
         """The job's current state; None if the master does not answer soon."""
         try:
-            return self._ask(p.ShowJob(self._address.job), 10.0)
+            return self._ask(self._show(), 10.0)
         except HooksError as error:
             log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
 
+    def _show(self) -> p.ShowJob:
+        return p.ShowJob(self._address.job, self._address.node)
+
     def is_known(self, number: int) -> bool:
         """Whether the master has a round `number`. A master whose journal was deleted counts from 1 again."""
         try:
-            return self._ask(p.ShowJob(self._address.job), 10.0).round >= number
+            return self._ask(self._show(), 10.0).round >= number
         except UnknownJob:
             return False
         except HooksError:

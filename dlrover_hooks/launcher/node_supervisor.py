@@ -117,7 +117,7 @@ class Launcher:
     def _seen_through(self, record: FailureRecord) -> tuple[Failure, ...]:
         if self._seen is None:
             with contextlib.suppress(HooksError):
-                self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)
+                self._seen = self._client.call(p.ShowJob(self.job, self._node), timeout_s=2.0)
         record.heard(self._seen)
         return tuple(record.failures)
 
@@ -183,7 +183,7 @@ class Launcher:
             log.info("%s: ending %s", signal.Signals(self._signal).name, counted(len(self._workers.children), "worker"))
             codes = self._workers.end(min(self.options.grace_s, self._eviction.left_s))
             with contextlib.suppress(HooksError):
-                self._seen = self._client.call(p.ShowJob(self.job), timeout_s=2.0)
+                self._seen = self._client.call(p.ShowJob(self.job, self._node), timeout_s=2.0)
             raise Over(after(self._signal, codes, self._seen))
         self._services.revive()
         self._workers.refill()

@@ -1,12 +1,15 @@
-"""Reads the master's view of a broken round for one node: lost members, causes, and whether the others recover."""
+"""Reads the master's view of a broken round for one node: lost members, causes, and whether the others recover.
+
+The view lists the node's members, and those of other nodes that are gone; see `JobView.members`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from dlrover_hooks.host.child_process import Child
 from dlrover_hooks.launcher.failures import WorkerExit
-from dlrover_hooks.protocol import Departure, JobView, MemberView
+from dlrover_hooks.protocol import Departure, JobView
 
 _LOST, _EXITED, _REPLACED = "lost", "exited", "replaced"
 _DIED = (_LOST, Departure.FAILED.value, _EXITED)
@@ -23,11 +26,13 @@ def live_on(view: JobView, dead: Collection[str], whole: int) -> bool:
         whole: the round that the agents joined for all their workers. Until every worker has attached to it, it is
             unknown whether all recover, and restarting all of them loses nothing.
     """
-    live = [member for member in view.members if member.alive and member.incarnation not in dead]
-    attached = [member for member in live if member.attached]
+    here = [member for member in view.members if member.alive and member.incarnation not in dead]
+    attached_here = [member for member in here if member.attached]
+    live, attached = len(here) + view.unlisted.alive, len(attached_here) + view.unlisted.attached
+    recover = sum(member.recovers for member in attached_here) + view.unlisted.recovers
     alone = view.round > whole  # its members joined by themselves, and may not have attached yet
-    settled = alone or len(attached) == len(live)
-    return bool(live if alone else attached) and settled and all(member.recovers for member in attached)
+    settled = alone or attached == live
+    return bool(live if alone else attached) and settled and recover == attached
 
 
 def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], least: int) -> bool:
@@ -41,7 +46,7 @@ def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], 
         least: how many the job needs.
     """
     live = {member.incarnation for member in view.members if member.alive} | set(coming)
-    return len(live - set(ends)) + len(ends) < least
+    return len(live - set(ends)) + view.unlisted.alive + len(ends) < least
 
 
 def silent(view: JobView, running: Collection[str]) -> list[str]:
@@ -61,7 +66,7 @@ def left_only(view: JobView) -> bool:
 
 def all_ended(view: JobView) -> bool:
     """Every process of the job has ended with 0."""
-    return all(one.exit_code == 0 or one.gone == _DONE for one in view.members)
+    return not view.unlisted.unended and all(one.exit_code == 0 or one.gone == _DONE for one in view.members)
 
 
 def ended_early(view: JobView, workers: Mapping[str, Child]) -> dict[str, WorkerExit]:
@@ -90,6 +95,4 @@ def elsewhere(view: JobView, node: str) -> list[WorkerExit]:
 
 def missing(view: JobView | None, node: str) -> str:
     """Names of the other nodes that have lost all members, comma-separated; empty if there are none."""
-    members: Iterable[MemberView] = view.members if view is not None else ()
-    gone = {one.node for one in members if one.gone == _LOST} - {one.node for one in members if one.alive} - {node}
-    return ", ".join(sorted(gone))
+    return ", ".join(one for one in (view.lost_nodes if view is not None else ()) if one != node)

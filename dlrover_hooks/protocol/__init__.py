@@ -106,7 +106,9 @@ from dlrover_hooks.protocol.view_messages import (
     DeleteJob as DeleteJob,
     Jobs as Jobs,
     JobView as JobView,
+    LISTED_GONE as LISTED_GONE,
     ListJobs as ListJobs,
     MemberView as MemberView,
     ShowJob as ShowJob,
+    Unlisted as Unlisted,
 )

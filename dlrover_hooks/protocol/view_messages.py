@@ -7,6 +7,10 @@ from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unsto
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Vitals
 
 
+LISTED_GONE = 64
+"""Most members of other nodes in a view for one node. A view is then small, whatever the size of the job."""
+
+
 class ListJobs(Message, frozen=True):
     pass
 
@@ -16,7 +20,10 @@ class Jobs(Message, frozen=True):
 
 
 class ShowJob(Message, frozen=True):
+    """The state of a job. `node`: for a process of that node, see `JobView.members`; the others are not listed then."""
+
     job: str
+    node: str = ""
 
 
 class DeleteJob(Message, frozen=True):
@@ -44,6 +51,18 @@ class MemberView(Message, frozen=True):
     """As its launcher reported it."""
 
 
+class Unlisted(Message, frozen=True):
+    """Counts of the members that a view leaves out. None of them has exited without a `Leave`."""
+
+    alive: Count = 0
+    attached: Count = 0
+    """Alive, and attached."""
+    recovers: Count = 0
+    """Alive, attached, and `MemberView.recovers`."""
+    unended: Count = 0
+    """Those that neither left as done nor ended with exit code 0."""
+
+
 class JobView(Message, frozen=True):
     job: str
     run: str
@@ -52,6 +71,11 @@ class JobView(Message, frozen=True):
     phase: Phase
     step: Step
     members: tuple[MemberView, ...] = ()
+    """All; or for `ShowJob.node` those of that node, and up to `LISTED_GONE` of the others that are gone: first lost ones
+    with no exit code or a signal, last those that are done. By rank."""
+    unlisted: Unlisted = Unlisted()
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes that have lost members and have none left; at most `LISTED_GONE`, sorted."""
     newest_complete: Generation | None = None
     newest_committed: Generation | None = None
     unstored: Unstored | None = None

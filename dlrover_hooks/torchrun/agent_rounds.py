@@ -145,7 +145,7 @@ class Meeting:
     def _may_go_on(self, life: AgentIncarnation) -> bool:
         """A finished job may be trained for longer if its workers have checkpoints to resume from."""
         try:
-            return life.ask(p.ShowJob(self.terms.job), _FAREWELL_S).save_to is not None
+            return life.ask(p.ShowJob(self.terms.job, self.terms.node), _FAREWELL_S).save_to is not None
         except UnknownJob:
             return False
 

@@ -82,7 +82,7 @@ class PreemptionSave:
         if engine is not None and tree is not None:
 
             def view() -> Any:
-                return caller.call(p.ShowJob(self._config.job), timeout_s=1.0)
+                return caller.call(p.ShowJob(self._config.job, self._place.node), timeout_s=1.0)
 
             save = HastySave(engine, self._reporter, generation, view, lambda: preemption.left_s)
             durable = save.make(tree, alone=preemption.alone)

@@ -192,7 +192,7 @@ class Membership:
             if left <= 0:
                 return False
             try:
-                view = self.client.call(p.ShowJob(self.config.job), timeout_s=1.0)
+                view = self.client.call(p.ShowJob(self.config.job, self.place.node), timeout_s=1.0)
             except MasterAway:
                 until = max(until, min(time.monotonic() + within_s, given_up))
                 continue
@@ -299,7 +299,7 @@ class Membership:
                 poll_s=poll_s,
             )
         except Stale as stale:
-            if self.client.call(p.ShowJob(self.config.job), timeout_s=10.0).finished:
+            if self.client.call(p.ShowJob(self.config.job, self.place.node), timeout_s=10.0).finished:
                 raise JobFinished(f"job {self.config.job} was finished by the others meanwhile") from stale
             raise
         assert seated.round is not None

@@ -104,12 +104,9 @@ def test_ends_on_other_nodes_are_those_that_nobody_asked_for() -> None:
     ]
 
 
-def test_a_missing_node_is_one_that_nobody_is_left_of() -> None:
-    job = view(
-        member("w0", gone="lost"), member("w1", node="b", gone="lost"), member("w2", node="b"),
-        member("w3", node="c", gone="lost"),
-    )  # fmt: skip
-    assert missing(job, "a") == "c"
+def test_the_own_node_is_not_missing() -> None:
+    job = msgspec.structs.replace(view(member("w0", gone="lost")), lost_nodes=("a", "b", "c"))
+    assert missing(job, "a") == "b, c"
     assert missing(None, "a") == ""
 
 
