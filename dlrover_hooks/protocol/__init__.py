@@ -103,10 +103,10 @@ from dlrover_hooks.protocol.routes import (
     Routes as Routes,
 )
 from dlrover_hooks.protocol.view_messages import (
+    LISTED_GONE as LISTED_GONE,
     DeleteJob as DeleteJob,
     Jobs as Jobs,
     JobView as JobView,
-    LISTED_GONE as LISTED_GONE,
     ListJobs as ListJobs,
     MemberView as MemberView,
     ShowJob as ShowJob,

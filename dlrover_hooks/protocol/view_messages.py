@@ -6,7 +6,6 @@ from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Vitals
 
-
 LISTED_GONE = 64
 """Most members of other nodes in a view for one node. A view is then small, whatever the size of the job."""
 
@@ -71,8 +70,8 @@ class JobView(Message, frozen=True):
     phase: Phase
     step: Step
     members: tuple[MemberView, ...] = ()
-    """All; or for `ShowJob.node` those of that node, and up to `LISTED_GONE` of the others that are gone: first lost ones
-    with no exit code or a signal, last those that are done. By rank."""
+    """By rank: all; or for `ShowJob.node` those of that node, and up to `LISTED_GONE` others that are gone, first
+    the lost ones with no exit code or a signal, last those that are done."""
     unlisted: Unlisted = Unlisted()
     lost_nodes: tuple[str, ...] = ()
     """Nodes that have lost members and have none left; at most `LISTED_GONE`, sorted."""

@@ -21,6 +21,7 @@ from dlrover_hooks.master.core.job_registry import Master, job_named
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
 from dlrover_hooks.protocol import (
+    LISTED_GONE,
     AwaitKeys,
     AwaitParting,
     AwaitPlan,
@@ -28,7 +29,6 @@ from dlrover_hooks.protocol import (
     AwaitShards,
     Beat,
     Heartbeat,
-    LISTED_GONE,
     Jobs,
     JobView,
     KeyNames,

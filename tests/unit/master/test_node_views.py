@@ -78,7 +78,8 @@ def test_a_launcher_concludes_the_same(seed: int) -> None:
             whole = master.call(p.ShowJob("job"))
             for node in (f"node-a{number}" for number in range(NODES)):
                 mine = master.call(p.ShowJob("job", node))
-                assert conclusions(mine, node) == (found := conclusions(whole, node))
+                found = conclusions(whole, node)
+                assert conclusions(mine, node) == found
                 seen |= {name for name, value in found.items() if value}
     assert seen == found.keys()
 
