@@ -44,6 +44,7 @@ from dlrover_hooks.launcher.round_diagnosis import (
     is_restart,
     left_only,
     live_on,
+    living,
     missing,
     needed_again,
     silent,
@@ -255,7 +256,7 @@ class Agent:
             return False
         now = time.monotonic()
         self._leaving_until = self._leaving_until or now + _LEAVING_S
-        return now < self._leaving_until or not (view.unlisted.alive or any(one.alive for one in view.members))
+        return now < self._leaving_until or not living(view)
 
     def _end_of(self, key: str, child: Child) -> WorkerExit:
         return end_of(child, self.workers.final_errors[key].hear())
@@ -293,8 +294,7 @@ class Agent:
                 self.workers.forget(key)
             else:
                 self._start_newcomer(key, view)
-        live = sum(member.alive and member.incarnation not in ends for member in view.members)
-        if shrinks and live < self.options.min_workers:
+        if shrinks and (live := living(view, ends)) < self.options.min_workers:
             raise Over(GAVE_UP, too_few(self.options, live), for_all=True)
         self._due = time.monotonic() + self.options.replace_timeout_s
 

@@ -78,10 +78,10 @@ class MasterRequests:
             log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
 
-    def view(self) -> p.JobView | None:
-        """The job's current state; None if the master does not answer soon."""
+    def view(self, *, all_nodes: bool = False) -> p.JobView | None:
+        """The job's current state; None if the master does not answer soon. `all_nodes`: with all their members."""
         try:
-            return self._ask(self._show(), 10.0)
+            return self._ask(p.ShowJob(self._address.job) if all_nodes else self._show(), 10.0)
         except HooksError as error:
             log.warning("job %s: its state is not known: %s", self._address.job, error.message)
             return None
@@ -153,7 +153,7 @@ class MasterRequests:
     def _say_waiting(self, *, first: bool) -> None:
         if self._options.nodes.most > 1:
             log.info("job %s: waiting for the other nodes", self._address.job)
-        elif first and (view := self.view()) is not None:
+        elif first and (view := self.view(all_nodes=True)) is not None:
             others = sorted({one.node for one in view.members if one.alive} - {self._address.node})
             if others:
                 log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "

@@ -35,6 +35,11 @@ def live_on(view: JobView, dead: Collection[str], whole: int) -> bool:
     return bool(live if alone else attached) and settled and recover == attached
 
 
+def living(view: JobView, ends: Collection[str] = ()) -> int:
+    """How many members live, on all nodes, without `ends` of this node."""
+    return sum(one.alive and one.incarnation not in ends for one in view.members) + view.unlisted.alive
+
+
 def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], least: int) -> bool:
     """Too few workers are left for the next round without those that were done before others failed.
 

@@ -53,6 +53,7 @@ def conclusions(view: p.JobView, node: str) -> dict[str, object]:
     return {
         "live_on": [diagnosis.live_on(view, dead, whole) for whole in (0, 1)],
         "needed_again": [diagnosis.needed_again(view, dead, (), least) for least in range(NODES * WORKERS + 2)],
+        "living": [diagnosis.living(view), diagnosis.living(view, here)],
         "silent": diagnosis.silent(view, here),
         "left_only": diagnosis.left_only(view),
         "all_ended": diagnosis.all_ended(view),
