@@ -66,6 +66,7 @@ class Real(Cluster):
 
 
 @pytest.mark.chaos
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_real_trainers_end_as_if_nobody_had_been_killed(

@@ -22,6 +22,7 @@ def evidence() -> ModuleType:
     return module
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_shot_three_times_and_bit_identical(tmp_path: Path) -> None:

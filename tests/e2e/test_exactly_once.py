@@ -73,7 +73,7 @@ class Ranks:
 @pytest.mark.requirement("ED-25")
 @pytest.mark.chaos
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["leased", "lightning", deep("accelerate")])
+@pytest.mark.parametrize("loop", ["leased", deep("lightning"), deep("accelerate")])
 def test_the_surviving_model_saw_each_sample_once(loop: str, job: str, tmp_path: Path, master: LiveMaster) -> None:
     """Three workers, one, four and two. In each world but the last a random worker is killed in a random step,
     in two of them the master too.

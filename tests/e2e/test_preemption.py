@@ -59,6 +59,7 @@ def test_one_of_two_gets_the_signal(launch: Callable[..., Launched]) -> None:
     assert seen(again.read(), "restored").count(step) == 2
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_of_two_under_lightning(launch: Callable[..., Launched]) -> None:

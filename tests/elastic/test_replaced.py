@@ -205,7 +205,7 @@ def test_what_was_lost_with_a_node_is_said(crew: Crews) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "victim"), [("accelerate", 0), ("fabric", 0), deep("accelerate", 1), deep("fabric", 1)]
+    ("kind", "victim"), [("accelerate", 0), deep("fabric", 0), deep("accelerate", 1), deep("fabric", 1)]
 )
 def test_under_a_framework_a_whole_node_is_lost(crew: Crews, kind: str, victim: int) -> None:
     as_if_left_alone(crew, 2, victim, ("fetched", 5), lost=True, kind=kind)

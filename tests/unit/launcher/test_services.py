@@ -37,6 +37,8 @@ def keeper(monkeypatch: pytest.MonkeyPatch, script: str) -> Iterator[tuple[Servi
         try:
             yield made, clock
         finally:
+            for child in made._children.values():  # the script does not end with its launcher, as a keeper does
+                child.signal(signal.SIGKILL)
             made.end()
 
 
