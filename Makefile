@@ -5,10 +5,13 @@ WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 READY := .venv/.ready
+OTHER := .venv-keras
+OTHER_READY := $(OTHER)/.ready
 
 DEMO_ARGS ?= --workers $(WORKERS)
 TEST_ARGS ?=
-CORES ?= 2
+# More than the two cores that CI has: tests wait for processes a part of their time.
+TEST_WORKERS ?= 3
 BENCH_ARGS ?=
 SEEDS ?= 1:2000
 ROUNDS ?= 4
@@ -17,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 PROOFS := build/requirements-tests.json
 IN_PROCESS := tests/unit tests/property tests/simulation
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
-SPREAD := -n $(CORES) --dist loadfile --no-loadscope-reorder
+SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-deep requirements simulate chaos check structure format docs clean
@@ -32,7 +35,7 @@ demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 wo
 	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
 # First what waits for no other process and fails soonest, then what starts real ones.
-test: $(READY)  ## run all tests but those marked deep, by CORES workers (TEST_ARGS="-k keeper" for some, deep ones too)
+test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
 	$(PYTEST) $(SPREAD) -m "not deep" $(IN_PROCESS)
 	$(PYTEST) $(SPREAD) -m "not deep" tests $(IN_PROCESS:%=--ignore=%)
@@ -40,7 +43,7 @@ else
 	$(PYTEST) $(TEST_ARGS)
 endif
 
-test-deep: $(READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
+test-deep: $(READY) $(OTHER_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
 	$(PYTEST) $(SPREAD) -m deep tests
 
 requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
@@ -86,4 +89,12 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0 setuptools
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# Keras' other backends, without torch: what the tests there import must be theirs.
+$(OTHER_READY): pyproject.toml constraints.txt
+	@echo "setting up $(OTHER) (once)"
+	test -x $(OTHER)/bin/pip || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt setuptools
+	$(OTHER)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
 	@touch $@

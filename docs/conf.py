@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("KERAS_BACKEND", "torch")
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import _configuration  # noqa: E402

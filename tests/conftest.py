@@ -16,6 +16,7 @@ from tests.e2e.master_process import LiveMaster
 from tests.ranks import named_job
 from tests.requirements import Recorder
 
+os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras' own default is not installed here
 settings.register_profile("slow cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow cores")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

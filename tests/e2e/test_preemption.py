@@ -278,6 +278,7 @@ SURVIVES = """
     """
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_one_node_of_two_goes_and_the_other_one_recovers(node: Callable[..., Launched]) -> None:
     """Its process goes on; of the other node both leave, with the time that each needs, and nobody is replaced."""

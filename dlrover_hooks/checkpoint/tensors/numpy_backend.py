@@ -117,7 +117,7 @@ def load(found: Iterable[Stored], copier: Copier | None = None) -> dict[str, Any
     for stored in found:
         for piece in stored.pieces:
             where = tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.shape, strict=True))
-            target = loaded[stored.name][where]
+            target = loaded[stored.name][(*where, ...)]  # without `...` a scalar, if it has no axes
             if target.flags.c_contiguous:
                 moves.append((address(target), place_of(piece.image.view) + piece.start, target.nbytes))
             else:

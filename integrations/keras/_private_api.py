@@ -1,0 +1,45 @@
+"""The parts of Keras that have no public name. One function each, each with a test."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+
+
+def callbacks_beside() -> list[Any]:
+    """All callbacks of the `CallbackList` that calls the caller. It gives them no reference to itself."""
+    caller = sys._getframe(2).f_locals.get("self")
+    return list(caller.callbacks) if isinstance(caller, keras.callbacks.CallbackList) else []
+
+
+def set_epoch_length(batches: int) -> None:
+    """Change the number of batches in the epoch of the `EpochIterator` that calls a `PyDataset`'s `on_epoch_begin` or
+    `on_epoch_end`, which calls this function.
+
+    It reads the number once, before `on_train_begin`, and uses it after `on_epoch_begin`. With its old number an epoch
+    that is resumed in the middle would end by running out of data: with a warning, and on torch with other random
+    numbers in the next epoch.
+    """
+    iterator: Any = sys._getframe(3).f_locals.get("self")
+    if hasattr(iterator, "data_adapter") and hasattr(iterator, "_num_batches"):
+        iterator._num_batches = batches
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Create the variables of model, optimizer and metrics if `fit` has not: on TensorFlow its first step does.
+
+    Args:
+        model: a compiled model.
+        batch: as `PyDataset.__getitem__` returns it.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def begin_at(model: keras.Model, epoch: int | None) -> None:
+    """Let the `fit` that has called `on_train_begin` start with `epoch`; None: with its `initial_epoch`.
+
+    Keras' own `BackupAndRestore` does the same.
+    """
+    model._initial_epoch = epoch

@@ -1,0 +1,259 @@
+"""Keras 3: one callback makes `model.fit` elastic.
+
+    el = ElasticCallback(save_to="saved")
+    model.fit(el.data(x, y, batch_size=64), epochs=3, callbacks=[el])
+
+The callback turns Keras' events into calls of `StepDriver`. A step is one batch of `fit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import msgspec
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.data.step_indices import StepIndices
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.keras import _private_api as private, callback_state, model_state
+from dlrover_hooks.integrations.keras.batches import ArraySource, BatchSource, ElasticBatches
+from dlrover_hooks.session import Preempted, Restored, Session
+from dlrover_hooks.step_driver import StepDriver
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dlrover_hooks.config.shared_keywords import SharedKeywords
+
+log = logging.getLogger("dlrover_hooks")
+_PLACE = "train"
+"""Name of the data in the checkpoint."""
+
+
+class KerasElasticCallback(keras.callbacks.Callback):
+    """Resumes `fit` in the middle of an epoch, with the batches that follow those in the model.
+
+    Saved together, after the same batch: weights, seeds of random layers, optimizer, metrics, the position in the data,
+    random state, and what `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `History` remember.
+
+    Args:
+        save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
+        on_preempt: called with a `Preempted` when this process is preempted, once the step is saved.
+        shared: see `SharedKeywords`; the meanings are those of `dlrover_hooks.config.Config`.
+
+    Leaving `fit` by an exception leaves the job unfinished, to be resumed. All methods run on the training thread.
+    Raises `UsageError` for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        save_to: str | None = None,
+        *,
+        on_preempt: Callable[[Preempted], object] | None = None,
+        **shared: Unpack[SharedKeywords],
+    ) -> None:
+        super().__init__()
+        self.config = msgspec.structs.replace(_checked(settings.load(save_to=save_to, **shared)), snapshot="eager")
+        self.step = 0
+        """Batches in the model, over all restarts."""
+        self._on_preempt = on_preempt
+        self._place = settings.place()
+        if self._place.world_size > 1:
+            raise UsageError(
+                f"{self._place.world_size} workers were started: Keras trains in one process here",
+                hint="start one worker (--nproc-per-node 1); for several, train the torch model in a loop of your own",
+            )
+        self._batches: ElasticBatches | None = None
+        self._driver: StepDriver | None = None
+        self._restored: Restored | None = None
+        self._thread = threading.get_ident()
+        self._params: dict[str, Any] = {}
+        self._beside: list[Any] = []
+        self._resumed: dict[str, Any] | None = None
+        """From the start of a resumed training until its first epoch begins."""
+        self._epoch = self._applied = 0
+        """The current epoch, and how many of its batches this process has applied."""
+        self._begun = self._finished = False
+
+    @property
+    def restored(self) -> Restored | None:
+        """What the last `fit` resumed; None for a fresh start."""
+        return self._restored
+
+    @property
+    def session(self) -> Session | None:
+        """The membership in the job, while `fit` runs."""
+        return self._driver.session if self._driver is not None else None
+
+    def data(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> ElasticBatches:
+        """The data for `fit`, in an order that a checkpoint can name a place in.
+
+        Args:
+            x, y, sample_weight: as for `fit`: arrays, or nested lists and dicts of arrays. Or `x` is a `PyDataset` of a
+                known number of batches, whose batch `i` is the same in every epoch.
+            batch_size: samples of a batch; a `PyDataset` has its own.
+            shuffle: another order in every epoch: of the samples, or of the batches of a `PyDataset`.
+            seed: of the order.
+        """
+        if self._batches is not None and not self._begun:
+            raise UsageError(
+                "data() was called twice before fit: the callback keeps the place in one training set",
+                hint="give validation data to fit as it is",
+            )
+        self._begun = False
+        if isinstance(x, keras.utils.PyDataset):
+            if y is not None or sample_weight is not None:
+                raise UsageError("y or sample_weight beside a PyDataset", hint="let the PyDataset return them")
+            source, size = BatchSource(x), 1
+        elif hasattr(x, "__next__") or hasattr(x, "as_numpy_iterator") or hasattr(x, "dataset"):
+            raise UsageError(
+                f"{type(x).__module__}.{type(x).__qualname__} has no positions to resume at",
+                hint="give arrays, or a keras.utils.PyDataset whose __getitem__(i) returns batch i",
+            )
+        else:
+            source, size = ArraySource(x, y, sample_weight), self.config.global_batch_size or batch_size
+        steps = StepIndices(source.count, size, shuffle=shuffle, seed=seed)
+        self._batches = ElasticBatches(source, steps, self._before_fetch)
+        return self._batches
+
+    # ---- Keras' events ----------------------------------------------------------------------------------------------
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Called by Keras before a training: also finds the callbacks beside this one."""
+        super().set_params(params)
+        self._params = params
+        self._beside = private.callbacks_beside()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.config.disable:
+            return
+        batches = self._check()
+        if self._driver is not None:  # the last training ended with an exception
+            self._driver.close(p.Departure.FAILED)
+        self._thread, self._begun = threading.get_ident(), True
+        self._driver = StepDriver(self, self.config, self._place, on_preempt=self._on_preempt)
+        self._restored = restored = self._driver.start(check=model_state.check_state)
+        try:
+            self._check_batch(batches.steps, self._driver.session.restored_data(_PLACE))
+            self._driver.session.watch(_PLACE, batches.steps)
+            if restored is not None:
+                self._resume(restored)
+        except BaseException:
+            self._driver.close(p.Departure.FAILED)
+            raise
+        self._driver.begin(None)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._applied = epoch, 0
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:  # Keras has reset its metrics and callbacks by now
+            callback_state.restore(self._beside, resumed["callbacks"])
+            if self._batches is not None and self._batches.steps.within_epoch:
+                model_state.assign(self._fitted, resumed["variables"], ("metrics",))
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._driver is None:
+            return
+        self._driver.before_fetch(self.step)
+        self._driver.boundary(self.step, lambda: self._state(self._epoch))
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._driver is None or self._batches is None:
+            return
+        steps = self._batches.steps
+        if not self._batches.requested:
+            raise UsageError("fit does not read the data of this callback", hint="model.fit(el.data(x, y), ...)")
+        made = min(batch + 1, steps.left) - self._applied  # `steps_per_execution` batches, or the last few
+        for _ in range(made):
+            steps.on_batch()
+        self._applied += made
+        self.step += made
+        self._driver.stepped()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._driver is None:
+            return
+        private.begin_at(self._fitted, None)
+        try:
+            over = self._params["epochs"] if self._fitted.stop_training else self._epoch + 1
+            self._driver.finish(self.step, self._state(max(over, self._epoch + 1)))
+        finally:
+            self._driver.close(p.Departure.DONE, self.step)
+        self._driver, self._finished = None, True
+
+    # ---- within -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _fitted(self) -> keras.Model:
+        model = self.model
+        assert model is not None
+        return model
+
+    def _check(self) -> ElasticBatches:
+        if self._batches is None:
+            raise UsageError("fit was given no data of this callback", hint="model.fit(el.data(x, y), callbacks=[el])")
+        if self._finished:
+            raise UsageError(
+                f"job {self.config.job}: the training of this callback is over",
+                hint="make another ElasticCallback with another job= for the next fit",
+            )
+        if self._params.get("steps") not in (None, self._batches.steps.steps):
+            raise UsageError(
+                f"an epoch of fit has {self._params['steps']} batches, one of the data {self._batches.steps.steps}",
+                hint="leave steps_per_epoch out: an epoch is one pass over the data",
+            )
+        return self._batches
+
+    def _check_batch(self, steps: StepIndices, saved: dict[str, Any] | None) -> None:
+        if saved is not None and saved.get("G") != steps.global_batch_size:
+            raise UsageError(
+                f"batches have {steps.global_batch_size} samples, at the first start they had {saved.get('G')}",
+                hint="give the batch_size of the first start, or start over (resume='never')",
+            )
+
+    def _resume(self, restored: Restored) -> None:
+        state = restored.state
+        assert self._batches is not None
+        private.build(self._fitted, self._batches.first())
+        if restored.weights_only:
+            return model_state.assign(self._fitted, state["variables"], ("model",))
+        model_state.assign(self._fitted, state["variables"], ("model", "optimizer"))
+        self.step, self._resumed = state["step"], state
+        self._epoch = state["epoch"] - 1  # if no epoch is left
+        private.begin_at(self._fitted, state["epoch"])
+
+    def _state(self, epoch: int) -> dict[str, Any]:
+        """The `state` part of a cut; `epoch`: in which the next batch is."""
+        return {
+            "keras_backend": keras.backend.backend(),
+            "step": self.step,
+            "epoch": epoch,
+            "variables": model_state.arrays_of(self._fitted),
+            "callbacks": callback_state.states(one for one in self._beside if one is not self),
+        }
+
+    def _before_fetch(self) -> None:
+        if self._driver is not None and threading.get_ident() == self._thread:  # TensorFlow reads in threads of its own
+            self._driver.before_fetch(self.step)
+
+
+def _checked(config: settings.Config) -> settings.Config:
+    if config.snapshot == "lazy":
+        raise UsageError(
+            "snapshot='lazy' cannot work with Keras: its backends change the weights in place, or free their memory",
+            hint="leave snapshot out: each save is copied before the next batch",
+        )
+    return config

@@ -1,0 +1,175 @@
+# pyright: reportArgumentType=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOptionalOperand=false
+# (Keras has no annotations that a checker could rely on.)
+# ruff: noqa: E402
+"""A small run with Keras, broken off and resumed by plan; prints a JSON report of each life. No pytest, no torch.
+
+    python tests/integrations/keras_cases.py '{"job": "j", "crashes": [2, 3, null], ...}'
+
+The environment picks the backend (KERAS_BACKEND).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+with warnings.catch_warnings():  # of the frameworks, at their import
+    warnings.simplefilter("ignore")
+    import keras
+
+BEFORE = set(sys.modules)
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.integrations.keras import ElasticCallback
+
+ADDED = sorted({"torch", "jax", "tensorflow"} & (sys.modules.keys() - BEFORE))
+
+SAMPLES, BATCH, EPOCHS = 45, 8, 3
+STEPS = EPOCHS * -(-SAMPLES // BATCH)
+GIVEN: dict[str, Any] = {
+    "data": "arrays", "spe": 1, "epochs": EPOCHS, "policy": "float32", "shared": {}, "kill": False,
+    "class_weight": False, "width": 8,
+}  # fmt: skip
+
+
+class Crash(Exception):
+    pass
+
+
+class Trace(keras.layers.Layer):
+    """Notes in weights of the model which samples each step trained on; their ids are in the first column.
+
+    What a rollback takes out of the model it takes out of the trace, too.
+    """
+
+    def build(self, shape: Any) -> None:
+        self.steps = self.add_weight(shape=(STEPS, SAMPLES), initializer="zeros", trainable=False, dtype="float32")
+        self.step = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            ids = keras.ops.cast(keras.ops.round(x[:, 0]), "int32")
+            samples = keras.ops.sum(keras.ops.one_hot(ids, SAMPLES, dtype="float32"), axis=0)
+            row = keras.ops.one_hot(self.step, STEPS, dtype="float32")
+            self.steps.assign_add(keras.ops.expand_dims(row, 1) * keras.ops.expand_dims(samples, 0))
+            self.step.assign_add(1)
+        return x[:, 1:]
+
+
+class Noisy(keras.utils.PyDataset):
+    """Batches with noise out of NumPy's global generator, as many augmentations draw it."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
+
+    def __getitem__(self, index: int) -> Any:
+        ids = list(range(index * BATCH, min((index + 1) * BATCH, SAMPLES)))
+        x = self._x[ids]
+        x[:, 1:] += 0.01 * np.random.standard_normal((len(ids), 4)).astype("float32")
+        return x, self._y[ids]
+
+
+class Breaker(keras.callbacks.Callback):
+    """Ends the run behind step `at`, by an exception or by SIGKILL."""
+
+    def __init__(self, el: ElasticCallback, at: int | None, *, kill: bool) -> None:
+        super().__init__()
+        self._el, self._at, self._kill = el, at, kill
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._at is not None and self._el.step >= self._at:
+            if self._kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Crash
+
+
+def model_of(given: dict[str, Any]) -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.layers.Input((5,)),
+            Trace(dtype="float32"),
+            keras.layers.Dense(given["width"], activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(2, dtype="float32"),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.02), loss, metrics=["accuracy"], steps_per_execution=given["spe"])
+    return model
+
+
+def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
+    keras.config.set_dtype_policy(given["policy"])
+    keras.utils.set_random_seed(11)
+    chance = np.random.RandomState(3)
+    features = chance.rand(SAMPLES, 4).astype("float32")
+    x, y = np.column_stack([np.arange(SAMPLES, dtype="float32"), features]), (features.sum(1) > 2).astype("int32")
+    model = model_of(given)
+    el = ElasticCallback(given.get("save_to"), job=given["job"], **{"save_every": 1, **given["shared"]})
+    beside: list[Any] = [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
+        keras.callbacks.EarlyStopping("val_loss", patience=4, min_delta=0.01),
+        Breaker(el, crash, kill=given["kill"]),
+    ]
+    if given["data"] == "dataset":
+        data = el.data(Noisy(x, y))
+    elif given["data"] == "weighted":
+        data = el.data(x, y, np.linspace(0.5, 1.5, SAMPLES, dtype="float32"), batch_size=BATCH)
+    else:
+        data = el.data(x, y, batch_size=BATCH)
+    more: dict[str, Any] = {"class_weight": {0: 1.0, 1: 2.0}} if given["class_weight"] else {}
+    crashed, history = True, None
+    with contextlib.suppress(Crash):
+        history = model.fit(
+            data, epochs=given["epochs"], callbacks=[el, *beside], validation_data=(x[:9], y[:9]), verbose=0, **more
+        )
+        crashed = False
+    trace = keras.ops.convert_to_numpy(model.layers[0].steps)
+    return {
+        "restored": el.restored.generation.step if el.restored is not None else None,
+        "crashed": crashed,
+        "step": el.step,
+        "trace": [np.repeat(np.arange(SAMPLES), row.astype(int)).tolist() for row in trace],
+        "model": digest(model.weights),
+        "optimizer": digest(model.optimizer.variables),
+        "rate": float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
+        "history": history.history if history is not None else None,
+        "epochs": history.epoch if history is not None else None,
+        "backend": keras.backend.backend(),
+        "added": ADDED,
+    }
+
+
+def digest(variables: Any) -> str:
+    found = hashlib.sha256()
+    for one in variables:
+        found.update(np.ascontiguousarray(keras.ops.convert_to_numpy(one)).tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    given = {**GIVEN, **json.loads(sys.argv[1])}
+    for crash in given["crashes"]:
+        try:
+            report = life(given, crash)
+        except UsageError as error:
+            report = {"why": str(error)}
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
