@@ -141,6 +141,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         if self.config.disable:
             return
         batches = self._check()
+        private.begin_at(self._fitted, None)
         if self._driver is not None:  # the last training ended with an exception
             self._driver.close(p.Departure.FAILED)
         self._thread, self._begun = threading.get_ident(), True

@@ -109,6 +109,17 @@ def test_another_batch_size(job: str) -> None:
         model().fit(other.data(X, Y, batch_size=4), callbacks=[other], verbose=0)
 
 
+def test_a_fit_that_was_broken_off_begins_where_the_next_one_resumes(job: str) -> None:
+    """In one process: Ctrl-C in the first epoch, then `fit` again with the same callback; all epochs are trained."""
+    el, made = ElasticCallback(job=job, save_every=1), model()
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(el.data(X, Y, batch_size=5), epochs=2, callbacks=[el, Interrupts()], verbose=0)
+    history = made.fit(el.data(X, Y, batch_size=5), epochs=2, callbacks=[el], verbose=0)
+    assert el.restored is not None
+    assert el.restored.generation.step in (1, 2)
+    assert (el.step, history.epoch) == (8, [0, 1])
+
+
 def test_settings_that_cannot_work(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="snapshot='lazy' cannot work with Keras"):
         ElasticCallback(job=job, snapshot="lazy")
