@@ -3,10 +3,10 @@
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PIP := -m pip --disable-pip-version-check -qq
 READY := .venv/.ready
-OTHER := .venv-keras
-OTHER_READY := $(OTHER)/.ready
+KERAS_ENV := .venv-keras
+KERAS_READY := $(KERAS_ENV)/.ready
 
 DEMO_ARGS ?= --workers $(WORKERS)
 TEST_ARGS ?=
@@ -23,7 +23,7 @@ IN_PROCESS := tests/unit tests/property tests/simulation
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-deep requirements simulate chaos check structure format docs clean
+.PHONY: help setup demo demo-ps test test-deep requirements simulate chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -34,6 +34,9 @@ setup: $(READY)  ## build .venv (every other target does it when needed)
 demo: $(READY)  ## train twice, once shot three times, and compare (WORKERS=3 works too)
 	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
+demo-ps: $(READY) $(KERAS_READY)  ## train on TensorFlow's parameter servers, scale and kill them, and draw the loss
+	$(BIN)/python examples/tensorflow/demo.py --python $(CURDIR)/$(KERAS_ENV)/bin/python
+
 # First what waits for no other process and fails soonest, then what starts real ones.
 test: $(READY)  ## run all tests but those marked deep, by TEST_WORKERS workers (TEST_ARGS="-k keeper" for some, deep ones too)
 ifeq ($(TEST_ARGS),)
@@ -43,7 +46,7 @@ else
 	$(PYTEST) $(TEST_ARGS)
 endif
 
-test-deep: $(READY) $(OTHER_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
+test-deep: $(READY) $(KERAS_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
 	$(PYTEST) $(SPREAD) -m deep tests
 
 requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
@@ -87,14 +90,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dlrover-hooks needs Python 3.10 or newer; set PYTHON=...")'
 	@echo "setting up .venv (once; some minutes on a slow line)"
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(PIP) install -c constraints.txt torch==2.13.0 setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python $(PIP) install -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/python $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
 # Keras' other backends, without torch: what the tests there import must be theirs.
-$(OTHER_READY): pyproject.toml constraints.txt
-	@echo "setting up $(OTHER) (once)"
-	test -x $(OTHER)/bin/pip || $(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt setuptools
-	$(OTHER)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
+$(KERAS_READY): pyproject.toml constraints.txt
+	@echo "setting up $(KERAS_ENV) (once)"
+	test -x $(KERAS_ENV)/bin/pip || $(PYTHON) -m venv $(KERAS_ENV)
+	$(KERAS_ENV)/bin/python $(PIP) install -c constraints.txt setuptools
+	$(KERAS_ENV)/bin/python $(PIP) install -c constraints.txt --no-build-isolation -e '.[keras]' jax tensorflow-cpu
+	$(KERAS_ENV)/bin/python $(PIP) install -c constraints.txt --no-deps tf-keras  # with its dependencies a second TensorFlow would come
 	@touch $@

@@ -10,6 +10,7 @@
     │   ├── UnknownJob         404
     │   ├── UnknownDataset     404
     │   ├── Stale              409
+    │   ├── Conflict           409
     │   ├── SaveToBusy         409
     │   ├── JobAlive           409
     │   ├── GivenUp            410
@@ -94,6 +95,12 @@ class UnknownDataset(MasterError):
 
 class Stale(MasterError):
     """An older incarnation, round or attempt: it must stop."""
+
+    status = 409
+
+
+class Conflict(MasterError):
+    """Another live process is what this one wants to be: a job has one chief."""
 
     status = 409
 

@@ -25,6 +25,9 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
+_COMMANDS = ("run", "scale", "rehearse", "forget")
+
+
 def tables() -> dict[str, str]:
     """Every table of the page, in Markdown."""
     root = _context(main, "dlrover-hooks", None)
@@ -33,7 +36,10 @@ def tables() -> dict[str, str]:
     below = _context(ckpt, "ckpt", root)
     return {
         "settings_table": settings_table(),
-        **{f"{name}_table": flag_table(main.commands[name], name, root) for name in ("run", "rehearse", "forget")},
+        **{
+            f"{name}_table": flag_table(main.commands[name], name, root)
+            for name in ("run", "scale", "rehearse", "forget")
+        },
         "ckpt_table": _table(
             ("command", "flag", "variable", "default", "meaning"),
             ((f"`{name}`", *row) for name in ckpt.commands for row in flag_rows(ckpt.commands[name], name, below)),

@@ -29,6 +29,7 @@ html_theme = "furo"
 html_title = f"dlrover-hooks {version}"
 html_static_path = ["_static"]
 
+autodoc_mock_imports = ["tensorflow", "tf_keras"]  # installed in another environment
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # else the hooks of Lightning's Callback would be repeated here

@@ -19,7 +19,9 @@ from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.protocol import (
     Attach,
+    AwaitCluster,
     AwaitPlan,
+    AwaitTasks,
     Exited,
     Heartbeat,
     Join,
@@ -27,6 +29,7 @@ from dlrover_hooks.protocol import (
     Message,
     OpenLedger,
     Phase,
+    RegisterTask,
     TakeLeases,
     Watch,
 )
@@ -60,6 +63,9 @@ class Liveness:
             if member.live and (name, member.incarnation) not in self._nodes.pulses:
                 within_s = self._nodes.lease_s if trains else GRACE_S
                 heartbeats.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
+        for task in sorted(job.ps.incarnations if job.ps is not None else ()):
+            if (name, task) not in self._nodes.pulses:
+                heartbeats.expect(self._nodes, (name, task), now, self._nodes.lease_s, beats=True)
         # a free lease holder sends no heartbeats, but it reconnects, and may be silent from then on
         for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
             if (name, speaker) not in self._nodes.pulses:
@@ -100,7 +106,7 @@ class Liveness:
         elif isinstance(event, OpenLedger):
             name = (event.job, event.incarnation)
             self._heard(name, self._worker_s(name))
-        elif isinstance(event, Join | TakeLeases):
+        elif isinstance(event, Join | TakeLeases | RegisterTask):
             self._heard((event.job, event.incarnation), self._nodes.lease_s)
         elif isinstance(event, Leave):
             heartbeats.forget(self._nodes, (event.job, event.incarnation))
@@ -108,7 +114,12 @@ class Liveness:
             heartbeats.forget(self._nodes, (event.job, event.worker))
 
     def waits(self, request: Poll, for_s: float) -> None:
-        """A long-poll begins. A `Watch` stays open until `waited` is called."""
+        """A long-poll begins. A `Watch` stays open until `waited` is called.
+
+        Those of tasks say nothing: the sockets of a stopped process stay open.
+        """
+        if isinstance(request, AwaitTasks | AwaitCluster):
+            return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
             heartbeats.opened(self._nodes, name, self._now())
@@ -121,6 +132,8 @@ class Liveness:
 
         A client that waits for a round or a lease polls again at once; a worker that received its plan may be busy.
         """
+        if isinstance(request, AwaitTasks | AwaitCluster):
+            return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
             heartbeats.closed(self._nodes, name, self._now(), answered=answered)
@@ -187,7 +200,7 @@ class Liveness:
         job = self._state().jobs.get(lost.job)
         if job is None or not knows(job, lost.incarnation):
             return False
-        if lost.incarnation in job.ledgers.free:
+        if lost.incarnation in job.ledgers.free or (job.ps is not None and lost.incarnation in job.ps.incarnations):
             return True
         current = job.rounds.round
         member = current.members.get(lost.incarnation) if current is not None else None

@@ -18,7 +18,7 @@ from dlrover_hooks.master.__main__ import command as master
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 KEYWORDS = [field for field in msgspec.structs.fields(Config) if field.name != "named"]  # that one is worked out
-TOP = ("run", "rehearse", "forget")
+TOP = ("run", "scale", "rehearse", "forget")
 
 
 @cache

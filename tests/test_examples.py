@@ -17,11 +17,12 @@ from tests.deep import deep
 ROOT = Path(__file__).resolve().parent.parent
 LINES = {"nanogpt": 120}
 """By folder; 80 elsewhere."""
-CHANGED = {"lightning": 5, "accelerate": 5, "nanogpt": 12}
+CHANGED = {"lightning": 5, "accelerate": 5, "transformers": 2, "nanogpt": 12}
 PAGES = (
     ("README.md", "lightning"),
     ("docs/lightning.md", "lightning"),
     ("docs/accelerate.md", "accelerate"),
+    ("docs/transformers.md", "transformers"),
     ("docs/loops.md", "nanogpt"),
 )
 SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*.py") if "demo" not in path.relative_to(ROOT).parts)
@@ -120,25 +121,46 @@ def test_the_elastic_example_loses_a_worker_and_no_step(tmp_path: Path, framewor
     assert "ends at step 20 with 2 workers" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path) -> None:
-    """Killed in the middle of the second epoch, restarted by its launcher: the same losses of all epochs."""
-    losses = []
-    for name, fault in (("calm", "# none"), ("struck", "step=13 kill")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "faults").write_text(fault + "\n")
+def calm_and_struck(folder: Path, fault: str, workers: int, *script: str) -> list[str]:
+    """What the script printed under the launcher, undisturbed and under `fault`, in folders of these names."""
+    outputs = []
+    for name, plan in (("calm", "# none"), ("struck", fault)):
+        here = folder / name
+        here.mkdir()
+        (here / "faults").write_text(plan + "\n")
         env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
-        env |= {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path), "KERAS_BACKEND": "torch"}
-        env |= {"DLROVER_HOOKS_FAULTS": str(folder / "faults")}
-        script = [str(ROOT / "examples/keras/train.py"), "--epochs", "2", "--windows", "300"]
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "1", "--job", f"{tmp_path.name}-{name}", *script]
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=90)
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)}
+        env |= {"DLROVER_HOOKS_FAULTS": str(here / "faults"), "KERAS_BACKEND": "torch"}
+        options = ["-n", str(workers), "--job", f"{folder.name}-{name}", str(ROOT / "examples" / script[0])]
+        command = [sys.executable, "-m", "dlrover_hooks", "run", *options, *script[1:]]
+        done = subprocess.run(command, env=env, cwd=here, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr[-3000:]
         assert ("SIGKILL" in done.stderr) == (name == "struck"), done.stderr
-        losses.append(re.findall(r"held-out loss after each epoch: (.*)", done.stdout))
+        outputs.append(done.stdout)
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_transformers_example_ends_equal_after_a_kill(tmp_path: Path) -> None:
+    """One of two workers is killed in the second epoch and replaced: the same held-out losses of both epochs."""
+    script = ("transformers/train.py", "--epochs", "2", "--windows", "300")
+    outputs = calm_and_struck(tmp_path, "step=13 rank=1 kill", 2, *script)
+    losses = [re.findall(r"held-out loss after each epoch: (.*)", output) for output in outputs]
     assert len(losses[0]) == 1
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path, workers: int) -> None:
+    """Killed in the middle of the second epoch, restarted by its launcher: the same losses of all epochs."""
+    script, fault = ("keras/train.py", "--epochs", "2", "--windows", "300"), f"step=13 rank={workers - 1} kill"
+    outputs = calm_and_struck(tmp_path, fault, workers, *script)
+    losses = [re.findall(r"held-out loss after each epoch: (.*)", output) for output in outputs]
+    assert len(losses[0]) == workers
+    assert len(set(losses[0])) == 1
     assert losses[0] == losses[1]
 
 
@@ -146,21 +168,31 @@ def test_the_keras_example_ends_equal_after_a_kill(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_a_gpt_that_makes_its_own_batches_ends_equal_after_a_kill(tmp_path: Path) -> None:
     """The nanoGPT example: held-out losses and the script's own checkpoint are bit-equal to the undisturbed run's."""
-    ends = []
-    for name, fault in (("calm", "# none"), ("struck", "step=7 rank=1 kill")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "faults").write_text(fault + "\n")
-        env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
-        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
-        env |= {"DLROVER_HOOKS_FAULTS": str(folder / "faults")}
-        script = [str(ROOT / "examples/nanogpt/train.py"), "--steps", "12", "--evaluate-every", "4"]
-        command = [sys.executable, "-m", "dlrover_hooks", "run", "-n", "2", "--job", f"{tmp_path.name}-{name}", *script]
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=90)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert ("SIGKILL" in done.stderr) == (name == "struck"), done.stderr
-        losses = dict(re.findall(r"step (\d+): held-out loss (\S+)", done.stdout))
-        ends.append((losses, torch.load(folder / "best.pt")))
-    assert list(ends[0][0]) == ["4", "8", "12"]
-    assert ends[0][0] == ends[1][0]
-    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=0, atol=0)
+    script = ("nanogpt/train.py", "--steps", "12", "--evaluate-every", "4")
+    outputs = calm_and_struck(tmp_path, "step=7 rank=1 kill", 2, *script)
+    losses = [dict(re.findall(r"step (\d+): held-out loss (\S+)", output)) for output in outputs]
+    assert list(losses[0]) == ["4", "8", "12"]
+    assert losses[0] == losses[1]
+    calm, struck = (torch.load(tmp_path / name / "best.pt") for name in ("calm", "struck"))
+    torch.testing.assert_close(calm, struck, rtol=0, atol=0)
+
+
+@pytest.mark.deep
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_the_parameter_server_demo_scales_and_survives(tmp_path: Path) -> None:
+    """1 -> 2 -> 3 -> 1 parameter servers, one killed, one worker killed: no step is missing, and the loss falls."""
+    python, picture = ROOT / ".venv-keras/bin/python", tmp_path / "loss.png"
+    assert python.exists(), "make test-deep builds the environment that has TensorFlow"
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("DLROVER_HOOKS_", "KERAS_"))}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "MPLBACKEND": "agg",
+    }
+    script = [str(ROOT / "examples/tensorflow/demo.py"), "--python", str(python), "--out", str(picture)]
+    done = subprocess.run([sys.executable, *script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert ", 0 missing," in done.stdout
+    assert picture.stat().st_size > 10_000

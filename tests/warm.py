@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from dlrover_hooks.launcher.warm import worker_bootstrap
+from dlrover_hooks.launcher.warm import fork_server, worker_bootstrap
 from tests import keepers
 
 _ANSWER_S = 120.0
@@ -118,7 +118,7 @@ def warm(modules: Sequence[str], env: dict[str, str]) -> Warm:
     if key not in _latest:
         close()
         kept = {name: value for name, value in env.items() if name in _ENVIRONMENT}
-        _latest[key] = Warm(modules, kept)
+        _latest[key] = Warm(modules, kept | fork_server.ONE_THREAD)
     return _latest[key]
 
 

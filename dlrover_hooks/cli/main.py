@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command and its subcommands: `run`, `rehearse`, `master`, `forget` and `ckpt`."""
+"""The `dlrover-hooks` command and its subcommands: `run`, `scale`, `rehearse`, `master`, `forget`, `ckpt`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dlrover_hooks.cli.ckpt import ckpt
 from dlrover_hooks.cli.forget_job import forget
 from dlrover_hooks.cli.rehearse import command as rehearse
 from dlrover_hooks.cli.run import run
+from dlrover_hooks.cli.scale import scale
 
 _USAGE, _CTRL_C = 78, 130
 
@@ -66,6 +67,7 @@ main.add_command(ckpt)
 main.add_command(forget)
 main.add_command(run)
 main.add_command(rehearse)
+main.add_command(scale)
 
 
 @main.command(add_help_option=False, short_help="Serve the master.", context_settings={"ignore_unknown_options": True})

@@ -124,6 +124,12 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--nproc-per-node", "--workers", "-n", "nproc", type=_Workers(), metavar="N|MIN:MAX|auto|gpu|cpu",
        default="1", show_default=True,
        help="Workers on each node. auto: one for each GPU, or for each CPU where there is no GPU.")  # fmt: skip
+@_flag("--ps", type=click.IntRange(min=1),
+              help="TensorFlow parameter servers. SCRIPT then runs once, as the chief, beside so many servers and "
+              "--workers workers, all on this machine; `dlrover-hooks scale` changes their number.")  # fmt: skip
+@_flag("--ready-timeout", "ready_s", type=_Duration(), default="2m", show_default=True,
+              help="With --ps: a new task that is not ready by then is given up, and the job goes on with the old "
+              "ones.")  # fmt: skip
 @_flag("--fault-level", type=click.Choice(["hot", "shrink", "elastic"]),
               help="When a worker or a node is lost. hot: replace it, the others wait up to --replace-timeout, then "
               "exit 77. shrink: go on with what is left (at least MIN), never grow. elastic: go on with what is left, "
@@ -200,6 +206,7 @@ def run(script: str, arguments: tuple[str, ...], module: bool, no_python: bool, 
     One machine:    dlrover-hooks run --nproc-per-node 2 --job mine train.py
     Two machines:   export DLROVER_HOOKS_TOKEN=...       (the same on both)
                     dlrover-hooks run --nnodes 2 --rdzv-endpoint node-a --job mine train.py
+    TensorFlow:     dlrover-hooks run --ps 2 --workers 2 --job mine train.py
     One to four:    dlrover-hooks run --nnodes 1:4 --rdzv-endpoint node-a --job mine train.py
     SLURM:          srun dlrover-hooks run --slurm train.py
 
@@ -258,6 +265,8 @@ _SAME = (
     *(
         "endpoint",
         "replace_timeout_s",
+        "ps",
+        "ready_s",
         "hang_timeout_s",
         "master_away_s",
         "max_restarts",

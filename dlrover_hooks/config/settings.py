@@ -26,7 +26,8 @@ from dlrover_hooks.config.duration import interval, retention, seconds
 from dlrover_hooks.config.spelling import refuse_unknown, warn_of_unknown
 from dlrover_hooks.config.validation import WANTED, check
 from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
-from dlrover_hooks.protocol import AGAIN, Retention
+from dlrover_hooks.protocol import AGAIN, NodeType, Retention
+from dlrover_hooks.protocol.base_messages import Rank
 
 PREFIX = "DLROVER_HOOKS_"
 LAST_WORDS = PREFIX + "LAST_WORDS"
@@ -178,7 +179,7 @@ def _keep_apart(values: dict[str, Any], home: str) -> None:
 _KEYWORDS = [field.name for field in msgspec.structs.fields(Config) if field.name != "named"]
 _LAUNCHERS = (
     *("node", "domain", "incarnation", "runtime_dir", "last_words", "launcher", "host"),
-    *("min_workers", "max_workers", "round", "join", "preload", "master_away_s"),
+    *("min_workers", "max_workers", "round", "join", "preload", "master_away_s", "task"),
 )
 _TLS = ("ca_file", "client_cert", "client_key")
 _DRILL = ("faults", "trace", "last_step")
@@ -327,6 +328,58 @@ def place(environ: Mapping[str, str] | None = None, *, rank: int | None = None, 
         master_away_s=float(env.get(PREFIX + "MASTER_AWAY_S") or 120),
         round=int(env.get(PREFIX + "ROUND") or 0),
     )
+
+
+class TaskPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of this process in a parameter server job."""
+
+    type: NodeType
+    index: int
+    id: int | None = None
+    """The master's number of the task; None for a process that `dlrover-hooks run` has not started."""
+    address: str = ""
+    """`host:port` of its server."""
+    ps: int | None = None
+    """Parameter servers in TF_CONFIG, None without one."""
+    workers: int | None = None
+
+
+def task(environ: Mapping[str, str] | None = None) -> TaskPlace | None:
+    """From `dlrover-hooks run --ps`, else from TF_CONFIG; None if neither is set.
+
+    Raises:
+        UsageError: TF_CONFIG is no cluster with a task of it.
+    """
+    env = os.environ if environ is None else environ
+    if own := env.get(PREFIX + "TASK"):
+        kind, index, number, address = own.split(":", 3)
+        return TaskPlace(type=NodeType(kind), index=int(index), id=int(number), address=address)
+    if not (text := env.get("TF_CONFIG")):
+        return None
+    try:
+        found = msgspec.json.decode(text, type=_TfConfig)
+        kind = NodeType(found.task.type)
+        address = found.cluster[found.task.type][found.task.index]
+    except (msgspec.DecodeError, ValueError, LookupError) as error:
+        raise UsageError(
+            f"TF_CONFIG cannot be used: {error}",
+            hint='such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, '
+            '"task": {"type": "ps", "index": 0}}',
+        ) from None
+    sizes = {one: len(found.cluster.get(one.value, ())) for one in NodeType}
+    return TaskPlace(
+        type=kind, index=found.task.index, address=address, ps=sizes[NodeType.PS], workers=sizes[NodeType.WORKER]
+    )
+
+
+class _TfTask(msgspec.Struct):
+    type: str
+    index: Rank
+
+
+class _TfConfig(msgspec.Struct):
+    cluster: dict[str, list[str]]
+    task: _TfTask
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ class Order:
 
     order: `"shuffle"`, a permutation of all samples; `"blocks"`, see `dlrover_hooks.data.block_shuffle`;
     `"sequential"`. True means "shuffle", False "sequential". block, window: samples in a block and blocks in a
-    window, for `"blocks"` only; None = 1024 and 64. Raises UsageError for other values.
+    window, for `"blocks"` only; None = 1024 and 64. seed: in [0, 2**64). Raises UsageError for other values.
     """
 
     def __init__(
@@ -49,6 +49,8 @@ class Order:
         block: int | None = None,
         window: int | None = None,
     ) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise UsageError(f"seed={seed} is not in [0, 2**64)", hint=f"seed={seed % (1 << 64)} is")
         self.n, self.seed = n, seed
         self.kind = kind_of(order)
         self.block, self.window = _block_sizes(self.kind, block, window)

@@ -20,13 +20,12 @@ from torch.utils.data import DistributedSampler
 from dlrover_hooks import config
 from dlrover_hooks.data.batch_plan import BatchPlan, Slice, Tail, fitting
 from dlrover_hooks.data.cursor import Progress
-from dlrover_hooks.data.data_mismatch import refuse_other
 from dlrover_hooks.data.feistel import Indices
 from dlrover_hooks.data.order import Kind, Order
+from dlrover_hooks.data.saved_position import refuse_other, saved_position
 from dlrover_hooks.errors import UsageError
 
 CHUNK = 16384  # samples computed at a time: below 4096 numpy's call overhead dominates
-VERSION = 2
 _ENDED = "this iterator ended: the sampler was iterated, restored or closed meanwhile"
 
 log = logging.getLogger(__name__)
@@ -74,8 +73,6 @@ class ElasticSampler(DistributedSampler[Any]):
         rank: int | None = None,
     ) -> None:
         self.dataset = cast(Any, range(dataset_or_len) if isinstance(dataset_or_len, int) else dataset_or_len)
-        if not 0 <= seed < 1 << 64:
-            raise UsageError(f"seed={seed} is not in [0, 2**64)", hint=f"seed={seed % (1 << 64)} is")
         world, place = _world(num_replicas, rank)
         self._settled = self._explicit = global_batch_size is not None
         G = batch_size * world if global_batch_size is None else global_batch_size
@@ -326,11 +323,7 @@ class ElasticSampler(DistributedSampler[Any]):
             log.warning(
                 "the sampler's state does not move: on_batch, mark and commit are not called (use elastic_loader)"
             )
-        moving = {"cursor": self.cursor, "tail": self.plan.tail, "G": self.plan.global_batch_size}
-        return self._fingerprint() | moving
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {"v": VERSION} | self.order.fingerprint()
+        return saved_position(self.order, self.cursor, self.plan.tail, self.plan.global_batch_size)
 
     def handover(self) -> dict[str, Any]:
         """The state for a sampler that replaces this one between two steps (a reloaded loader). Marked steps count. An
@@ -346,7 +339,7 @@ class ElasticSampler(DistributedSampler[Any]):
         Raises DataMismatch (nothing is changed) if the state is of other data, UsageError while an iterator is live.
         """
         self._must_be_idle("load_state_dict")
-        refuse_other(state, self._fingerprint())
+        refuse_other(state, self.order)
         G = self.plan.global_batch_size if self._explicit else state["G"]
         if state["G"] != G:
             log.warning("global_batch_size=%d was given: the state's %d is not used", G, state["G"])

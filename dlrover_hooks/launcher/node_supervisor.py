@@ -34,9 +34,18 @@ from dlrover_hooks.launcher.processes.log_files import Logs
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_file, temporary_journal
 from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
 from dlrover_hooks.launcher.restart_budget import Over
+from dlrover_hooks.launcher.running_jobs import listed
+from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses
+from dlrover_hooks.launcher.tasks.task_supervisor import TaskCounts, TaskSupervisor
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
+from dlrover_hooks.worker import preimport_list
 
 log = logging.getLogger("dlrover_hooks.run")
+_OF_TASKS = ("tensorflow", "dlrover_hooks.integrations.tensorflow")
+"""What all tasks of a parameter server job import."""
+_OF_ROUNDS = ("DLROVER_HOOKS_LAUNCHER", "DLROVER_HOOKS_MIN_WORKERS", "DLROVER_HOOKS_MAX_WORKERS")
+TASK_ENVIRONMENT = {"GRPC_FAIL_FAST": "use_caller"}
+"""So that a request to a server that is gone fails at once, as TensorFlow's documentation asks for."""
 
 
 class Launcher:
@@ -54,6 +63,7 @@ class Launcher:
         self._fresh = options.fresh or config.fresh
         self._node = settings.place().node
         self._signal: int | None = None
+        self._workers: Workers | TaskProcesses
         self._seen: p.JobView | None = None
         self._failures: tuple[Failure, ...] = ()
         self._selector = selectors.DefaultSelector()
@@ -83,6 +93,8 @@ class Launcher:
             address = AgentAddress(self.job, self._node, self._host(master), serves=served is not None)
             self._client = MasterClient(master.url, token, incarnation=uuid.uuid4().hex)
             environment = self._environment(master.url, token or "", address)
+            if self.options.ps is not None:
+                return self._run_tasks(owned, self.options.ps, environment, served, token)
             command = self.options.command
             preload = environment["DLROVER_HOOKS_PRELOAD"] = owned.enter_context(temporary_file("preload"))
             standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
@@ -90,21 +102,55 @@ class Launcher:
             if self.options.log_dir:
                 logs = Logs(self.options.log_dir, self.options.redirects, self.options.tee)
                 owned.callback(logs.close)
-            self._workers = Workers(command, newcomer_command(command), environment, self._selector, standbys, logs)
+            workers = Workers(command, newcomer_command(command), environment, self._selector, standbys, logs)
+            self._workers = workers
             self._take_signals(owned)
             temporary = (preload, *self.options.temporary)
             self._services = Services(self.job, self._node, token, served, temporary, self._selector)
             owned.callback(self._services.end)
             owned.callback(self._client.close)
-            owned.callback(self._workers.end)
+            owned.callback(workers.end)
             owned.callback(self._eviction.close)
             log.info("job %s: %s, %s", self.job, self._size(), self._where(master, served))
-            agent = Agent(self.options, address, self._client, self._workers, self._selector, self._look,
+            agent = Agent(self.options, address, self._client, workers, self._selector, self._look,
                           fresh=self._fresh)  # fmt: skip
             code = agent.run()
             if agent.budget.record.failures:
                 self._failures = self._seen_through(agent.budget.record)
             return code
+
+    def _run_tasks(
+        self,
+        owned: contextlib.ExitStack,
+        ps: int,
+        environment: dict[str, str],
+        served: Served | None,
+        token: str | None,
+    ) -> int:
+        """A parameter server job: the command is the chief, the master lists the tasks."""
+        environment = TASK_ENVIRONMENT | {name: value for name, value in environment.items() if name not in _OF_ROUNDS}
+        preload = owned.enter_context(temporary_file("preload"))
+        with open(preload, "wb") as file:
+            file.write(preimport_list.encoded(_OF_TASKS))
+        standbys = self._standbys(owned, preload, settings.worker_environment(**environment))
+        processes = self._workers = TaskProcesses(
+            self.options.command, environment, "127.0.0.1", self._selector, standbys
+        )
+        self._take_signals(owned)
+        self._services = Services(self.job, self._node, token, served, (preload,), self._selector, keeper=False)
+        owned.callback(self._services.end)
+        owned.callback(self._client.close)
+        owned.callback(processes.end)
+        owned.enter_context(listed(self.job, self._client.url, token))
+        owned.callback(self._eviction.close)
+        counts = TaskCounts(ps, self.options.workers.most)
+        log.info("job %s: chief, %s, %s, master at %s", self.job, counted(ps, "parameter server"),
+                 counted(counts.workers, "worker"), self._client.url)  # fmt: skip
+        supervisor = TaskSupervisor(
+            self.job, counts, self._client, processes, self._selector, self._look,
+            max_restarts=self.options.max_restarts, ready_s=self.options.ready_s,
+        )  # fmt: skip
+        return supervisor.run()
 
     def _standbys(self, owned: contextlib.ExitStack, preload: str, environment: dict[str, str]) -> Standbys | None:
         if not (count := self.options.standbys):

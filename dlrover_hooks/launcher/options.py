@@ -45,6 +45,10 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. `command` is run once per worker."""
 
     command: tuple[str, ...]
+    ps: int | None = None
+    """Parameter servers; the command is then run once, as the chief, and `workers` are TensorFlow's."""
+    ready_s: float = 120.0
+    """A new task of such a job must be ready within so many seconds."""
     nodes: Bounds = Bounds()
     workers: Bounds = Bounds()
     """Per node."""
@@ -85,9 +89,14 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def standbys(self) -> int:
-        """By default one for each worker of this node, since any number of them may have to be replaced."""
+        """By default one for each worker of this node, since any number of them may have to be replaced.
+
+        Of a parameter server job two: a lost parameter server stops all others, a second loss meanwhile is rare.
+        """
         if self.standby is not None:
             return self.standby
+        if self.ps is not None:
+            return 2
         return self.workers.most if self.python else 0
 
     @property
@@ -148,6 +157,8 @@ def check(options: LaunchOptions) -> None:
         raise UsageError("--standby needs a Python script: there is nothing to import ahead", hint="leave it out")
     if (options.redirects, options.tee) != (Streams(), Streams()) and not options.log_dir:
         raise UsageError("--redirects and --tee need a folder for their files", hint="add --log-dir DIR")
+    if options.ps is not None:
+        _check_tasks(options)
     if options.nodes.most > 1 and not options.endpoint:
         raise UsageError(
             f"--nnodes {options.nodes}: the nodes need one address to meet at",
@@ -155,3 +166,18 @@ def check(options: LaunchOptions) -> None:
             "there. Or run `python -m dlrover_hooks.master` anywhere and give --rdzv-endpoint http://HOST:8780. "
             "Under SLURM --slurm finds the address",
         )
+
+
+def _check_tasks(options: LaunchOptions) -> None:
+    if options.nodes.most > 1:
+        raise UsageError(
+            "--ps starts all tasks on one machine",
+            hint="for several machines start each process with TF_CONFIG and DLROVER_HOOKS_MASTER set",
+        )
+    if not options.workers.fixed or options.level is not None:
+        raise UsageError(
+            "--ps keeps the number of workers until it is changed",
+            hint="give one number; dlrover-hooks scale --workers N changes it while the job runs",
+        )
+    if options.log_dir:
+        raise UsageError("--log-dir does not work with --ps", hint="redirect the output of the launcher")

@@ -97,6 +97,23 @@ from dlrover_hooks.protocol.membership_messages import (
     Vitals as Vitals,
     Watch as Watch,
 )
+from dlrover_hooks.protocol.ps_messages import (
+    AwaitCluster as AwaitCluster,
+    AwaitTasks as AwaitTasks,
+    Connected as Connected,
+    EndTasks as EndTasks,
+    Fenced as Fenced,
+    MigrateTask as MigrateTask,
+    NodeStatus as NodeStatus,
+    NodeType as NodeType,
+    PSCluster as PSCluster,
+    RegisterTask as RegisterTask,
+    ReportTask as ReportTask,
+    ScaleTasks as ScaleTasks,
+    ShowTasks as ShowTasks,
+    Task as Task,
+    Tasks as Tasks,
+)
 from dlrover_hooks.protocol.routes import (
     ROUTES as ROUTES,
     Route as Route,

@@ -50,6 +50,21 @@ from dlrover_hooks.protocol.membership_messages import (
     Seated,
     Watch,
 )
+from dlrover_hooks.protocol.ps_messages import (
+    AwaitCluster,
+    AwaitTasks,
+    Connected,
+    EndTasks,
+    Fenced,
+    MigrateTask,
+    PSCluster,
+    RegisterTask,
+    ReportTask,
+    ScaleTasks,
+    ShowTasks,
+    Task,
+    Tasks,
+)
 from dlrover_hooks.protocol.view_messages import DeleteJob, Jobs, JobView, ListJobs, ShowJob
 
 
@@ -121,6 +136,40 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(method="POST", path="/v1/keys/list", request=ListKeys, reply=KeyNames, summary="Names of a round's keys."),
     Route(method="POST", path="/v1/vote", request=Vote, reply=Voted, event=True, summary="Vote for a generation."),
+    Route(method="POST", path="/v1/tasks/scale", request=ScaleTasks, reply=Tasks, event=True, summary="Set targets."),
+    Route(
+        method="POST", path="/v1/tasks/migrate", request=MigrateTask, reply=Tasks, event=True, summary="Move a task."
+    ),
+    Route(
+        method="POST", path="/v1/tasks/register", request=RegisterTask, reply=Task, event=True, summary="A task is up."
+    ),
+    Route(
+        method="POST", path="/v1/tasks/report", request=ReportTask, reply=Done, event=True, summary="A task is away."
+    ),
+    Route(method="POST", path="/v1/tasks/fenced", request=Fenced, reply=Done, event=True, summary="A task was reaped."),
+    Route(method="POST", path="/v1/tasks/end", request=EndTasks, reply=Done, event=True, summary="The chief is done."),
+    Route(
+        method="POST", path="/v1/tasks/await", request=AwaitTasks, reply=Tasks, waits=True, summary="Wait for changes."
+    ),
+    Route(
+        method="GET", path="/v1/jobs/{job}/tasks", request=ShowTasks, reply=Tasks, summary="All tasks, as they stand."
+    ),
+    Route(
+        method="POST",
+        path="/v1/cluster/await",
+        request=AwaitCluster,
+        reply=PSCluster,
+        waits=True,
+        summary="Wait for a cluster version.",
+    ),
+    Route(
+        method="POST",
+        path="/v1/cluster/connected",
+        request=Connected,
+        reply=Done,
+        event=True,
+        summary="Acknowledge a cluster version.",
+    ),
 )
 
 

@@ -1,4 +1,5 @@
-"""Drives a hand-written loop in a job, for frameworks that prepare their objects one by one (Accelerate, Fabric).
+"""Drives a hand-written loop in a job, for frameworks that prepare their objects one by one: Accelerate, Fabric, and
+Transformers, whose loop is taken for one.
 
 `TrainingLoop` keeps the parts of one consistent cut, restores each part when it is added, and cuts at step boundaries.
 `Window` determines, for each micro-batch, whether its step ends with it and the factor for its loss.
@@ -23,14 +24,14 @@ from dlrover_hooks.data.leased.leased_loader import LeasedLoader, is_leased as i
 from dlrover_hooks.data.loader import ElasticLoader, elastic_loader
 from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_value_check import require
+from dlrover_hooks.protocol.restored_value_check import listed, own_state, require
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
 from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import leader
 from dlrover_hooks.pytorch.extra_state import Stateful
 from dlrover_hooks.pytorch.loader_kinds import is_training as is_training, keeps_own_state as keeps_own_state
 from dlrover_hooks.pytorch.state_dict import OptimizerForm, exact_optimizer_states, refuse_other_class
-from dlrover_hooks.pytorch.tensor_loading import listed, own_state, refuse_sharded
+from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
 from dlrover_hooks.session import Preempted, Restored
 from dlrover_hooks.step_driver import StepDriver
 
@@ -56,6 +57,8 @@ class Window:
         """True from a micro-batch's backward to the end of its step: gradients must not be zeroed."""
         self.hooked = False
         """True when a communication hook weights the gradients."""
+        self.averages = False
+        """True if the loop weights its losses, so that gradients are averaged over the ranks, as DDP does it."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self._inside = False
         self._models: list[DistributedDataParallel] = []
@@ -119,7 +122,7 @@ class Window:
         return self.micro_batches == 1 or not self.pending
 
     def _weight(self) -> float:
-        if self.loader is not None:
+        if self.loader is not None and not self.averages:
             return self.loader.weight
         return 1.0 / _world_size()
 
@@ -162,11 +165,20 @@ class TrainingLoop:
         self._loaders: list[ElasticLoader] = []
         self.session.frozen_among(self._parameters)
         self._checked, self._asked = False, True
+        self.passing: list[nn.Module] | None = None
+        """Modules of this round only, which must be freed before the next one; None: the models. Until it begins."""
+        self.recovery: AdapterRecovery | None = None
+        """From the first step boundary on, if this process can outlive the round."""
 
     @property
     def restored(self) -> Restored | None:
         """What this start resumed; None for a fresh start."""
         return self._driver.restored
+
+    def forget_restored(self) -> None:
+        """The adapter loads a checkpoint of the user's own instead. Call before anything is added."""
+        self._driver.forget_restored()
+        self._saved, self.step = {}, 0
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -327,10 +339,16 @@ class TrainingLoop:
         if self.session.membership is not None:
             models, optimizers = (cast(Any, self._parts.get(kind, [])) for kind in ("model", "optimizer"))
             ends = [loader.close for loader in self.window.loaders] + [self._let_go]
-            self._driver.begin(AdapterRecovery(self.session, models, optimizers, self._extra, self.state, ends))
+            self.recovery = AdapterRecovery(
+                self.session, models, optimizers, self._extra, self.state, ends, passing=self.passing
+            )
+            self.passing = None
+            self._driver.begin(self.recovery)
 
     def _let_go(self) -> None:
         self.window.forget()
+        while self._buckets:  # they hold the wrapped models, which are of this round
+            self._buckets.pop().close()
         while self._undo:
             self._undo.pop()()
 
@@ -379,8 +397,16 @@ class TrainingLoop:
         """
         return {one.name: one.state_dict() for one in self._loaders}
 
-    def place_at(self, states: dict[str, dict[str, Any]]) -> None:
-        """Set the elastic loaders to the positions in a checkpoint of the user's own."""
+    def validates(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """A validation follows the step: keep a step snapshot of this place, with the result of `change`.
+
+        `change`: gets the state that changes outside of an optimizer step. Raises RoundEnded, see `AdapterRecovery`.
+        """
+        if self.recovery is not None and self.session.at_step_end:
+            self.recovery.validates(self.step, lambda: change(self._extra()))
+
+    def place_at(self, states: dict[str, dict[str, Any]], *, restored: bool = False) -> None:
+        """Set the elastic loaders to other positions: those in a checkpoint of the user's own, unless `restored`."""
         for loader in self._loaders:
             loader.load_state_dict(states[loader.name])
         for one in self.window.loaders:
@@ -389,7 +415,8 @@ class TrainingLoop:
                     "leased dataset %r: the model goes back to a checkpoint of your own, the master's ledger does not: "
                     "samples trained since that save are not handed out again", one.name,
                 )  # fmt: skip
-        self._driver.forget_restored()
+        if not restored:
+            self._driver.forget_restored()
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -467,6 +494,6 @@ def _taken(restored: Restored | None) -> dict[str, Any]:
 
 
 def _check_state(state: Any) -> None:
-    own_state(state, "parts", "Accelerate or Fabric")
+    own_state(state, "parts", "Accelerate, Fabric or Transformers")
     require(state, _LoopForm, "the state")
     require(state["parts"], _PartsForm, "the parts of the state")

@@ -27,13 +27,13 @@ from dlrover_hooks.data.leased.leased_loader import LeasedLoader
 from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_value_check import require
-from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, SyncAtEnds, weigh_gradients
+from dlrover_hooks.protocol.restored_value_check import own_state, require
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, SyncAtEnds, never_rebuilds, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful
 from dlrover_hooks.pytorch.loader_kinds import keeps_own_state
 from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
-from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, own_state, refuse
+from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, refuse
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
 
@@ -421,6 +421,6 @@ def keep_buckets(ddp: DistributedDataParallel, saved: Sequence[str]) -> BucketOr
     """
     buckets = BucketOrder(ddp)
     done = buckets.replay(saved) if saved else buckets.record()
-    if not done and torch.distributed.get_world_size(ddp.process_group) > 2:
+    if not done and not never_rebuilds(ddp) and torch.distributed.get_world_size(ddp.process_group) > 2:
         log.warning("after a restart the first step may differ in the last bits: %s", done.reason)
     return buckets

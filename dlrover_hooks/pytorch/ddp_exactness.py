@@ -83,7 +83,7 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
 
     DDP needs that gradient for its last bucket, so no peer can complete the step before.
     """
-    if _never_rebuilds(ddp):
+    if never_rebuilds(ddp):
         return False
     first = next(iter(_reduced(ddp).values()))
     node = torch.autograd.graph.get_gradient_edge(first).node  # DDP keeps it alive
@@ -175,7 +175,7 @@ class BucketOrder:
 
     def record(self) -> DdpOutcome:
         """Record the order of the first synchronised backward into `names`, once; its hooks then remove themselves."""
-        reason = _never_rebuilds(self.ddp)
+        reason = never_rebuilds(self.ddp)
         if not reason and self.ddp._has_rebuilt_buckets:
             reason = "the first synchronised backward is over"
         if reason:
@@ -206,7 +206,7 @@ class BucketOrder:
         parameters would notice the zeros.
         """
         self.names = tuple(names)
-        reason = _never_rebuilds(self.ddp) or self._unfit() or _would_notice(self.ddp)
+        reason = never_rebuilds(self.ddp) or self._unfit() or _would_notice(self.ddp)
         if reason:
             return DdpOutcome(False, reason)
         self.close()
@@ -259,7 +259,7 @@ def _hook_names(ddp: DistributedDataParallel) -> str:
     return ", ".join(getattr(hook, "__qualname__", str(hook)) for hook, _ in ddp._comm_hooks)
 
 
-def _never_rebuilds(ddp: DistributedDataParallel) -> str:
+def never_rebuilds(ddp: DistributedDataParallel) -> str:
     """Why this DDP keeps its first buckets or orders them differently; empty if it rebuilds them."""
     missing = [
         n for n in ("_has_rebuilt_buckets", "_lazy_init_ran", "require_backward_grad_sync") if not hasattr(ddp, n)

@@ -28,7 +28,7 @@ from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.generation_images import Images, chosen
 from dlrover_hooks.errors import HooksError, MissingExtra, StorageFailed, UsageError
 from dlrover_hooks.protocol import Manifest
-from dlrover_hooks.pytorch.tensor_loading import listed
+from dlrover_hooks.protocol.restored_value_check import listed
 
 FILE_BYTES = 5_000_000_000
 """Maximum size of one weights file in a Hugging Face folder, as in `save_pretrained`."""

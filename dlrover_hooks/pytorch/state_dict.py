@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_hooks.checkpoint.tensors.generation_images import Stored
 from dlrover_hooks.checkpoint.tensors.torch_backend import dtype_of
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_value_check import require
-from dlrover_hooks.pytorch.tensor_loading import is_sharded, listed, own_state, refuse
+from dlrover_hooks.protocol.restored_value_check import listed, own_state, require
+from dlrover_hooks.pytorch.tensor_loading import is_sharded, refuse
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _OTHER_MODEL = "give the model and the optimizer the same parameters as before, or start over (resume='never')"

@@ -18,10 +18,9 @@ from dlrover_hooks.checkpoint.restore.generation_loader import Opening
 from dlrover_hooks.checkpoint.tensors import torch_backend
 from dlrover_hooks.checkpoint.tensors.generation_images import Images, Stored, TensorPart, need_all
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.protocol.restored_value_check import require
+from dlrover_hooks.protocol.restored_value_check import listed
 
 log = logging.getLogger("dlrover_hooks")
-SHOWN = 5
 
 
 class Filling:
@@ -182,25 +181,3 @@ def left_alone(strategy: str, framework: str, on_error: str) -> str:
     if on_error == "raise":
         raise UsageError(reason, hint=hint)
     return f"{reason}. HINT: {hint}"
-
-
-def own_state(state: Mapping[str, Any], key: str, adapter: str) -> Any:
-    """`state[key]`, where `adapter` keeps its state.
-
-    Raises:
-        UsageError: another adapter has saved this state.
-        Corrupt: `state` is not the state of any adapter.
-    """
-    require(state, dict[str, Any], "the state")
-    if key not in state:
-        raise UsageError(
-            f"the checkpoint was not saved by {adapter}: it holds {listed(sorted(state))}",
-            hint="resume with the adapter that saved it, or export it: dlrover-hooks ckpt export",
-        )
-    return state[key]
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few of `names`, and their total number."""
-    more = f"; {len(names)} in all" if len(names) > SHOWN else ""
-    return "; ".join(names[:SHOWN]) + more

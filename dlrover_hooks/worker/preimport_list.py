@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -71,6 +71,13 @@ def imported() -> Imported:
         modules.append(name)
     modules = [name for name in modules if name.partition(".")[0] in packages]
     return Imported(packages, modules, settings.changed_environment())
+
+
+def encoded(modules: Sequence[str]) -> bytes:
+    """The content of a list of `modules`, for a launcher that knows them: those of packages that are installed."""
+    packages = {name: file for name in modules if "." not in name and (file := origin(name)) is not None}
+    own = {"dlrover_hooks": origin("dlrover_hooks") or ""}
+    return msgspec.json.encode(Imported({**packages, **own}, list(modules)))
 
 
 def told(path: str | None) -> Imported:

@@ -15,8 +15,8 @@ def callbacks_beside() -> list[Any]:
 
 
 def set_epoch_length(batches: int) -> None:
-    """Change the number of batches in the epoch of the `EpochIterator` that calls a `PyDataset`'s `on_epoch_begin` or
-    `on_epoch_end`, which calls this function.
+    """Change the number of batches in the epoch of the `EpochIterator` that calls a `PyDataset`'s `on_epoch_begin`,
+    which calls this function.
 
     It reads the number once, before `on_train_begin`, and uses it after `on_epoch_begin`. With its old number an epoch
     that is resumed in the middle would end by running out of data: with a warning, and on torch with other random
@@ -35,6 +35,11 @@ def build(model: keras.Model, batch: Any) -> None:
         batch: as `PyDataset.__getitem__` returns it.
     """
     model._symbolic_build(data_batch=batch)
+
+
+def version(variable: Any) -> int:
+    """Torch's count of changes of the variable's value in place. Torch backend only."""
+    return variable.value._version
 
 
 def begin_at(model: keras.Model, epoch: int | None) -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from dlrover_hooks.data.feistel import Indices
-from dlrover_hooks.data.step_indices import StepIndices
+from dlrover_hooks.data.step_indices import Share, StepIndices, share
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import _private_api as private
 
@@ -19,8 +19,11 @@ class IndexedSource(Protocol):
 
     count: int
 
-    def take(self, ids: Indices) -> Any:
-        """The batch of these samples, in the form that `PyDataset.__getitem__` returns."""
+    def take(self, ids: Indices, share_of: Callable[[int], Share]) -> tuple[Any, float]:
+        """This rank's rows of the batch of these samples, in the form that `PyDataset.__getitem__` returns.
+
+        Also returned: their weight in the batch. share_of: which of a number of rows are this rank's.
+        """
         ...
 
 
@@ -37,8 +40,9 @@ class ArraySource:
             raise UsageError(f"the arrays have {sorted(lengths)} samples", hint="give as many of each")
         self.count = lengths.pop()
 
-    def take(self, ids: Indices) -> Any:
-        return keras.tree.map_structure(lambda array: array[ids], self._parts)
+    def take(self, ids: Indices, share_of: Callable[[int], Share]) -> tuple[Any, float]:
+        lo, hi, weight = share_of(len(ids))
+        return keras.tree.map_structure(lambda array: array[ids[lo:hi]], self._parts), weight
 
 
 class BatchSource:
@@ -54,8 +58,10 @@ class BatchSource:
             )
         self.count = int(count)
 
-    def take(self, ids: Indices) -> Any:
-        return self._dataset[int(ids[0])]
+    def take(self, ids: Indices, share_of: Callable[[int], Share]) -> tuple[Any, float]:
+        batch = self._dataset[int(ids[0])]
+        lo, hi, weight = share_of(len(keras.tree.flatten(batch)[0]))
+        return (batch if weight == 1.0 else keras.tree.map_structure(lambda array: array[lo:hi], batch)), weight
 
 
 class ElasticBatches(keras.utils.PyDataset):
@@ -64,19 +70,25 @@ class ElasticBatches(keras.utils.PyDataset):
     Args:
         source: the data.
         steps: which samples belong to which step.
+        rank, world_size: of this process.
         before_fetch: called before a batch is read, by the thread that reads it.
     """
 
-    def __init__(self, source: IndexedSource, steps: StepIndices, before_fetch: Callable[[], object]) -> None:
+    weight = 1.0
+    """Share of this rank's rows in the batch that was read last."""
+
+    def __init__(
+        self, source: IndexedSource, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], object]
+    ) -> None:
         super().__init__()  # one worker: the batches are requested in order
         self.steps = steps
-        self._source, self._before_fetch = source, before_fetch
-        self._fetched, self._left = 0, steps.steps
+        self._source, self._rank, self._world_size, self._before_fetch = source, rank, world_size, before_fetch
+        self._fetched = 0
 
     @property
     def num_batches(self) -> int:
-        """Batches of the current epoch: fewer than `steps.steps` in one that is resumed in the middle."""
-        return self._left
+        """Batches of the current epoch: fewer than in a complete one if it is resumed in the middle."""
+        return self.steps.left
 
     @property
     def requested(self) -> bool:
@@ -88,23 +100,22 @@ class ElasticBatches(keras.utils.PyDataset):
         number = self._fetched
         self._fetched += 1
         self._before_fetch()
-        return self._source.take(self.steps.indices(number))
+        batch, self.weight = self._take(number)
+        return batch
 
     def first(self) -> Any:
         """The batch at the position, without counting it."""
-        return self._source.take(self.steps.indices(0))
+        return self._take(0)[0]
+
+    def _take(self, number: int) -> tuple[Any, float]:
+        ids = self.steps.indices(number)
+        return self._source.take(ids, lambda rows: share(rows, self._rank, self._world_size))
 
     def on_epoch_begin(self) -> None:
         """Called by Keras before the first batch of an epoch is requested."""
         self._fetched = 0
         self.steps.begin()
-        self._left = self.steps.left
-        private.set_epoch_length(self._left)  # Keras has read it once, before the position was known
-
-    def on_epoch_end(self) -> None:
-        """Called by Keras after the last batch, and once before the training."""
-        self._fetched, self._left = 0, self.steps.steps
-        private.set_epoch_length(self._left)
+        private.set_epoch_length(self.steps.left)  # Keras has read it once, before the position was known
 
 
 def _array(value: Any) -> Any:

@@ -8,7 +8,6 @@ The callback turns Keras' events into calls of `StepDriver`. A step is one batch
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from dlrover_hooks.config.shared_keywords import SharedKeywords
+    from dlrover_hooks.integrations.keras.data_parallel import DataParallel
 
-log = logging.getLogger("dlrover_hooks")
 _PLACE = "train"
 """Name of the data in the checkpoint."""
 
@@ -62,13 +61,15 @@ class KerasElasticCallback(keras.callbacks.Callback):
         """Batches in the model, over all restarts."""
         self._on_preempt = on_preempt
         self._place = settings.place()
-        if self._place.world_size > 1:
+        if self._place.world_size > 1 and keras.backend.backend() != "torch":
             raise UsageError(
-                f"{self._place.world_size} workers were started: Keras trains in one process here",
-                hint="start one worker (--nproc-per-node 1); for several, train the torch model in a loop of your own",
+                f"{self._place.world_size} workers were started: on the {keras.backend.backend()} backend Keras trains "
+                "in one process here",
+                hint="start one worker (--nproc-per-node 1), or set KERAS_BACKEND=torch",
             )
         self._batches: ElasticBatches | None = None
         self._driver: StepDriver | None = None
+        self._parallel: DataParallel | None = None
         self._restored: Restored | None = None
         self._thread = threading.get_ident()
         self._params: dict[str, Any] = {}
@@ -104,7 +105,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         Args:
             x, y, sample_weight: as for `fit`: arrays, or nested lists and dicts of arrays. Or `x` is a `PyDataset` of a
                 known number of batches, whose batch `i` is the same in every epoch.
-            batch_size: samples of a batch; a `PyDataset` has its own.
+            batch_size: samples of a batch, over all workers; a `PyDataset` has its own.
             shuffle: another order in every epoch: of the samples, or of the batches of a `PyDataset`.
             seed: of the order.
         """
@@ -126,7 +127,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         else:
             source, size = ArraySource(x, y, sample_weight), self.config.global_batch_size or batch_size
         steps = StepIndices(source.count, size, shuffle=shuffle, seed=seed)
-        self._batches = ElasticBatches(source, steps, self._before_fetch)
+        self._batches = ElasticBatches(source, steps, self._place.rank, self._place.world_size, self._before_fetch)
         return self._batches
 
     # ---- Keras' events ----------------------------------------------------------------------------------------------
@@ -152,6 +153,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
             self._driver.session.watch(_PLACE, batches.steps)
             if restored is not None:
                 self._resume(restored)
+            if self._place.world_size > 1:
+                self._parallel = self._parallel_to_others(batches)
         except BaseException:
             self._driver.close(p.Departure.FAILED)
             raise
@@ -170,6 +173,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
             return
         self._driver.before_fetch(self.step)
         self._driver.boundary(self.step, lambda: self._state(self._epoch))
+        if self._parallel is not None:
+            self._parallel.before_step()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._driver is None or self._batches is None:
@@ -177,6 +182,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
         steps = self._batches.steps
         if not self._batches.requested:
             raise UsageError("fit does not read the data of this callback", hint="model.fit(el.data(x, y), ...)")
+        if self._parallel is not None:
+            self._parallel.after_step()
         made = min(batch + 1, steps.left) - self._applied  # `steps_per_execution` batches, or the last few
         for _ in range(made):
             steps.on_batch()
@@ -184,10 +191,17 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self.step += made
         self._driver.stepped()
 
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._parallel is not None and logs is not None:
+            logs.update(self._parallel.agreed(logs))
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._driver is None:
             return
         private.begin_at(self._fitted, None)
+        if self._parallel is not None:
+            self._parallel.end()
+            self._parallel = None
         try:
             over = self._params["epochs"] if self._fitted.stop_training else self._epoch + 1
             self._driver.finish(self.step, self._state(max(over, self._epoch + 1)))
@@ -211,9 +225,9 @@ class KerasElasticCallback(keras.callbacks.Callback):
                 f"job {self.config.job}: the training of this callback is over",
                 hint="make another ElasticCallback with another job= for the next fit",
             )
-        if self._params.get("steps") not in (None, self._batches.steps.steps):
+        if self._params.get("steps") not in (None, self._batches.num_batches):
             raise UsageError(
-                f"an epoch of fit has {self._params['steps']} batches, one of the data {self._batches.steps.steps}",
+                f"an epoch of fit has {self._params['steps']} batches, one of the data {self._batches.num_batches}",
                 hint="leave steps_per_epoch out: an epoch is one pass over the data",
             )
         return self._batches
@@ -242,9 +256,19 @@ class KerasElasticCallback(keras.callbacks.Callback):
             "keras_backend": keras.backend.backend(),
             "step": self.step,
             "epoch": epoch,
-            "variables": model_state.arrays_of(self._fitted),
+            "variables": model_state.arrays_of(self._fitted, self._parallel.seed_offset if self._parallel else 0),
             "callbacks": callback_state.states(one for one in self._beside if one is not self),
         }
+
+    def _parallel_to_others(self, batches: ElasticBatches) -> DataParallel:
+        from dlrover_hooks.integrations.keras.data_parallel import DataParallel  # imports torch
+
+        private.build(self._fitted, batches.first())
+        if self._parallel is not None:  # the last training ended with an exception
+            self._parallel.end()
+        parallel = DataParallel(self._fitted, self._place.rank, lambda: batches.weight)
+        parallel.begin()
+        return parallel
 
     def _before_fetch(self) -> None:
         if self._driver is not None and threading.get_ident() == self._thread:  # TensorFlow reads in threads of its own

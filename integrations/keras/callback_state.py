@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from dlrover_hooks.errors import UsageError
+
 KEPT = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
@@ -28,11 +30,12 @@ def restore(callbacks: Iterable[Any], saved: dict[str, Any]) -> None:
     for name, one in _named(callbacks):
         if name not in saved:
             continue
-        if hasattr(one, "load_state_dict"):
+        if _keeps_own_state(one):
             one.load_state_dict(saved[name])
             continue
-        for attribute, value in saved[name].items():
-            setattr(one, attribute, value)
+        for attribute in _attributes(one):
+            if attribute in saved[name]:
+                setattr(one, attribute, saved[name][attribute])
 
 
 def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -40,24 +43,31 @@ def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
     seen = Counter[str]()
     for one in callbacks:
         kind = type(one).__name__
-        own = hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-        if own or _builtin(one):
+        if _keeps_own_state(one) or _attributes(one):
             found.append((f"{kind}.{seen[kind]}", one))
             seen[kind] += 1
     return found
 
 
-def _builtin(callback: Any) -> str | None:
-    """The name of the Keras class in `KEPT` that it is, or is derived from."""
-    return next((base.__name__ for base in type(callback).__mro__ if base.__name__ in KEPT), None)
+def _keeps_own_state(callback: Any) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+
+
+def _attributes(callback: Any) -> tuple[str, ...]:
+    """Those in `KEPT` of the Keras class that it is, or is derived from."""
+    return next((KEPT[base.__name__] for base in type(callback).__mro__ if base.__name__ in KEPT), ())
 
 
 def _state(callback: Any) -> dict[str, Any]:
-    if hasattr(callback, "state_dict"):
-        return callback.state_dict()
-    kind = _builtin(callback)
-    assert kind is not None
-    return {name: _plain(getattr(callback, name)) for name in KEPT[kind] if hasattr(callback, name)}
+    if not _keeps_own_state(callback):
+        return {name: _plain(getattr(callback, name)) for name in _attributes(callback) if hasattr(callback, name)}
+    state = callback.state_dict()
+    if not isinstance(state, dict):
+        raise UsageError(
+            f"{type(callback).__name__}.state_dict() returned a {type(state).__name__}: it cannot be saved",
+            hint="return a dict",
+        )
+    return state
 
 
 def _plain(value: Any) -> Any:

@@ -10,9 +10,9 @@ import keras
 import msgspec
 import numpy as np
 
-from dlrover_hooks.errors import UsageError
+from dlrover_hooks.errors import Corrupt, UsageError
 from dlrover_hooks.protocol import Step
-from dlrover_hooks.protocol.restored_value_check import require
+from dlrover_hooks.protocol.restored_value_check import own_state, require
 
 _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
 
@@ -24,7 +24,7 @@ class KerasStateForm(msgspec.Struct):
     step: Step
     epoch: Step
     variables: dict[str, dict[str, Any]]
-    callbacks: dict[str, Any]
+    callbacks: dict[str, dict[str, Any]]
 
 
 def variables_of(model: keras.Model) -> dict[str, list[Any]]:
@@ -38,12 +38,23 @@ def variables_of(model: keras.Model) -> dict[str, list[Any]]:
     }
 
 
-def arrays_of(model: keras.Model) -> dict[str, dict[str, Any]]:
-    """Their values by name. On the torch backend the model's own tensors, elsewhere arrays that may share memory."""
+def seeds_of(model: keras.Model) -> list[Any]:
+    """The variables with the seeds of random layers."""
+    return [one for one in model.non_trainable_variables if _is_seed(one)]
+
+
+def arrays_of(model: keras.Model, seed_offset: int = 0) -> dict[str, dict[str, Any]]:
+    """Their values by name. On the torch backend the model's own tensors, elsewhere arrays that may share memory.
+
+    seed_offset: what was added to the seeds of random layers on this rank; they are returned without it.
+    """
     if (sync := getattr(model, "jax_state_sync", None)) is not None:
         sync()  # during `fit` the JAX backend keeps the values beside the variables
     return {
-        kind: {name: _value(one) for name, one in zip(_names(found), found, strict=True)}
+        kind: {
+            name: _value(one) - seed_offset if seed_offset and _is_seed(one) else _value(one)
+            for name, one in zip(_names(found), found, strict=True)
+        }
         for kind, found in variables_of(model).items()
     }
 
@@ -55,13 +66,13 @@ def assign(model: keras.Model, saved: dict[str, dict[str, Any]], kinds: Sequence
         UsageError: names or shapes differ; nothing is changed then.
     """
     for kind in kinds:
-        check(kind, variables_of(model)[kind], saved.get(kind, {}))
+        _check(kind, variables_of(model)[kind], saved.get(kind, {}))
     for kind in kinds:
         for one, value in zip(variables_of(model)[kind], saved[kind].values(), strict=True):
             one.assign(value)
 
 
-def check(kind: str, here: Sequence[Any], saved: dict[str, Any]) -> None:
+def _check(kind: str, here: Sequence[Any], saved: dict[str, Any]) -> None:
     """Raises UsageError with the first difference between the variables and what was saved of them."""
     names = _names(here)
     if names != list(saved):
@@ -80,13 +91,12 @@ def check(kind: str, here: Sequence[Any], saved: dict[str, Any]) -> None:
 
 def check_state(state: Any) -> None:
     """Raises UsageError if another adapter or backend saved `state`, Corrupt if no adapter saves such a state."""
-    require(state, dict[str, Any], "the state")
-    if "keras_backend" not in state:
-        raise UsageError(
-            f"the checkpoint was not saved by the Keras callback: it has {', '.join(sorted(state))}",
-            hint="resume with the adapter that saved it",
-        )
+    own_state(state, "keras_backend", "the Keras callback")
     require(state, KerasStateForm, "the state")
+    for kind, found in state["variables"].items():
+        for name, value in found.items():
+            if not hasattr(value, "shape"):
+                raise Corrupt(f"the state: {kind} variable {name} is a {type(value).__name__}, not an array")
     if state["keras_backend"] != keras.backend.backend():
         raise UsageError(
             f"the checkpoint was saved on the {state['keras_backend']} backend, this is {keras.backend.backend()}",
@@ -100,6 +110,10 @@ def _names(variables: Sequence[Any]) -> list[str]:
     Not their whole paths: those of an optimizer depend on when it is built.
     """
     return [f"{at}.{_COUNTER.sub('', one.path.rpartition('/')[2])}" for at, one in enumerate(variables)]
+
+
+def _is_seed(variable: Any) -> bool:
+    return variable.path.endswith("seed_generator_state")
 
 
 def _value(variable: Any) -> Any:

@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from dlrover_hooks.pytorch.tensor_loading import own_state
+from dlrover_hooks.protocol.restored_value_check import own_state
 from dlrover_hooks.session import Restored
 
 log = logging.getLogger("dlrover_hooks")

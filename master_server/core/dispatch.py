@@ -17,21 +17,29 @@ from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
 from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, member_changes, preemption_agreement
 from dlrover_hooks.protocol import (
     ROUTES,
     Attach,
     ChangeKeys,
+    Connected,
     Done,
+    EndTasks,
     Exited,
+    Fenced,
     Hold,
     Join,
     KeyValues,
     Leave,
     Loaded,
     Message,
+    MigrateTask,
     OpenLedger,
     Preempt,
+    RegisterTask,
+    ReportTask,
+    ScaleTasks,
     TakeLeases,
     Vote,
     Voted,
@@ -140,6 +148,13 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     ChangeKeys: _change_keys,
     OpenLedger: job_ledgers.open_ledger,
     TakeLeases: job_ledgers.take,
+    ScaleTasks: task_requests.scale,
+    MigrateTask: task_requests.migrate,
+    RegisterTask: task_requests.register_task,
+    ReportTask: task_requests.report,
+    Fenced: task_requests.fenced,
+    Connected: task_requests.connected,
+    EndTasks: task_requests.end_tasks,
     Lost: member_changes.lost,
     Tick: member_changes.tick,
     Committed: _committed,

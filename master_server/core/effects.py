@@ -75,6 +75,16 @@ def parting_topic(job: str) -> str:
     return f"parting {job}"
 
 
+def tasks_topic(job: str) -> str:
+    """Woken when the tasks of a parameter server job changed."""
+    return f"tasks {job}"
+
+
+def cluster_topic(job: str) -> str:
+    """Woken when a cluster version may have been announced."""
+    return f"cluster {job}"
+
+
 def key_topic(job: str, key: str) -> str:
     """Woken when `key` of the round's store changed."""
     return f"key {job}\n{key}"

@@ -23,6 +23,7 @@ from dlrover_hooks.master.core.effects import (
     watch_topic,
 )
 from dlrover_hooks.master.core.leased_data.ledger import Ledgers
+from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
 from dlrover_hooks.master.core.rounds import rank_assignment, rendezvous as rounds
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
 from dlrover_hooks.master.core.rounds.rendezvous import Member, Round, Rounds
@@ -88,6 +89,8 @@ class Job(msgspec.Struct):
     leaving: Leaving = msgspec.field(default_factory=Leaving)
     keys: Keys = msgspec.field(default_factory=Keys)
     """The key-value store of the current round."""
+    ps: PSClusters | None = None
+    """The tasks of a parameter server job."""
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
@@ -105,7 +108,7 @@ class Job(msgspec.Struct):
 
     @property
     def live(self) -> bool:
-        """A live member holds a rank, or an agent waits for one."""
+        """A live member holds a rank, an agent waits for one, or a task of a parameter server job is registered."""
         return self.standing > 0
 
     @property
@@ -120,12 +123,15 @@ class Job(msgspec.Struct):
 
     @property
     def standing(self) -> int:
-        """Number of waiting agents plus number of live members."""
-        return len(self.rounds.waiting) + (self.rounds.round.live if self.rounds.round is not None else 0)
+        """Number of waiting agents, live members and registered tasks."""
+        tasks = len(self.ps.incarnations) if self.ps is not None else 0
+        return tasks + len(self.rounds.waiting) + (self.rounds.round.live if self.rounds.round is not None else 0)
 
 
 def knows(job: Job, incarnation: str) -> bool:
-    """True if `incarnation` holds a rank, waits for one, or may hold leases without one."""
+    """True if `incarnation` holds a rank, waits for one, is a task, or may hold leases without a rank."""
+    if job.ps is not None and incarnation in job.ps.incarnations:
+        return True
     return incarnation in job.ledgers.free or rounds.knows(job.rounds, incarnation)
 
 
@@ -181,6 +187,8 @@ def arm(job: Job, now: float, effects: Effects) -> None:
     if forming is not None and forming > now:
         dues.append(forming)
     dues.append(persist_due_at(job))
+    if job.ps is not None and not job.finished:
+        dues.append(job.ps.due(now))
     at = min(dues, default=math.inf)
     if at < job.alarm:
         job.alarm = at

@@ -13,15 +13,20 @@ from dlrover_hooks.master.core.effects import (
     Effect,
     ReleaseClaims,
     Wake,
+    cluster_topic,
     parting_topic,
     plan_topic,
     round_topic,
     shards_topic,
+    tasks_topic,
     watch_topic,
 )
 from dlrover_hooks.master.core.events import ForgetFinished, Key
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenLedger
+from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenLedger, ScaleTasks
+
+_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic)
+"""Of every job; those of its ledgers have the name of the ledger too."""
 
 
 class Master(msgspec.Struct):
@@ -69,8 +74,8 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
-    if isinstance(event, OpenLedger) and event.free:
-        return _open(state, event, now, key)
+    if isinstance(event, ScaleTasks) or (isinstance(event, OpenLedger) and event.free):
+        return _create(state, event, now, key)
     if isinstance(event, DeleteJob):
         return _delete(state, event)
     if isinstance(event, ForgetFinished):
@@ -95,10 +100,10 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutco
     return outcome
 
 
-def _open(state: Master, event: OpenLedger, now: float, key: Key | None) -> EventOutcome:
-    """Open a ledger for a holder without a rank. This may create the job; the first join then names its run."""
+def _create(state: Master, event: OpenLedger | ScaleTasks, now: float, key: Key | None) -> EventOutcome:
+    """Apply an event that may create the job before any process has joined. The first join then names its run."""
     if not event.job:
-        raise BadRequest("A ledger needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+        raise BadRequest("A ledger, or a task, needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
     _check_name(event.job)
     job = state.jobs.get(event.job) or Job(name=event.job, run="")
     outcome = dispatch.apply(job, event, now, key)
@@ -127,7 +132,7 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
     effects: list[Effect] = []
     for name in names:
         job = state.jobs.pop(name)
-        topics = [topic(name) for topic in (round_topic, plan_topic, parting_topic, watch_topic)]
+        topics = [topic(name) for topic in _TOPICS]
         topics += [shards_topic(name, ledger) for ledger in job.ledgers.named]
         effects += [*(Wake(topic=topic) for topic in topics), ReleaseClaims(job=name)]
     if names:
@@ -136,10 +141,14 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
 
 
 def _check_name(job: str) -> None:
-    """A job is shown at `/v1/jobs/NAME`, its ledgers at `/v1/jobs/NAME/ledgers/...`. Raises BadRequest."""
-    if not job.isprintable() or "/ledgers/" in job:
+    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...` and `/v1/jobs/NAME/tasks`.
+
+    Raises BadRequest.
+    """
+    if not job.isprintable() or "/ledgers/" in job or job.endswith("/tasks"):
         raise BadRequest(
-            f"The job's name {job!r} has a control character or '/ledgers/' in it.", hint="Give --job another name."
+            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with '/tasks'.",
+            hint="Give --job another name.",
         )
 
 

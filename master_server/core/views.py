@@ -8,25 +8,30 @@ from typing import Any
 from dlrover_hooks.errors import GivenUp, Stale
 from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
+    cluster_topic,
     key_topic,
     parting_topic,
     plan_topic,
     round_topic,
     shards_topic,
+    tasks_topic,
     watch_topic,
 )
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job, in_round, knows
 from dlrover_hooks.master.core.job_registry import Master, job_named
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
 from dlrover_hooks.protocol import (
     LISTED_GONE,
+    AwaitCluster,
     AwaitKeys,
     AwaitParting,
     AwaitPlan,
     AwaitRound,
     AwaitShards,
+    AwaitTasks,
     Beat,
     Heartbeat,
     Jobs,
@@ -45,14 +50,17 @@ from dlrover_hooks.protocol import (
     Parting,
     Phase,
     Plan,
+    PSCluster,
     Seated,
     ShowJob,
     ShowLedger,
+    ShowTasks,
+    Tasks,
     Unlisted,
     Watch,
 )
 
-Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | Watch
+Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
@@ -72,6 +80,10 @@ def topics(state: Master, request: Poll) -> tuple[str, ...]:
 
 def nothing(request: Message) -> Message | None:
     """The answer to a long-poll that timed out; None for `Watch`, which has no timeout."""
+    if isinstance(request, AwaitTasks):
+        return Tasks(number=request.after)
+    if isinstance(request, AwaitCluster):
+        return PSCluster(version=request.after)
     return _NOTHING.get(type(request))
 
 
@@ -295,6 +307,21 @@ def _ledger(state: Master, nodes: Nodes, request: ShowLedger) -> LedgerView:
     return job_ledgers.view(job_named(state, request.job), request.name)
 
 
+def _tasks(state: Master, nodes: Nodes, request: ShowTasks) -> Tasks:
+    del nodes
+    return task_requests.show(job_named(state, request.job))
+
+
+def _awaited_tasks(state: Master, nodes: Nodes, request: AwaitTasks) -> Tasks | None:
+    del nodes
+    return task_requests.awaited_tasks(job_named(state, request.job), request)
+
+
+def _awaited_cluster(state: Master, nodes: Nodes, request: AwaitCluster) -> PSCluster | None:
+    del nodes
+    return task_requests.awaited_cluster(job_named(state, request.job), request)
+
+
 _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ListJobs: _jobs,
     ShowJob: _job,
@@ -308,11 +335,16 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ListKeys: _key_names,
     AwaitParting: _parting,
     ShowLedger: _ledger,
+    ShowTasks: _tasks,
+    AwaitTasks: _awaited_tasks,
+    AwaitCluster: _awaited_cluster,
 }
 _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitRound: round_topic,
     AwaitPlan: plan_topic,
     AwaitParting: parting_topic,
+    AwaitTasks: tasks_topic,
+    AwaitCluster: cluster_topic,
     Watch: watch_topic,
 }
 _NOTHING: dict[type[Message], Message] = {

@@ -6,25 +6,29 @@ the lives of one job, each in the same process but with everything made new. "en
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
-import torch.distributed as dist
 
-from tests.contracts.trial import Given, Trial
+from tests.contracts.report import Given, Trial
 from tests.pace import pace
 
-FRAMEWORKS = ("torch", "accelerate", "fabric", "lightning")
+FRAMEWORKS = ("torch", "accelerate", "fabric", "lightning", "transformers")
+"""Those of torch. `keras-BACKEND` besides, for each of Keras' backends."""
 
 
 def trial_of(framework: str) -> Trial:
     """The trial of one framework; it is imported here and nowhere else."""
+    framework, _, backend = framework.partition("-")
+    if backend:
+        os.environ["KERAS_BACKEND"] = backend
     return importlib.import_module(f"tests.contracts.{framework}_trial").train
 
 
@@ -44,18 +48,31 @@ def run(framework: str, plan: dict[str, Any]) -> None:
 
 def main() -> None:
     warnings.filterwarnings("ignore")
+    with contextlib.ExitStack() as end:
+        if not set(sys.argv[1].split(",")) & {"keras-jax", "keras-tensorflow"}:
+            end.callback(_with_torch())
+        _run_all()
+
+
+def _with_torch() -> Callable[[], object]:
+    """Returns what ends it."""
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
         pace()
+    return lambda: dist.destroy_process_group() if dist.is_initialized() else None
+
+
+def _run_all() -> None:
     for framework in sys.argv[1].split(","):
         for plan in map(json.loads, sys.argv[2:]):
             os.environ.update(plan.get("environ", {}))
             run(framework, plan)
             for name in plan.get("environ", {}):
                 del os.environ[name]
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

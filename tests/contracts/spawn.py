@@ -14,6 +14,8 @@ from tests.e2e.master_process import LiveMaster
 
 HERE = [name for name in FRAMEWORKS if importlib.util.find_spec(name if name != "fabric" else "lightning")]
 """Frameworks that are installed."""
+KERAS_PYTHON = ranks.ROOT / ".venv-keras/bin/python"
+"""Of Keras' backends other than torch, in an environment without it."""
 
 
 def plan(name: str, job: str, given: dict[str, Any], crashes: Any, **more: Any) -> str:
@@ -25,8 +27,14 @@ def plan(name: str, job: str, given: dict[str, Any], crashes: Any, **more: Any) 
 def spawn(
     world: int, plans: list[str], master: LiveMaster | None = None, frameworks: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """What all ranks of one group reported."""
-    command = [sys.executable, str(ranks.ROOT / "tests/contracts/run_trials.py"), ",".join(frameworks), *plans]
+    """What all ranks of one group reported; nothing without a framework. A backend of Keras has a group of its own."""
+    if not frameworks:
+        return []
+    script = [str(ranks.ROOT / "tests/contracts/run_trials.py"), ",".join(frameworks), *plans]
+    if frameworks[0].startswith("keras-"):  # not forked: what Keras imports starts a thread
+        python = sys.executable if frameworks[0] == "keras-torch" else str(KERAS_PYTHON)
+        return ranks.run([python, *script], world, master, timeout_s=500)
+    command = [sys.executable, *script]
     alike = frameworks if len(frameworks) == 1 else HERE  # so that one server forks all groups of several
     warm = ["torch._dynamo", *(f"tests.contracts.{name}_trial" for name in alike)]
     return ranks.run(command, world, master, timeout_s=500, warm=warm)

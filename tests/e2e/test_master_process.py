@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,32 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     call("w0", p.Leave("job", "w0", p.Departure.STOPPED))
     call("other", p.Join("short", "other", "node", (p.Seat("s0", 0),), "localhost", 1, 1, 1, "run1"))
     call("x", p.DeleteJob("short", force=True))
+    play_tasks(call)
     assert exercised == {row.request for row in p.ROUTES}
     metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=60).text
     assert 'dlrover_hooks_rounds_total{job="job"} 1.0' in metrics
     assert 'dlrover_hooks_members_connected{job="job"} 0.0' in metrics
     assert 'dlrover_hooks_requests_total{route="/v1/vote",status="200"} 1.0' in metrics
     assert "dlrover_hooks_journal_commit_seconds_count" in metrics
+
+
+def play_tasks(call: Callable[..., Any]) -> None:
+    """A parameter server job: started, migrated, reported, and ended."""
+    call("launcher", p.ScaleTasks("ps", "launcher", ps=1, workers=1))
+    tasks = call("launcher", p.ShowTasks("ps")).tasks
+    ids = {task.type: task.id for task in tasks}
+    for task in tasks:
+        address = "" if task.type is p.NodeType.CHIEF else f"localhost:{2000 + task.id}"
+        call(f"task{task.id}", p.RegisterTask("ps", f"task{task.id}", task.type, 0, address, task.id))
+    chief = f"task{ids[p.NodeType.CHIEF]}"
+    assert call(chief, p.AwaitCluster("ps", chief)).version == 1
+    call(chief, p.Connected("ps", chief, 1))
+    call("launcher", p.MigrateTask("ps", "launcher", p.NodeType.PS, 0))
+    assert len(call("launcher", p.AwaitTasks("ps", "launcher")).tasks) == 4
+    call(chief, p.ReportTask("ps", chief, 1, p.NodeType.WORKER, 0, "unreachable"))
+    call("launcher", p.Fenced("ps", "launcher", ids[p.NodeType.WORKER], -9))
+    call(chief, p.EndTasks("ps", chief))
+    assert call("x", p.ShowTasks("ps")).finished
 
 
 def test_it_describes_itself(live_master: LiveMaster) -> None:

@@ -30,6 +30,7 @@ BEFORE = set(sys.modules)
 
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import ElasticCallback
+from tests.pace import pace
 
 ADDED = sorted({"torch", "jax", "tensorflow"} & (sys.modules.keys() - BEFORE))
 
@@ -37,7 +38,7 @@ SAMPLES, BATCH, EPOCHS = 45, 8, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 GIVEN: dict[str, Any] = {
     "data": "arrays", "spe": 1, "epochs": EPOCHS, "policy": "float32", "shared": {}, "kill": False,
-    "class_weight": False, "width": 8,
+    "class_weight": False, "width": 8, "plain": False, "batch": BATCH,
 }  # fmt: skip
 
 
@@ -48,7 +49,8 @@ class Crash(Exception):
 class Trace(keras.layers.Layer):
     """Notes in weights of the model which samples each step trained on; their ids are in the first column.
 
-    What a rollback takes out of the model it takes out of the trace, too.
+    What a rollback takes out of the model it takes out of the trace, too. With several workers a rank's samples count
+    as much as its gradients, because the trace is averaged like them.
     """
 
     def build(self, shape: Any) -> None:
@@ -97,13 +99,14 @@ class Breaker(keras.callbacks.Callback):
 
 
 def model_of(given: dict[str, Any]) -> keras.Model:
+    """`plain`: without layers whose outputs depend on the rank, so that runs at two world sizes can be compared."""
+    random = [] if given["plain"] else [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
     model = keras.Sequential(
         [
             keras.layers.Input((5,)),
             Trace(dtype="float32"),
             keras.layers.Dense(given["width"], activation="tanh"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3),
+            *random,
             keras.layers.Dense(2, dtype="float32"),
         ]
     )
@@ -128,9 +131,9 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
     if given["data"] == "dataset":
         data = el.data(Noisy(x, y))
     elif given["data"] == "weighted":
-        data = el.data(x, y, np.linspace(0.5, 1.5, SAMPLES, dtype="float32"), batch_size=BATCH)
+        data = el.data(x, y, np.linspace(0.5, 1.5, SAMPLES, dtype="float32"), batch_size=given["batch"])
     else:
-        data = el.data(x, y, batch_size=BATCH)
+        data = el.data(x, y, batch_size=given["batch"])
     more: dict[str, Any] = {"class_weight": {0: 1.0, 1: 2.0}} if given["class_weight"] else {}
     crashed, history = True, None
     with contextlib.suppress(Crash):
@@ -143,7 +146,11 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
         "restored": el.restored.generation.step if el.restored is not None else None,
         "crashed": crashed,
         "step": el.step,
-        "trace": [np.repeat(np.arange(SAMPLES), row.astype(int)).tolist() for row in trace],
+        "rank": int(os.environ.get("RANK", "0")),
+        "trace": [np.repeat(np.arange(SAMPLES), np.ceil(row).astype(int)).tolist() for row in trace],
+        "weights": [
+            v for one in model.trainable_weights for v in np.asarray(keras.ops.convert_to_numpy(one)).ravel().tolist()
+        ],
         "model": digest(model.weights),
         "optimizer": digest(model.optimizer.variables),
         "rate": float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
@@ -163,6 +170,8 @@ def digest(variables: Any) -> str:
 
 def main() -> None:
     given = {**GIVEN, **json.loads(sys.argv[1])}
+    if "RANK" in os.environ:
+        pace()
     for crash in given["crashes"]:
         try:
             report = life(given, crash)

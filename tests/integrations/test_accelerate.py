@@ -119,7 +119,7 @@ def test_what_is_refused_is_not_said_to_be_resumed(job: str, caplog: pytest.LogC
             model(torch.ones(1)).sum().backward()
             optimizer.step()
         made.close(p.Departure.FAILED)
-    with pytest.raises(UsageError, match="not saved by Accelerate or Fabric"):
+    with pytest.raises(UsageError, match="not saved by Accelerate, Fabric or Transformers"):
         Run(job)
     assert "resumes" not in caplog.text
 

@@ -12,7 +12,7 @@ import pytest
 
 from dlrover_hooks.checkpoint.storage.catalog import MANIFEST
 from tests.contracts import accelerate_trial, fabric_trial, lightning_trial
-from tests.contracts.trial import Given, Trial
+from tests.contracts.report import Given, Trial
 from tests.integrations.test_forged import forge, other, without
 from tests.ranks import left_of, named_job
 from tests.waiting import until

@@ -127,6 +127,15 @@ def test_no_framework_is_imported_beside_what_keras_imports(lives: Lives, backen
     assert life["added"] == []
 
 
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
+def test_several_workers_are_refused_but_on_torch(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    (refused,) = lives()
+    assert "2 workers were started" in refused["why"]
+    assert "or set KERAS_BACKEND=torch" in refused["why"]
+
+
 def test_another_model_is_refused(lives: Lives) -> None:
     """Before anything is changed; the error of the child is in its output."""
     (life,) = lives("one", [3])

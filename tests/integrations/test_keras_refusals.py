@@ -20,6 +20,7 @@ import torch
 
 from dlrover_hooks.errors import Corrupt, UsageError
 from dlrover_hooks.integrations.keras import ElasticCallback, _private_api as private, callback_state, model_state
+from dlrover_hooks.integrations.keras.data_parallel import DataParallel
 from tests import ranks
 
 X, Y = np.random.RandomState(0).rand(20, 3).astype("float32"), np.zeros(20, "float32")
@@ -73,6 +74,11 @@ def test_data_without_places(el: ElasticCallback, data: tuple[Any, ...], words: 
         el.data(*data)
 
 
+def test_a_seed_out_of_range(el: ElasticCallback) -> None:
+    with pytest.raises(UsageError, match=r"seed=-1 is not in \[0, 2\*\*64\)"):
+        el.data(X, Y, seed=-1)
+
+
 def test_data_of_one_training_only(el: ElasticCallback) -> None:
     el.data(X, Y)
     with pytest.raises(UsageError, match="give validation data to fit as it is"):
@@ -120,13 +126,19 @@ def test_a_fit_that_was_broken_off_begins_where_the_next_one_resumes(job: str) -
     assert (el.step, history.epoch) == (8, [0, 1])
 
 
-def test_settings_that_cannot_work(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_work(job: str) -> None:
     with pytest.raises(UsageError, match="snapshot='lazy' cannot work with Keras"):
         ElasticCallback(job=job, snapshot="lazy")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="2 workers were started: Keras trains in one process"):
-        ElasticCallback(job=job)
+
+
+@pytest.mark.parametrize(
+    "loss", [keras.losses.MeanSquaredError(reduction="sum"), {"out": keras.losses.Huber(reduction="none")}]
+)
+def test_losses_that_several_workers_cannot_share(loss: Any) -> None:
+    made = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, name="out")])
+    made.compile("adam", loss)
+    with pytest.raises(UsageError, match="with several workers it must be a mean over the samples"):
+        DataParallel(made, 0, lambda: 1.0)
 
 
 def test_a_state_of_another_backend_or_adapter() -> None:
@@ -135,9 +147,10 @@ def test_a_state_of_another_backend_or_adapter() -> None:
     model_state.check_state(sound)
     with pytest.raises(UsageError, match="set KERAS_BACKEND=jax"):
         model_state.check_state(sound | {"keras_backend": "jax"})
-    with pytest.raises(UsageError, match="was not saved by the Keras callback: it has model, step"):
+    with pytest.raises(UsageError, match="was not saved by the Keras callback: it holds model; step"):
         model_state.check_state({"model": {}, "step": 1})
-    for damaged in (5, sound | {"step": -1}, sound | {"variables": [1]}):
+    forged = ({"step": -1}, {"variables": [1]}, {"variables": {"model": {"0.kernel": 5}}}, {"callbacks": {"Own.0": 5}})
+    for damaged in (5, *(sound | one for one in forged)):
         with pytest.raises(Corrupt):
             model_state.check_state(damaged)
 
@@ -190,8 +203,20 @@ def test_states_of_callbacks_are_found_by_class_and_number() -> None:
     saved = callback_state.states([keras.callbacks.TerminateOnNaN(), one, own, other])
     assert list(saved) == ["EarlyStopping.0", "Own.0", "EarlyStopping.1"]
     fresh = [keras.callbacks.EarlyStopping(), Own(), keras.callbacks.EarlyStopping(), keras.callbacks.EarlyStopping()]
+    saved["EarlyStopping.0"] |= {"monitor": "forged", "on_epoch_end": None}
     callback_state.restore(fresh, saved)
     assert [fresh[0].wait, fresh[1].seen, fresh[2].wait] == [3, 7, 5]
+    assert fresh[0].monitor == "val_loss"
+    assert callable(fresh[0].on_epoch_end)
+
+
+def test_a_callback_whose_state_is_no_dict() -> None:
+    class Listed(Own):
+        def state_dict(self) -> Any:
+            return [self.seen]
+
+    with pytest.raises(UsageError, match=r"Listed.state_dict\(\) returned a list"):
+        callback_state.states([Listed()])
 
 
 def test_private_parts_of_keras(job: str) -> None:
@@ -214,5 +239,9 @@ def test_private_parts_of_keras(job: str) -> None:
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile("adam", "mse")
     private.build(unbuilt, (X, Y))
+    weight = unbuilt.weights[0]
+    before = private.version(weight)
+    weight.assign(weight.value + 1)
+    assert private.version(weight) > before
     assert unbuilt.built
     assert unbuilt.optimizer.built

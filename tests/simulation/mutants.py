@@ -16,6 +16,7 @@ from dlrover_hooks.master.core import dispatch, heartbeats
 from dlrover_hooks.master.core.checkpoints import restore_sources, save_votes
 from dlrover_hooks.master.core.effects import Wake, parting_topic
 from dlrover_hooks.master.core.leased_data import ledger, partitions
+from dlrover_hooks.master.core.ps_clusters import decisions, task_requests
 from dlrover_hooks.master.core.rounds import member_changes, preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.worker.preemption import DepartureGate
@@ -319,6 +320,53 @@ def announce_at_once(patch: Patch) -> None:
     patch.setattr(save_votes, "_answer", answer)
 
 
+def announce_before_the_fence(patch: Patch) -> None:
+    """A crash version is announced while the lost server may still run."""
+    patch.setattr(decisions, "_unfenced", lambda clusters: False)
+
+
+def release_at_once(patch: Patch) -> None:
+    """Servers that are left out are not kept until the chief has left them."""
+    real = decisions._release_left_out
+
+    def release(clusters: Any) -> None:
+        kept, clusters.connected = clusters.connected, clusters.version
+        real(clusters)
+        clusters.connected = kept
+
+    patch.setattr(decisions, "_release_left_out", release)
+
+
+def hide_the_crash(patch: Patch) -> None:
+    """A version without a lost server is announced as a planned one."""
+    real = decisions._issue
+
+    def issue(clusters: Any, *args: Any) -> None:
+        clusters.lost_ps = False
+        real(clusters, *args)
+
+    patch.setattr(decisions, "_issue", issue)
+
+
+def admit_a_second_chief(patch: Patch) -> None:
+    """A new chief is given a version while the old one may still run."""
+    real = task_requests.awaited_cluster
+
+    def awaited(job: Any, request: Any) -> Any:
+        given = real(job, request)
+        announced = job.ps.announced
+        if given is None and announced is not None and not job.ps.void and announced.number > request.after:
+            return announced.addresses
+        return given
+
+    patch.setattr(task_requests, "awaited_cluster", awaited)
+
+
+def never_roll_back(patch: Patch) -> None:
+    """A chief that cannot connect to a version is not given another one."""
+    patch.setattr(decisions, "roll_back", lambda clusters, problem: None)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     lease_twice,
     commit_early,
@@ -347,4 +395,9 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     charge_no_exit,
     count_launches_twice,
     announce_at_once,
+    announce_before_the_fence,
+    release_at_once,
+    hide_the_crash,
+    admit_a_second_chief,
+    never_roll_back,
 )

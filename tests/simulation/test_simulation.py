@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.deep import deep
-from tests.simulation.mutants import MUTANTS, announce_at_once, restore_a_half
+from tests.simulation.mutants import (
+    MUTANTS,
+    announce_at_once,
+    announce_before_the_fence,
+    never_roll_back,
+    restore_a_half,
+)
 from tests.simulation.swarm import FAULTS, INSTEAD
 from tests.simulation.world import LEAST, simulate
 
@@ -24,7 +30,12 @@ FIRST = range(1, SEEDS + 1, AT_ONCE)
 SOON = 5
 """So many hundreds of seeds are enough for `make test`; the others are deep."""
 ROOT = Path(__file__).resolve().parents[2]
-RARE: dict[Callable[[pytest.MonkeyPatch], None], int] = {announce_at_once: 433, restore_a_half: 108}
+RARE: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    announce_at_once: 433,
+    restore_a_half: 108,
+    never_roll_back: 190,
+    announce_before_the_fence: 50,
+}
 """Where few seeds notice a mutant, or most take long: the one to look at first."""
 
 
@@ -58,7 +69,7 @@ def test_every_fault_happens() -> None:
 
 def test_a_seed_replays() -> None:
     """The same again in this process, and in others whose sets and dicts of text are in other orders."""
-    seeds = (5, 8, 31, 44)
+    seeds = (5, 8, 30, 44)
     here = [simulate(seed) for seed in seeds]
     assert [simulate(seed) for seed in seeds] == here
     code = f"from tests.simulation.world import simulate\nprint([simulate(seed).trace for seed in {seeds}])"

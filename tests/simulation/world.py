@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from tests.simulation.network import Network
 from tests.simulation.node import Node
 from tests.simulation.progress import Progress
 from tests.simulation.promises import Data, Promises
+from tests.simulation.ps_job import PSJob
 from tests.simulation.story import Broken, Story
 from tests.simulation.swarm import Swarm, draw
 from tests.simulation.worker import Worker
@@ -236,10 +238,33 @@ def _virtual() -> Iterator[None]:
 
 
 def simulate(seed: int) -> Result:
-    """Run one seed."""
+    """Run one seed. Every tenth one has a parameter server job, too."""
     with _virtual():
         world = World(draw(seed))
         try:
-            return world.finish()
+            result = world.finish()
         finally:
             world.end()
+        return result if result.broken or seed % 10 else _with_ps_job(result)
+
+
+def _with_ps_job(result: Result) -> Result:
+    job = PSJob(draw(result.seed))
+    try:
+        job.run()
+    except Broken:
+        pass
+    except Exception as error:
+        job.promises.bug(error)
+    finally:
+        job.end()
+    story = job.story
+    return result._replace(
+        events=result.events + story.events,
+        hours=result.hours + job.loop.now / 3600,
+        faults={**result.faults, **story.faults},
+        trace=zlib.crc32(str(story.trace).encode(), result.trace),
+        jobs=result.jobs + 1,
+        broken=story.broken,
+        story=f"{job.swarm}\n{story.text()}\n" if story.broken is not None else result.story,
+    )

@@ -48,6 +48,7 @@ class Services:
         served: None if the master is served elsewhere.
         temporary: files of the launcher, which the keeper removes if the launcher is killed.
         selector: wakes when one of them dies.
+        keeper: False for a job whose checkpoints do not go through it.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Services:
         served: Served | None,
         temporary: Sequence[str],
         selector: selectors.BaseSelector,
+        *,
+        keeper: bool = True,
     ) -> None:
         self._job, self._node, self._token, self._selector = job, node, token, selector
         self._temporary = temporary
@@ -65,7 +68,7 @@ class Services:
         self._due: dict[str, float] = {}
         """When a dead service is restarted (monotonic time)."""
         self._life, self._life_end = os.pipe()
-        self._starts: dict[str, Callable[[], Child]] = {"keeper": self._start_keeper}
+        self._starts: dict[str, Callable[[], Child]] = {"keeper": self._start_keeper} if keeper else {}
         if served is not None:
             self._starts["master"] = lambda: self._start_master(served)
         self._children = {name: start() for name, start in self._starts.items()}

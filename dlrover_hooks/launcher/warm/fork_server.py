@@ -35,8 +35,14 @@ from dlrover_hooks.worker import preimport_list
 
 NO_FORK = b"no fork"
 """The reply of a server that could not fork: no memory, or too many processes."""
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""While the server imports: NumPy's BLAS would start threads, `torch.cuda.is_available()` would initialise CUDA."""
+ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""While the server imports: NumPy's BLAS and PyArrow's allocator would start threads, `torch.cuda.is_available()` would
+initialise CUDA.
+"""
 _ADOPTED_S = 10.0
 """Timeout of the adoption, which takes a millisecond."""
 _OOM_SCORE = "/proc/self/oom_score_adj"

@@ -1,0 +1,127 @@
+"""`dlrover-hooks scale`: shows the tasks of a parameter server job, and changes their number while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from dlrover_hooks.errors import HooksError, UsageError
+
+if TYPE_CHECKING:
+    from dlrover_hooks.client import MasterClient
+    from dlrover_hooks.protocol import NodeType, Tasks
+
+_USAGE, _FAILED = 78, 1
+_PATIENCE_S = 30.0
+_POLL_S = 10.0
+
+
+@click.command(short_help="Change the servers and workers of a job.")
+@click.option("--job", envvar="DLROVER_HOOKS_JOB", help="Name of the job.  [default: the only one on this machine]")
+@click.option("--ps", type=click.IntRange(min=1), help="Parameter servers that it shall have.")
+@click.option("--workers", type=click.IntRange(min=1), help="Workers that it shall have.")
+@click.option("--migrate", metavar="ps:I|worker:I", help="Replace this task by a new one; the new one runs first.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True,
+              help="Seconds until the change is rolled back if a new task is not ready.")  # fmt: skip
+@click.option("--no-wait", is_flag=True, help="Return as soon as the master knows of it.")
+@click.option("--master", envvar="DLROVER_HOOKS_MASTER",
+              help="The master's address, for a job that was not started on this machine.")  # fmt: skip
+@click.option("--token", envvar="DLROVER_HOOKS_TOKEN", help="The master's bearer token.")
+def scale(
+    job: str | None,
+    ps: int | None,
+    workers: int | None,
+    migrate: str | None,
+    timeout: float,
+    no_wait: bool,
+    master: str | None,
+    token: str | None,
+) -> None:
+    """Change the parameter servers and workers of JOB, wait until its chief uses them, and show them.
+
+    Without --ps, --workers and --migrate the tasks are only shown.
+
+    Exit codes: 0 done, 1 rolled back or refused, 78 wrong address or options.
+    """
+    from dlrover_hooks.client import MasterClient
+    from dlrover_hooks.launcher.running_jobs import find
+
+    try:
+        if master is None:
+            running = find(job)
+            job, master, token = running.job, running.master, running.token
+        if "://" not in master:
+            raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
+        if job is None:
+            raise UsageError("--master needs a job", hint="give --job")
+        moved = _task(migrate) if migrate else None
+        client = MasterClient(master, token, incarnation=f"scale-{uuid.uuid4().hex}")
+        try:
+            found = _change(client, job, TaskChange(ps, workers, moved, timeout), wait=not no_wait)
+        finally:
+            client.close()
+    except HooksError as error:
+        click.echo(f"dlrover-hooks scale: {error}", err=True)
+        sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
+    _show(job, found)
+    if found.problem and not no_wait:
+        click.echo(f"dlrover-hooks scale: {found.problem}", err=True)
+        sys.exit(_FAILED)
+
+
+class TaskChange(NamedTuple):
+    """What the command line asks for."""
+
+    ps: int | None
+    workers: int | None
+    moved: tuple[NodeType, int] | None
+    timeout_s: float
+
+
+def _change(client: MasterClient, job: str, change: TaskChange, *, wait: bool) -> Tasks:
+    """Send the change, if there is one, and `wait` until it is carried out or rolled back; the tasks then."""
+    from dlrover_hooks import protocol as p
+
+    own, within_s = client.incarnation, change.timeout_s
+    if change.ps is not None or change.workers is not None:
+        target = p.ScaleTasks(job, own, ps=change.ps, workers=change.workers, ready_within_s=within_s)
+        client.call(target, timeout_s=_PATIENCE_S)
+    if change.moved is not None:
+        client.call(p.MigrateTask(job, own, *change.moved, within_s), timeout_s=_PATIENCE_S)
+    found = client.call(p.ShowTasks(job), timeout_s=_PATIENCE_S)
+    until = time.monotonic() + within_s + _PATIENCE_S
+    while wait and not _settled(found) and time.monotonic() < until:
+        new = client.call(p.AwaitTasks(job, own, found.number, _POLL_S), timeout_s=_PATIENCE_S)
+        found = new if new.number != found.number else found
+    return found
+
+
+def _task(text: str) -> tuple[NodeType, int]:
+    """Parses `ps:1`. Raises UsageError."""
+    from dlrover_hooks.protocol import NodeType
+
+    kind, _, index = text.partition(":")
+    if kind not in ("ps", "worker") or not index.isdigit():
+        raise UsageError(f"--migrate {text!r} names no task", hint="such as --migrate ps:1")
+    return NodeType(kind), int(index)
+
+
+def _settled(found: Tasks) -> bool:
+    """The job has the tasks that it shall have, all run, and the chief uses the newest cluster version."""
+    from dlrover_hooks.protocol import NodeStatus, NodeType
+
+    kinds = [task.type for task in found.tasks if task.status is NodeStatus.RUNNING]
+    complete = (kinds.count(NodeType.PS), kinds.count(NodeType.WORKER)) == (found.ps, found.workers)
+    running = complete and len(kinds) == len(found.tasks)
+    return found.finished or (running and found.version > 0 and found.acknowledged == found.version)
+
+
+def _show(job: str, found: Tasks) -> None:
+    click.echo(f"job {job}: cluster version {found.acknowledged}" + (", finished" if found.finished else ""))
+    for task in sorted(found.tasks, key=lambda one: (one.type.value, one.index, one.id)):
+        address = f"  {task.address}" if task.address else ""
+        click.echo(f"  {task.type.value:<6} {task.index}  {task.status.value}{address}  {task.reason}".rstrip())

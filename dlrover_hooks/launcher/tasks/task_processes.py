@@ -1,0 +1,117 @@
+"""The processes of a parameter server job on this machine: chief, parameter servers and workers."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.host.child_process import Child
+from dlrover_hooks.host.ports import free_port
+from dlrover_hooks.launcher.processes.workers import newcomer_command
+from dlrover_hooks.launcher.warm.standby_pool import Standbys
+
+SERVER = (sys.executable, "-u", "-m", "dlrover_hooks.integrations.tensorflow")
+_WARM_WITHIN_S = 15.0
+"""TensorFlow is imported in three seconds, or ten under load. Without a standby after so long a task starts cold."""
+
+
+class TaskProcesses:
+    """Running tasks by id. Main thread only.
+
+    Args:
+        command: of the chief.
+        environment: common to all tasks.
+        host: address at which they reach each other.
+        selector: wakes when one of them ends.
+        standbys: warm processes that become tasks at once.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        host: str,
+        selector: selectors.BaseSelector,
+        standbys: Standbys | None,
+    ) -> None:
+        self.children: dict[int, Child] = {}
+        self.tasks: dict[int, p.Task] = {}
+        self._command, self._environment, self._host = command, environment, host
+        self._selector, self._standbys = selector, standbys
+        self._cold_at = time.monotonic() + _WARM_WITHIN_S
+        self._ports: dict[int, int] = {}
+        """Port of each worker by index: its replacement takes it, so the chief need not connect again."""
+
+    @property
+    def may_start(self) -> bool:
+        """False while a warm standby is about to be ready: it serves sooner than a cold start."""
+        if self._standbys is None or self._standbys.ready:
+            self._cold_at = time.monotonic() + _WARM_WITHIN_S
+            return True
+        return time.monotonic() > self._cold_at
+
+    def start(self, task: p.Task) -> Child:
+        """Start the process of `task`."""
+        chief, name = task.type is p.NodeType.CHIEF, task_name(task)
+        port = self._ports.get(task.index) if task.type is p.NodeType.WORKER else None
+        if port is None:
+            port = free_port()
+        if task.type is p.NodeType.WORKER:
+            self._ports[task.index] = port
+        place = f"{task.type.value}:{task.index}:{task.id}:{self._host}:{port}"
+        env = settings.worker_environment(**self._environment, DLROVER_HOOKS_TASK=place)
+        command, child = self._command if chief else SERVER, None
+        if self._standbys is not None:
+            child = self._standbys.take(name, newcomer_command(command), env)
+        if child is None:
+            child = Child(name, command, env=env, die_with_parent=True)
+        self.children[task.id], self.tasks[task.id] = child, task
+        self._selector.register(child, selectors.EVENT_READ)
+        return child
+
+    def ended(self) -> list[tuple[p.Task, Child, int]]:
+        """Those that have ended since the last call, with their exit codes. They are forgotten."""
+        found: list[tuple[p.Task, Child, int]] = []
+        for number, child in list(self.children.items()):
+            if child.exit_code() is not None:
+                found.append((self.tasks[number], child, self.kill(number)))
+        return found
+
+    def kill(self, number: int) -> int:
+        """Kill one, with all its descendants, and forget it. The exit code."""
+        child, task = self.children.pop(number), self.tasks.pop(number)
+        self._selector.unregister(child)
+        code = child.end()
+        if task.type is p.NodeType.WORKER and code > 0:
+            self._ports.pop(task.index, None)  # the port may be the reason
+        return code
+
+    def refill(self) -> None:
+        """Replace standbys that were taken. Call it at every turn."""
+        if self._standbys is not None:
+            self._standbys.refill()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to the session of every task."""
+        for child in self.children.values():
+            child.signal(number)
+
+    def end(self, grace_s: float = 0.0) -> list[int]:
+        """End all: the chief gets SIGTERM and `grace_s` to save, then all are killed. Exit codes."""
+        chiefs = [self.children[number] for number, task in self.tasks.items() if task.type is p.NodeType.CHIEF]
+        if grace_s > 0:
+            for child in chiefs:
+                child.ask_to_end()
+            deadline = time.monotonic() + grace_s
+            for child in chiefs:
+                child.wait(max(0.0, deadline - time.monotonic()))
+        return [self.kill(number) for number in list(self.children)]
+
+
+def task_name(task: p.Task) -> str:
+    """Its name in messages, such as `ps 1`."""
+    return "chief" if task.type is p.NodeType.CHIEF else f"{task.type.value} {task.index}"

@@ -1,0 +1,203 @@
+"""Keeps the processes of this machine equal to the master's list of tasks, until the chief is done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+from collections.abc import Callable
+
+import msgspec
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import MasterAway
+from dlrover_hooks.host.background_thread import BackgroundThread
+from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR
+from dlrover_hooks.launcher.restart_budget import Over
+from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses, task_name
+from dlrover_hooks.protocol import AGAIN
+
+log = logging.getLogger("dlrover_hooks.run")
+_POLL_S = 20.0
+_AGAIN_S = 0.5
+_TURN_S, _SOON_S = 1.0, 0.02
+_CLOSE_S = 2.0
+_ENDED = (p.NodeStatus.FAILED, p.NodeStatus.RELEASED)
+
+
+class TaskCounts(msgspec.Struct, frozen=True):
+    """The parameter servers and workers that a job begins with."""
+
+    ps: int
+    workers: int
+
+
+class TaskSupervisor:
+    """Main thread only.
+
+    Args:
+        job: its name.
+        counts: the first target. A target that was set before, for example by `dlrover-hooks scale`, stays.
+        client: a master client of this launcher.
+        processes: starts and ends processes.
+        selector: wakes on ends of processes, services and signals.
+        look: called at every turn: handles signals (raises Over), restarts services.
+        max_restarts: of all tasks together; after one more failure the run is given up.
+        ready_s: a new task must be ready within so many seconds.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        counts: TaskCounts,
+        client: MasterClient,
+        processes: TaskProcesses,
+        selector: selectors.BaseSelector,
+        look: Callable[[], None],
+        *,
+        max_restarts: int,
+        ready_s: float,
+    ) -> None:
+        self._job, self._counts, self._client = job, counts, client
+        self._processes, self._selector, self._look = processes, selector, look
+        self._most, self._ready_s = max_restarts, ready_s
+        self._restarts, self._problem = 0, ""
+        self._due = False
+        """A task waits for a warm standby."""
+        self._acknowledged = 0
+        """The cluster version that the chief had acknowledged when it was started last."""
+        self._list = p.Tasks()
+        self._started, self._gone = set[int](), set[int]()
+        """Ids of tasks: started here; reported as gone. The list may be older than both."""
+        self._wake, self._wake_end = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._listener = BackgroundThread("dlrover-hooks-tasks", self._listen, where=f"job {job}", again_s=_AGAIN_S)
+
+    def run(self) -> int:
+        """Run until the chief is done; the exit code."""
+        try:
+            self._begin()
+            self._listener.start()
+            while True:
+                self._turn()
+        except Over as over:
+            if over.why:
+                log.error("%s", over.why)
+            return over.code
+        finally:
+            self._listener.stop(_CLOSE_S)
+            self._selector.unregister(self._wake)
+            os.close(self._wake)
+            os.close(self._wake_end)
+
+    def _begin(self) -> None:
+        """Set the target, and tell the master that the processes of an earlier launcher are gone: they died with it."""
+        first = p.ScaleTasks(
+            self._job,
+            self._client.incarnation,
+            ps=self._counts.ps,
+            workers=self._counts.workers,
+            ready_within_s=self._ready_s,
+            only_first=True,
+        )
+        found: p.Tasks = self._client.call(first)
+        if found.finished:
+            log.info("job %s is finished (dlrover-hooks forget %s makes room for a new one)", self._job, self._job)
+            raise Over(DONE)
+        for task in found.tasks:
+            if task.incarnation:
+                self._fenced(task, -9)
+
+    def _turn(self) -> None:
+        self._look()
+        for task, child, code in self._processes.ended():
+            self._judge(task, child, code)
+        self._compare(self._list)
+        for key, _ in self._selector.select(_SOON_S if self._due else _TURN_S):
+            if key.fd == self._wake:
+                os.read(self._wake, 4096)
+        self._listener.check()
+
+    def _compare(self, wanted: p.Tasks) -> None:
+        """Start and kill processes, as the list says."""
+        if wanted.problem and wanted.problem != self._problem:
+            log.warning("%s", wanted.problem)
+        self._problem = wanted.problem
+        listed = {task.id: task for task in wanted.tasks}
+        for number, task in list(self._processes.tasks.items()):
+            found = listed.get(number)
+            if task.type is p.NodeType.CHIEF and wanted.finished:
+                continue  # it ends by itself
+            if found is None or found.status in _ENDED:
+                self._stop(task, found)
+        self._due = False
+        for task in wanted.tasks:
+            if task.status is p.NodeStatus.INITIAL and task.id not in self._started:
+                if not self._processes.may_start:
+                    self._due = True
+                    continue
+                self._started.add(task.id)
+                child = self._processes.start(task)
+                log.info("%s: pid %d", task_name(task), child.pid)
+                if task.type is p.NodeType.CHIEF:
+                    self._acknowledged = wanted.acknowledged
+            elif task.status in _ENDED and task.id not in self._started | self._gone:
+                self._fenced(task, 0)  # it was never started
+
+    def _stop(self, task: p.Task, listed: p.Task | None) -> None:
+        failed = listed is not None and listed.status is p.NodeStatus.FAILED
+        reason = f": {listed.reason}" if listed is not None and listed.reason else ""
+        log.log(logging.WARNING if failed else logging.INFO, "%s is ended%s", task_name(task), reason)
+        self._processes.kill(task.id)
+        self._fenced(task, -9 if failed else 0)
+        if failed:
+            self._charge(f"{task_name(task)} failed{reason}")
+
+    def _judge(self, task: p.Task, child: Child, code: int) -> None:
+        """A process has ended by itself. Raises Over if the run is over."""
+        listed = next((one for one in self._list.tasks if one.id == task.id), None)
+        released = self._list.finished or (listed is not None and listed.status is p.NodeStatus.RELEASED)
+        self._fenced(task, code)
+        if task.type is p.NodeType.CHIEF:
+            if code == DONE:
+                log.info("the chief is done")
+                raise Over(DONE)
+            if code == AGAIN:
+                return
+            self._judge_chief(code)
+        if not released:
+            self._charge(f"{task_name(task)} (pid {child.pid}) ended with {described(code)}")
+
+    def _judge_chief(self, code: int) -> None:
+        if code == USAGE:
+            raise Over(USAGE, "the chief ended with a wrong setting (exit code 78), see above")
+        connected = self._client.call(p.ShowTasks(self._job)).acknowledged > self._acknowledged
+        if code > 0 and not connected:
+            raise Over(USER_ERROR, f"the chief failed with {described(code)} before it was connected: see above")
+
+    def _charge(self, what: str) -> None:
+        self._restarts += 1
+        if self._restarts > self._most:
+            raise Over(GAVE_UP, f"{what}; given up after {self._most} restarts (--max-restarts)")
+        log.warning("%s; it is replaced (%d of %d restarts)", what, self._restarts, self._most)
+
+    def _fenced(self, task: p.Task, code: int) -> None:
+        self._gone.add(task.id)
+        self._client.call(p.Fenced(self._job, self._client.incarnation, task.id, code))
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._listener.stopping.is_set():
+            request = p.AwaitTasks(self._job, self._client.incarnation, self._list.number, _POLL_S)
+            try:
+                found: p.Tasks = self._client.call(request, timeout_s=2 * _POLL_S)
+            except MasterAway:
+                self._listener.stopping.wait(_AGAIN_S)
+                continue
+            if found.number > self._list.number:
+                self._list = found
+                os.write(self._wake_end, b".")

@@ -1,0 +1,83 @@
+"""Weights of the micro-batches of a step, whose losses are averaged over the ranks by DDP.
+
+Trainer fetches all micro-batches of a step before the first forward, so the weights are kept until they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from dlrover_hooks.data.loader import ElasticLoader
+from dlrover_hooks.integrations.transformers import _private_api as private
+from dlrover_hooks.pytorch.even_batches import EvenLoader, mean_scale
+
+IGNORED = -100
+"""Label that counts in no loss."""
+
+
+class StepWeights:
+    """The weights of one loader's batches. Training thread."""
+
+    def __init__(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
+        self._trainer, self._loader = trainer, loader
+        self._scales: list[float] = []
+        self._number = -1
+        self._inside = self._fetched = False
+
+    def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of one step."""
+        self._scales, self._number, self._fetched = [], -1, True
+        for batch in batches:
+            self._scales.append(mean_scale(self._loader))
+            yield batch
+
+    @property
+    def ghost(self) -> bool:
+        """True if the current micro-batch only repeats one, so that ranks do not differ in their number of batches."""
+        return self._number >= 0 and self._scales[self._number] == 0.0
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around the training step of the next micro-batch."""
+        self._number, self._inside = self._number + 1, True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def weighed(self, loss: Any, counted: Any) -> Any:
+        """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""
+        if not self._inside:
+            return loss
+        if private.loss_is_of_step(self._trainer, counted):
+            factor = 0.0 if self.ghost else 1.0
+        else:
+            factor = self._scales[self._number] * private.micro_batches(self._trainer)
+        return loss if math.isclose(factor, 1.0, rel_tol=1e-12) else loss * factor
+
+    def counted(self, batches: list[Any]) -> list[Any]:
+        """`batches` for the count of labels: those that only repeat one have none. Not for evaluations."""
+        fetched, self._fetched = self._fetched, False
+        if not fetched:
+            return batches
+        return [
+            _without_labels(batch) if scale == 0.0 else batch
+            for batch, scale in zip(batches, self._scales, strict=True)
+        ]
+
+    def tokens(self, inputs: Any) -> Any:
+        """`inputs` for the count of tokens."""
+        if not self.ghost:
+            return inputs
+        return {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def _without_labels(batch: Any) -> Any:
+    names = [name for name in ("labels", "shift_labels") if isinstance(batch.get(name), torch.Tensor)]
+    return {**batch, **{name: torch.full_like(batch[name], IGNORED) for name in names}}

@@ -1,0 +1,33 @@
+"""What a framework's callback costs a training step of about 5 ms: `make bench-callback`.
+
+One process trains with the callback and without it, in turn, so that a busy machine hurts both alike. A figure is the
+CPU time of the training thread: with the callback beyond that without, in per cent. Saves are as often as by default.
+Writes build/bench/callback.json. BENCH_ARGS: `--steps N` of each way (600).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.benchmarks import transformers_callback
+from tests.benchmarks.report import report
+
+MEASURED = (transformers_callback.measured,)
+"""One function for each framework: given the number of steps, it returns conditions and figures."""
+BARS = {"callback_overhead_pct_transformers": 2.0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make bench-callback", description=__doc__)
+    parser.add_argument("--steps", type=int, default=600, help="of each way of training")
+    given = parser.parse_args()
+    conditions, found = dict[str, object](), dict[str, float]()
+    for measured in MEASURED:
+        more, figures = measured(given.steps)
+        conditions |= more
+        found |= figures
+    return report("callback", "callback of a framework: cost of a step", conditions, found, BARS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,124 @@
+"""A `Trainer` that was broken off behind any step ends as the one that nobody disturbed, bit for bit. One process."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.deep import deep
+from tests.e2e.master_process import LiveMaster
+from tests.integrations.transformers_cases import (
+    SAMPLES,
+    TOKENS,
+    Crash,
+    StopsEpochs,
+    Watched,
+    WatchedSeq2Seq,
+    end,
+    made,
+    sft,
+    translator,
+)
+
+pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.filterwarnings("ignore")]
+
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "learning_rate": 0.3,
+    "load_best_model_at_end": True, "metric_for_best_model": "loss", "patience": 1,
+}  # fmt: skip
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "accumulation, short last window": lambda: {"gradient_accumulation_steps": 3},
+    "early stopping and the best model": lambda: dict(BEST),
+    "epochs that are left": lambda: {"callbacks": [StopsEpochs(4)], "eval_strategy": "epoch"},
+    "max_steps": lambda: {"max_steps": 13, "train_sampling_strategy": "sequential", "logging_steps": 3},
+    "Seq2SeqTrainer": lambda: {
+        "cls": WatchedSeq2Seq,
+        "trainer": {"model": translator},
+        "predict_with_generate": True,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "generation_max_length": 4,
+    },
+    "SFTTrainer": sft,
+    "a mean for each micro-batch": lambda: {"gradient_accumulation_steps": 2, "cls": MeanLoss, "num_train_epochs": 1.5},
+}
+
+
+class MeanLoss(Watched):
+    """Of a model that knows nothing of other micro-batches."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+def lives(folder: Path, job: str, options: Callable[[], dict[str, Any]]) -> tuple[list[Any], Watched]:
+    """Broken off in every step, one after the other: what the model that is left was trained on, and the last one."""
+    seen: list[Any] = []
+    for crash in range(1, 60):
+        trainer = made(folder, job, crash, **options())
+        done = False
+        with contextlib.suppress(Crash):
+            trainer.train()
+            done = True
+        elastic: Any = trainer.elastic  # pyright: ignore[reportAttributeAccessIssue]
+        begun = elastic.restored.generation.step if elastic.restored is not None else 0
+        assert begun == crash - 1
+        seen = [one for one in seen if one[1] < begun] + trainer.seen
+        if done:
+            return seen, trainer
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [
+    "accumulation, short last window", "early stopping and the best model", "epochs that are left",
+    deep("max_steps"), "a mean for each micro-batch", "Seq2SeqTrainer", "SFTTrainer",
+])  # fmt: skip
+def test_broken_off_in_every_step_it_is_the_undisturbed_run(case: str, tmp_path: Path, job: str) -> None:
+    folder = tmp_path / "out"
+    calm = made(folder, f"{job}-calm", **CASES[case]())
+    calm.train()
+    expected = end(calm)
+    shutil.rmtree(folder)
+    seen, last = lives(folder, job, CASES[case])
+    assert seen == calm.seen
+    found = end(last)
+    torch.testing.assert_close(found.pop("weights"), expected.pop("weights"), rtol=0, atol=0)
+    torch.testing.assert_close(found.pop("moments"), expected.pop("moments"), rtol=0, atol=0)
+    assert found == expected
+
+
+def test_each_sample_is_trained_once_in_an_epoch(tmp_path: Path, job: str) -> None:
+    trainer = made(tmp_path, job, gradient_accumulation_steps=3, per_device_train_batch_size=3)
+    trainer.train()
+    visits = Counter((epoch, one) for epoch, _, ids in trainer.seen for one in ids)
+    assert visits == Counter((epoch, one) for epoch in range(2) for one in range(SAMPLES))
+    assert trainer.state.global_step == 2 * 3
+    assert trainer.args.gradient_accumulation_steps == 3
+
+
+@pytest.mark.slow
+def test_a_mean_over_labels_is_the_same_at_any_world_size(tmp_path: Path, job: str, live_master: LiveMaster) -> None:
+    """Four micro-batches for three processes: two of them repeat one, whose labels, tokens and loss do not count.
+
+    Transformers computes this loss in float32, whatever the model's weights are.
+    """
+    script = str(ranks.ROOT / "tests/integrations/transformers_world.py")
+    (single,) = ranks.run([sys.executable, script, f"{job}-1", str(tmp_path / "one")], 1, timeout_s=100)
+    found = ranks.run([sys.executable, script, f"{job}-3", str(tmp_path / "three")], 3, live_master, timeout_s=100)
+    assert [one["tokens"] for one in found] == [single["tokens"]] * 3 == [2 * SAMPLES * TOKENS] * 3
+    for one in found:
+        torch.testing.assert_close(one["losses"], single["losses"], rtol=1e-5, atol=0)
+        assert max(abs(a - b) for a, b in zip(one["weights"], single["weights"], strict=True)) < 1e-7
