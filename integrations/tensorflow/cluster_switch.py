@@ -84,6 +84,9 @@ class ClusterSwitch:
         self.cluster = p.PSCluster()
         """The version in use; its `version` is 0 before the first one."""
         self.reconnects: list[Reconnect] = []
+        self._progress_at = time.monotonic()
+        self._blamed = False
+        """The workers were reported since the last progress."""
         self._membership = ChiefMembership(config, place, step=step)
         self._membership.start()
 
@@ -228,7 +231,23 @@ class ClusterSwitch:
 
     def alive(self) -> None:
         """There is progress: the watchdog, which ends the process, starts its `watchdog_s` again."""
+        self._progress_at, self._blamed = time.monotonic(), False
         faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
+
+    def waiting(self) -> None:
+        """No step was completed just now. After half of `watchdog_s` without one, all workers are replaced.
+
+        After the loss of a parameter server a worker of TensorFlow 2.21 can wait without a limit in a call to it
+        (observed about once in 30 losses). That worker still sends heartbeats, and a new chief would wait for it, too.
+        """
+        stalled_s = time.monotonic() - self._progress_at
+        if self._blamed or stalled_s < self._watchdog_s / 2:
+            return
+        self._blamed = True
+        log.warning("no step was completed for %.0f s at step %d: the workers are replaced", stalled_s, self._step())
+        for index in range(len(self.cluster.workers)):
+            why = f"no step was completed for {stalled_s:.0f} s"
+            self._membership.report(self.cluster.version, p.NodeType.WORKER, index, why)
 
 
 def _kind(error: tf.errors.OpError) -> FailureKind:

@@ -61,8 +61,9 @@ class PSTrainer:
         on_result: called with the number of a step and its result (NumPy), in order, on the training thread. It costs
             a request to the worker for each step.
         on_end: called with the program when all is trained and saved, before the servers end: to export the model.
-        watchdog_s: if the process hangs in TensorFlow for so long that no Python code runs, it writes its stacks and
-            ends with 1; the launcher then starts it again. It also limits the wait for a new cluster version.
+        watchdog_s: longer than any step. If no step is completed for half of it, all workers are replaced; for all of
+            it, the process writes its stacks and ends with 1, and the launcher starts it again. It also limits the wait
+            for a new cluster version.
         max_reconnects: TensorFlow keeps about 40 MB and 90 threads for each cluster that it has been connected to.
             After so many reconnects the chief saves and is started again.
         resume: `"auto"` or `"never"`.
@@ -172,6 +173,8 @@ class PSTrainer:
                 self._on_result(self.step, value.fetch())
         if ready:
             switch.alive()
+        else:
+            switch.waiting()
 
     def _save(self, switch: ClusterSwitch, connection: ClusterConnection) -> None:
         """Complete what is scheduled, then save. Does nothing if the newest checkpoint has it all."""

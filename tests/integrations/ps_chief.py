@@ -40,6 +40,7 @@ class Model:
         self.seen = tf.Variable(tf.zeros((self.shards,), tf.int32), name="seen")
         self.kept: dict[str, Any] = {"seen": self.seen}
         self.fails_at = plan.get("fails_at", -1)
+        self.hangs_at, self.gate = plan.get("hangs_at", -1), plan.get("gate", "")
         width = plan["width"]
         if plan["kind"] == "raw":
             self.weights = tf.Variable(tf.ones((width, 4)), name="weights")
@@ -57,6 +58,12 @@ class Model:
         number = tf.cast(begin // self.size, tf.int32)
         if self.fails_at >= 0:
             tf.debugging.assert_less(begin, tf.constant(self.fails_at, tf.int64), "an error of this very step")
+        if self.hangs_at >= 0 and self.gate:
+            waits = number == self.hangs_at
+            polls = tf.while_loop(
+                lambda _: waits & (tf.size(tf.io.matching_files(self.gate)) > 0), lambda n: [n + 1], [tf.constant(0)]
+            )[0]
+            number += tf.minimum(polls, 0)  # used: TensorFlow would leave the loop out
         x = tf.random.stateless_normal((self.size, 8), tf.stack([number, 7]))
         loss = self.raw(x) if not hasattr(self, "keras") else self.strategy.run(self.fitted, args=(x,))
         at = 0

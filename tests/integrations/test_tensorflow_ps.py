@@ -120,6 +120,18 @@ def test_a_stopped_parameter_server_is_fenced_and_replaced(start: Start) -> None
     trained_once(job)
 
 
+def test_a_worker_whose_step_never_ends_is_replaced(start: Start, tmp_path: Path) -> None:
+    """It sends heartbeats, and a new chief would wait for it as well."""
+    gate = tmp_path / "closed"
+    gate.touch()
+    job = start(ps=2, holds=[], hangs_at=120, gate=str(gate), watchdog_s=10.0)
+    job.says("no step was completed for .*: the workers are replaced")
+    gate.unlink()  # before a replacement can begin the step
+    job.says(r"worker \d failed: .*no step was completed.*; it is replaced")
+    job.end()
+    assert len({row["pid"] for row in job.rows}) == 1, "the chief was not restarted"
+
+
 def test_a_killed_chief_resumes_from_the_checkpoint(start: Start) -> None:
     job = start(holds=[120])
     job.row("holds", 120)
