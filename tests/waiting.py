@@ -1,10 +1,12 @@
-"""The one way in which tests wait for what another process or thread does and has no event for."""
+"""How tests wait for what another process or thread does and has no event for, and read the lines that it writes."""
 
 from __future__ import annotations
 
+import json
 import select
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 WAIT_S = 60.0
@@ -41,3 +43,11 @@ def until(
         if between is not None:
             between()
         select.select([], [], [], every_s)
+
+
+def json_lines(path: Path) -> list[Any]:
+    """The JSON lines of a file to which other processes append, without a last line that is not complete yet.
+
+    A reader can see a part of one `write`: file systems copy it page by page.
+    """
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

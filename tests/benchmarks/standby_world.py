@@ -8,7 +8,6 @@ among them, have made the step after. The victims take turns.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 import psutil
 
 from tests.benchmarks.report import REPOSITORY, Figures
-from tests.waiting import until
+from tests.waiting import json_lines, until
 
 WORLD = 3
 SCRIPT = """
@@ -80,7 +79,7 @@ class Job:
 
     def steps(self) -> list[dict[str, Any]]:
         """One row per worker and optimizer step."""
-        return [json.loads(line) for line in self.notes.read_text().splitlines() if line.endswith("}")]
+        return json_lines(self.notes)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """The first true answer of `condition`. Raises AssertionError, at once if the launcher has ended."""

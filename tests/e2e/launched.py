@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.waiting import until
+from tests.waiting import json_lines, until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -61,7 +60,7 @@ class Launched:
                 self._said.append(line)
 
     def read(self) -> list[dict]:
-        return [json.loads(line) for line in self.lives.read_text().splitlines()]
+        return json_lines(self.lives)
 
     def wait_for(self, condition: Callable[[list[dict]], bool], timeout_s: float = 60.0) -> list[dict]:
         def found() -> list[dict] | None:

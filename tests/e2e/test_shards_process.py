@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import random
 import select
@@ -18,7 +17,7 @@ import pytest
 from dlrover_hooks.protocol import LedgerView, ShowLedger
 from tests.e2e.master_process import LiveMaster
 from tests.ranks import environments
-from tests.waiting import until
+from tests.waiting import json_lines, until
 from tests.warm import Forked, warm
 
 WARM = ("torch._dynamo", "dlrover_hooks.integrations.torch", "tests.e2e.shards_worker")
@@ -44,7 +43,7 @@ class Crew:
 
     def log(self, number: int) -> list[Any]:
         path = self.folder / f"log{number}"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return json_lines(path) if path.exists() else []
 
     def seen(self) -> list[tuple[int, int]]:
         logs = [self.log(number) for number in range(len(self.processes))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from tests.e2e.launched import REPOSITORY, all_gone
-from tests.waiting import until
+from tests.waiting import json_lines, until
 
 Lives = list[dict[str, Any]]
 
@@ -68,7 +67,7 @@ class Torchruns:
             self.agents[node] = subprocess.Popen(self.command, env=env, cwd=self.folder, stdout=log, stderr=log)
 
     def read(self) -> Lives:
-        return [json.loads(line) for line in self.lives.read_text().splitlines()]
+        return json_lines(self.lives)
 
     def wait_for(self, condition: Callable[[Lives], Any], timeout_s: float = 120.0) -> Any:
         """What `condition` gives, as soon as it is true."""

@@ -20,7 +20,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import Stale, UnknownJob
 from tests.chaos.cluster import Process
-from tests.waiting import WAIT_S, until
+from tests.waiting import WAIT_S, json_lines, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,7 +150,7 @@ class Crew:
         """In the order of time."""
         found: list[dict[str, Any]] = []
         for path in self.folder.glob("*.jsonl"):
-            found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            found += json_lines(path)
         rows = [one for one in found if (not kinds or one["event"] in kinds) and who in (None, one["who"])]
         return sorted(rows, key=lambda row: row["t"])
 

@@ -17,7 +17,7 @@ import psutil
 
 from tests import ranks
 from tests.e2e.master_process import LiveMaster
-from tests.waiting import until
+from tests.waiting import json_lines, until
 
 PYTHON = ranks.ROOT / ".venv-keras/bin/python"
 CHIEF = Path(__file__).with_name("ps_chief.py")
@@ -67,7 +67,7 @@ class PSJob:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.lives.read_text().splitlines()]
+        return json_lines(self.lives)
 
     def steps(self) -> list[int]:
         return [row["step"] for row in self.rows if "step" in row]
@@ -202,8 +202,7 @@ class ByHand:
         """Wait for a row with `key` (and that value)."""
 
         def found() -> dict[str, Any] | None:
-            rows = (json.loads(line) for line in self.lives.read_text().splitlines())
-            return next((row for row in rows if key in row and value in (None, row[key])), None)
+            return next((row for row in json_lines(self.lives) if key in row and value in (None, row[key])), None)
 
         return until(found, f"a row with {key}={value}", WAIT_S)
 
