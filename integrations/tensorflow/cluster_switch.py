@@ -1,6 +1,7 @@
 """The chief's changes of the cluster: it connects to each version that the master announces, and acknowledges it.
 
-Also the guards around it: the watchdog of C, and the limit of reconnects in one process.
+Also the guards around it: workers that complete no step are replaced, the watchdog of C, and the limit of reconnects in
+one process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tensorflow as tf
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.config import Config, TaskPlace
 from dlrover_hooks.errors import MasterAway, UsageError
+from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import AGAIN
 from dlrover_hooks.ps.failure_kind import FailureKind, failure_kind, named_tasks
 from dlrover_hooks.ps.membership import ChiefMembership
@@ -27,6 +29,8 @@ from dlrover_hooks.ps.membership import ChiefMembership
 log = logging.getLogger("dlrover_hooks")
 _REPORT_S = 3.0
 """The master usually knows of a lost server before the chief. After so long without news the chief reports it."""
+_STALLED = 0.8
+"""Part of `watchdog_s` without progress, after which the workers are replaced: before the watchdog ends the chief."""
 _CONNECTS = 3
 """Failed connects in a row, after which the training ends with the error."""
 
@@ -50,6 +54,10 @@ class ClusterBound(Protocol):
 
 
 AnyConnection = TypeVar("AnyConnection", bound=ClusterBound)
+
+
+class Stalled(Exception):
+    """No step was completed for most of `watchdog_s`: all workers are replaced, and another version is announced."""
 
 
 def task_of_this_process(name: str) -> TaskPlace:
@@ -84,9 +92,9 @@ class ClusterSwitch:
         self.cluster = p.PSCluster()
         """The version in use; its `version` is 0 before the first one."""
         self.reconnects: list[Reconnect] = []
-        self._progress_at = time.monotonic()
-        self._blamed = False
-        """The workers were reported since the last progress."""
+        self._progress_at, self._training = time.monotonic(), False
+        self._stalled = 0
+        """The newest version whose workers completed no step."""
         self._membership = ChiefMembership(config, place, step=step)
         self._membership.start()
 
@@ -116,7 +124,8 @@ class ClusterSwitch:
 
         Args:
             make: connects to a version and restores the model there.
-            train: returns when the version has changed, or all is done. Its OpError may mean a lost server.
+            train: returns when the version has changed, or all is done. Its OpError may mean a lost server. It calls
+                `alive` after each completed step, and `check` while it waits for one.
             over: all is done.
 
         Raises:
@@ -127,10 +136,14 @@ class ClusterSwitch:
                 while not over():
                     connection = self.connect(make)
                     try:
+                        self._training = True
                         train(connection)
+                    except Stalled:
+                        pass
                     except tf.errors.OpError as error:
                         self.lost(error)
                     finally:
+                        self._training = False
                         connection.close()
                     if self.spent and not over():
                         self.start_again()
@@ -223,31 +236,46 @@ class ClusterSwitch:
         """While it lasts, a thread of C ends the process (with 1, after all stacks) once `alive` was not called for
         `watchdog_s` seconds: TensorFlow can hang with the GIL held, so that no thread of Python could do it.
         """
+
+        def look() -> None:
+            while not thread.stopping.wait(min(1.0, self._watchdog_s / 20)):
+                self._look_for_a_stall()
+
+        where = f"the chief of job {self._config.job}"
+        thread = BackgroundThread("dlrover-hooks-stall", look, where=where, on_error="warn", again_s=1.0)
         self.alive()
+        thread.start()
         try:
             yield
         finally:
+            thread.stop()
             faulthandler.cancel_dump_traceback_later()
 
     def alive(self) -> None:
         """There is progress: the watchdog, which ends the process, starts its `watchdog_s` again."""
-        self._progress_at, self._blamed = time.monotonic(), False
+        self._progress_at = time.monotonic()
         faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
 
-    def waiting(self) -> None:
-        """No step was completed just now. After half of `watchdog_s` without one, all workers are replaced.
+    def check(self) -> None:
+        """Raise Stalled if the workers of the version in use are being replaced, because they completed no step."""
+        if self._stalled == self.cluster.version:
+            raise Stalled
+
+    def _look_for_a_stall(self) -> None:
+        """On a thread. Report all workers, and give the version up, after `_STALLED` of the watchdog's time.
 
         After the loss of a parameter server a worker of TensorFlow 2.21 can wait without a limit in a call to it
         (observed about once in 30 losses). That worker still sends heartbeats, and a new chief would wait for it, too.
         """
-        stalled_s = time.monotonic() - self._progress_at
-        if self._blamed or stalled_s < self._watchdog_s / 2:
+        cluster, stalled_s = self.cluster, time.monotonic() - self._progress_at
+        if not self._training or self._stalled == cluster.version or stalled_s < self._watchdog_s * _STALLED:
             return
-        self._blamed = True
-        log.warning("no step was completed for %.0f s at step %d: the workers are replaced", stalled_s, self._step())
-        for index in range(len(self.cluster.workers)):
-            why = f"no step was completed for {stalled_s:.0f} s"
-            self._membership.report(self.cluster.version, p.NodeType.WORKER, index, why)
+        why = f"no step was completed for {stalled_s:.0f} s"
+        log.warning("%s at step %d: the workers are replaced", why, self._step())
+        for index in range(len(cluster.workers)):
+            self._membership.report(cluster.version, p.NodeType.WORKER, index, why)
+        self._membership.connected(cluster.version, failed=why)
+        self._stalled = cluster.version
 
 
 def _kind(error: tf.errors.OpError) -> FailureKind:

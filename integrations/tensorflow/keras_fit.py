@@ -58,6 +58,10 @@ class PSReconnect(tf_keras.callbacks.Callback):
         if self._switch.changed:
             raise PSClusterChanged
 
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by `fit` when a batch of the validation was scheduled."""
+        self._switch.alive()
+
 
 class _Fitted:
     """One model on one cluster version."""

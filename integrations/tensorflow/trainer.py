@@ -60,10 +60,11 @@ class PSTrainer:
         inflight: steps that are scheduled ahead.
         on_result: called with the number of a step and its result (NumPy), in order, on the training thread. It costs
             a request to the worker for each step.
-        on_end: called with the program when all is trained and saved, before the servers end: to export the model.
-        watchdog_s: longer than any step. If no step is completed for half of it, all workers are replaced; for all of
-            it, the process writes its stacks and ends with 1, and the launcher starts it again. It also limits the wait
-            for a new cluster version.
+        on_end: called with the program when all is trained and saved, before the servers end: to export the model. It
+            is called again if a server or the chief is lost meanwhile, or if a training that is over is started again.
+        watchdog_s: longer than any step. If no step is completed for 80 % of it, all workers are replaced, and the
+            training returns to the newest checkpoint. After all of it without progress, the process writes its stacks
+            and ends with 1, and the launcher starts it again. It also limits the wait for a new cluster version.
         max_reconnects: TensorFlow keeps about 40 MB and 90 threads for each cluster that it has been connected to.
             After so many reconnects the chief saves and is started again.
         resume: `"auto"` or `"never"`.
@@ -109,7 +110,7 @@ class PSTrainer:
         self._cadence = SaveCadence(self.config.save_every)
         self._pending: deque[tuple[Shard, Any]] = deque()
         self._switch: ClusterSwitch | None = None
-        self._applied = 0
+        self._applied, self._exported = 0, on_end is None
         self.step = 0
         """Steps whose results were received, over all restarts."""
 
@@ -141,9 +142,13 @@ class PSTrainer:
         switch.run(
             lambda cluster: self._connected(cluster, switch.host),
             lambda connection: self._train(switch, connection),
-            lambda: self._order.committed == self._order.total,
+            lambda: self._over,
         )
         return PSReport(self._order.committed, self._applied, tuple(switch.reconnects))
+
+    @property
+    def _over(self) -> bool:
+        return self._order.committed == self._order.total and self._exported
 
     # ---- the steps on one cluster -----------------------------------------------------------------------------------
 
@@ -161,6 +166,7 @@ class PSTrainer:
             self._save(switch, connection)
         if self._order.committed == self._order.total and self._on_end is not None:
             self._on_end(connection.program)
+            self._exported = True
 
     def _receive(self, switch: ClusterSwitch, connection: ClusterConnection) -> None:
         """Wait a moment for the oldest step; count those that are complete."""
@@ -174,7 +180,7 @@ class PSTrainer:
         if ready:
             switch.alive()
         else:
-            switch.waiting()
+            switch.check()
 
     def _save(self, switch: ClusterSwitch, connection: ClusterConnection) -> None:
         """Complete what is scheduled, then save. Does nothing if the newest checkpoint has it all."""

@@ -1,7 +1,8 @@
 """The chief of a job under test: `python ps_chief.py PLAN LIVES`, run by `dlrover-hooks run --ps`.
 
 Each shard adds 1 to its own place in `seen`, so the variables say how often each was applied. It appends to LIVES a
-line for each step, and a last one with what the model holds. At the steps of `holds` it waits for the file `go-STEP`.
+line for each step, and a last one with what the model holds. At the steps of `holds` it waits for the file `go-STEP`,
+and with `holds_end` for `go-end` before it reads the model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.waiting import until
 
 PLAN: dict[str, Any] = {
     "samples": 1200, "size": 2, "epochs": 1, "save_every": 50, "holds": [], "kind": "raw", "watchdog_s": 60.0,
-    "max_reconnects": 10, "inflight": 16, "partition": True, "resume": "auto", "width": 8, "exits": 0,
+    "max_reconnects": 10, "inflight": 16, "partition": True, "resume": "auto", "width": 8, "holds_end": False,
 }  # fmt: skip
 HOLD_S = 120.0
 RATE = 0.05
@@ -108,6 +109,12 @@ def main() -> None:
             write(holds=step)
             until(gate.exists, f"the file {gate.name}", HOLD_S)
 
+    def end(_: PSProgram) -> None:
+        if plan["holds_end"] and not (gate := folder / "go-end").exists():
+            write(ends=True)
+            until(gate.exists, f"the file {gate.name}", HOLD_S)
+        write(seen=np.concatenate([part.numpy() for part in parts_of(model[0].seen)]).tolist())
+
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=64, max_shards=8)
     trainer = PSTrainer(
         build,
@@ -119,7 +126,7 @@ def main() -> None:
         partitioner=partitioner if plan["partition"] else None,
         inflight=plan["inflight"],
         on_result=result,
-        on_end=lambda _: write(seen=np.concatenate([part.numpy() for part in parts_of(model[0].seen)]).tolist()),
+        on_end=end,
         watchdog_s=plan["watchdog_s"],
         max_reconnects=plan["max_reconnects"],
         resume=plan["resume"],

@@ -104,7 +104,7 @@ class PSJob:
         os.kill(pid, number)
         return pid
 
-    def release(self, step: int) -> None:
+    def release(self, step: int | str) -> None:
         """Let the chief go on, which waits at `step`."""
         (self.folder / f"go-{step}").touch()
 

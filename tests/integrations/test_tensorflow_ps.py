@@ -95,6 +95,17 @@ def test_a_killed_parameter_server_costs_the_steps_since_the_checkpoint(start: S
     assert {row["pid"] for row in job.rows} == {chief}
 
 
+def test_a_parameter_server_that_is_killed_while_the_model_is_exported(start: Start) -> None:
+    """`on_end` is called again, with the model on the replacement."""
+    job = start(ps=2, holds_end=True)
+    job.row("ends")
+    old = job.kill("ps 1")
+    job.says(rf"ps 1 \(pid {old}\) ended with SIGKILL; it is replaced")
+    job.release("end")
+    job.end()
+    trained_once(job)
+
+
 def test_a_killed_worker_costs_no_shard(start: Start) -> None:
     """TensorFlow gives its steps to the other one: at least once. The replacement takes its address."""
     job = start(holds=[100])
@@ -120,16 +131,17 @@ def test_a_stopped_parameter_server_is_fenced_and_replaced(start: Start) -> None
     trained_once(job)
 
 
-def test_a_worker_whose_step_never_ends_is_replaced(start: Start, tmp_path: Path) -> None:
-    """It sends heartbeats, and a new chief would wait for it as well."""
+def test_workers_that_complete_no_step_are_replaced(start: Start, tmp_path: Path) -> None:
+    """They send heartbeats, and a new chief would wait for them as well. The steps since the checkpoint are redone."""
     gate = tmp_path / "closed"
     gate.touch()
-    job = start(ps=2, holds=[], hangs_at=120, gate=str(gate), watchdog_s=10.0)
+    job = start(ps=2, hangs_at=120, gate=str(gate), watchdog_s=20.0)
     job.says("no step was completed for .*: the workers are replaced")
     gate.unlink()  # before a replacement can begin the step
     job.says(r"worker \d failed: .*no step was completed.*; it is replaced")
     job.end()
-    assert len({row["pid"] for row in job.rows}) == 1, "the chief was not restarted"
+    trained_once(job)
+    assert {row["pid"] for row in job.rows} == {job.pid("chief")}
 
 
 def test_a_killed_chief_resumes_from_the_checkpoint(start: Start) -> None:
