@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 
-from tests.benchmarks import transformers_callback
+from tests.benchmarks import keras_callback, transformers_callback
 from tests.benchmarks.report import report
 
-MEASURED = (transformers_callback.measured,)
+MEASURED = (keras_callback.measured, transformers_callback.measured)
 """One function for each framework: given the number of steps, it returns conditions and figures."""
-BARS = {"callback_overhead_pct_transformers": 2.0}
+BARS = {"callback_overhead_pct_keras": 2.0, "callback_overhead_pct_transformers": 2.0}
 
 
 def main() -> int:

@@ -1,0 +1,49 @@
+"""What `ElasticCallback` costs a batch of Keras' `fit` on the torch backend, for `bench_callback`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"  # read when keras is imported
+
+import keras
+import numpy as np
+import torch
+
+from dlrover_hooks.integrations.keras import ElasticCallback
+from tests.benchmarks import turns
+
+BATCH, WIDTH = 64, 32
+
+
+class _Tells(keras.callbacks.Callback):
+    def __init__(self, clock: turns.Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._clock.step_ended()
+
+
+def measured(steps: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """See `turns.measured`."""
+    torch.set_num_threads(1)
+    logging.getLogger("dlrover_hooks").setLevel(logging.ERROR)
+    conditions, figures = turns.measured("keras", steps, _train)
+    return {"keras_version": keras.__version__, **conditions}, figures
+
+
+def _train(clock: turns.Clock, steps: int, hook: bool) -> None:
+    layers = [keras.layers.Dense(256, activation="relu") for _ in range(4)]
+    model = keras.Sequential([keras.layers.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-3), "mean_squared_error")
+    x = np.random.default_rng(0).normal(size=(BATCH * steps, WIDTH)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+    if not hook:
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[_Tells(clock)])
+        return
+    el = ElasticCallback(job=f"bench-{uuid.uuid4().hex[:8]}")
+    model.fit(el.data(x, y, batch_size=BATCH), verbose=0, callbacks=[_Tells(clock), el])
