@@ -1,4 +1,7 @@
-"""`fit_elastic` with a model of tf_keras: `python ps_fit.py PLAN LIVES`, see ps_chief.py."""
+"""`fit_elastic` with a model of tf_keras: `python ps_fit.py PLAN LIVES`, see ps_chief.py.
+
+With `gate`, each worker waits at its 20th batch for as long as that file exists.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Rows(tf.keras.callbacks.Callback):
         step = len(self.lives.read_text().splitlines()) + 1
         self.write(step=step)
         gate = self.lives.parent / f"go-{step}"
-        if step in self.plan["holds"] and not gate.exists():
+        if step in self.plan.get("holds", ()) and not gate.exists():
             self.write(holds=step)
             until(gate.exists, f"the file {gate.name}", 120.0)
 
@@ -43,10 +46,20 @@ def build_model() -> Any:
     return model
 
 
-def dataset_fn(context: Any) -> Any:
-    del context
+def dataset(gate: str) -> Any:
+    """Endless, in batches of 8."""
     x = tf.random.stateless_normal((64, 8), (1, 2))
-    return tf.data.Dataset.from_tensor_slices((x, tf.reduce_sum(x, 1))).repeat().batch(8)
+    batches = tf.data.Dataset.from_tensor_slices((x, tf.reduce_sum(x, 1))).repeat().batch(8)
+    if not gate:
+        return batches
+
+    def waits(number: Any, batch: tuple[Any, Any]) -> Any:
+        polls = tf.while_loop(
+            lambda _: (number == 20) & (tf.size(tf.io.matching_files(gate)) > 0), lambda n: [n + 1], [tf.constant(0)]
+        )[0]
+        return batch[0], batch[1] + tf.cast(tf.minimum(polls, 0), tf.float32)  # else TensorFlow leaves the loop out
+
+    return batches.enumerate().map(waits)
 
 
 def main() -> None:
@@ -55,11 +68,12 @@ def main() -> None:
     build = (lambda: __import__("keras").Sequential()) if plan.get("kind") == "keras" else build_model
     history = fit_elastic(
         build,
-        dataset_fn,
+        lambda _: dataset(plan.get("gate", "")),
         epochs=4,
         steps_per_epoch=60,
         save_to=str(lives.parent / "saved"),
         save_every=25,
+        watchdog_s=plan.get("watchdog_s", 120.0),
         callbacks=[rows],
     )
     rows.write(losses=history["loss"])

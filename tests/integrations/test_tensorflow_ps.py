@@ -218,6 +218,17 @@ def test_fit_of_tf_keras_goes_on_when_the_cluster_changes(start: Start) -> None:
     assert {row["pid"] for row in job.rows} == {job.pid("chief")}
 
 
+def test_fit_of_tf_keras_goes_on_when_workers_complete_no_step(start: Start, tmp_path: Path) -> None:
+    gate = tmp_path / "closed"
+    gate.touch()
+    job = start(chief=FIT, gate=str(gate), watchdog_s=20.0)
+    job.says("no step was completed for .*: the workers are replaced")
+    gate.unlink()
+    job.end()
+    losses = job.row("losses")["losses"]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
