@@ -38,7 +38,7 @@ def measured(steps: int) -> tuple[dict[str, Any], dict[str, float]]:
 
 def _train(clock: turns.Clock, steps: int, hook: bool) -> None:
     layers = [keras.layers.Dense(256, activation="relu") for _ in range(4)]
-    model = keras.Sequential([keras.layers.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
+    model: Any = keras.Sequential([keras.layers.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(1e-3), "mean_squared_error")
     x = np.random.default_rng(0).normal(size=(BATCH * steps, WIDTH)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
