@@ -119,10 +119,14 @@ class Progress:
         return self._current[1], self.yielded - number * self._micro_batches
 
     @property
+    def in_full_step(self) -> bool:
+        """True if the micro-batch last received is of a step of the whole global batch."""
+        return max(self.yielded - 1, 0) // self._micro_batches < self._full
+
+    @property
     def weight(self) -> float:
         """`Slice.weight` of `current`. Needed in each step, so that of a full step is computed without its slice."""
-        full = max(self.yielded - 1, 0) // self._micro_batches < self._full
-        return self._full_weight if full else self.current()[0].weight
+        return self._full_weight if self.in_full_step else self.current()[0].weight
 
     @property
     def step_ends(self) -> bool:

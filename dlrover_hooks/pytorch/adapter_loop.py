@@ -445,7 +445,7 @@ class TrainingLoop:
 
 def _refuse_evaluation(loader: ElasticLoader) -> None:
     """Raise UsageError if `loader` is iterated without gradients or steps, beyond a single peek."""
-    if loader.sampler.progress.peeked and not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and loader.sampler.progress.peeked:
         raise UsageError(
             f"loader {loader.name!r} is iterated without gradients, but it is a training loader: its place is that of "
             "the training, and each process has its own part of the samples",

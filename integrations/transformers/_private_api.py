@@ -56,8 +56,8 @@ class LoopEvents(Protocol):
         """`batches` for the count of labels."""
         ...
 
-    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
-        """Around the training step of one micro-batch."""
+    def micro_batch(self, inside: bool) -> None:
+        """The training step of the next micro-batch begins (True), or ends (False)."""
         ...
 
     def weighed(self, loss: Any, counted: Any) -> Any:
@@ -127,8 +127,11 @@ class _ElasticLoop(Trainer):
         return super()._get_num_items_in_batch(self.elastic.counted(batch_samples), device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.elastic.micro_batch():
+        self.elastic.micro_batch(True)
+        try:
             return super().training_step(*args, **kwargs)
+        finally:
+            self.elastic.micro_batch(False)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any

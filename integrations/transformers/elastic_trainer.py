@@ -10,7 +10,6 @@ Trainer gets a subclass of its class, whose methods turn the events of its loop 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -291,9 +290,10 @@ class ElasticTraining:
         """`batches` for the count of labels."""
         return self._weights.counted(batches) if self._weights is not None else batches
 
-    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
-        """Around the training step of one micro-batch."""
-        return self._weights.micro_batch() if self._weights is not None else contextlib.nullcontext()
+    def micro_batch(self, inside: bool) -> None:
+        """The training step of the next micro-batch begins (True), or ends (False)."""
+        if self._weights is not None:
+            self._weights.micro_batch(inside)
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss for `backward`."""

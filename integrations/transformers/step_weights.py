@@ -5,7 +5,6 @@ Trainer fetches all micro-batches of a step before the first forward, so the wei
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +25,7 @@ class StepWeights:
 
     def __init__(self, trainer: Trainer, loader: ElasticLoader | EvenLoader) -> None:
         self._trainer, self._loader = trainer, loader
+        self._even, self._progress, self._full_scale = not isinstance(loader, EvenLoader), loader.sampler.progress, 0.0
         self._scales: list[float] = []
         self._number = -1
         self._inside = self._fetched = False
@@ -34,22 +34,27 @@ class StepWeights:
         """The batches of one step."""
         self._scales, self._number, self._fetched = [], -1, True
         for batch in batches:
-            self._scales.append(mean_scale(self._loader))
+            self._scales.append(self._scale())
             yield batch
+
+    def _scale(self) -> float:
+        """The weight of the batch last received. In full steps of an even plan it is always the same."""
+        if not (self._even and self._progress.in_full_step):
+            return mean_scale(self._loader)
+        if not self._full_scale:
+            self._full_scale = mean_scale(self._loader)
+        return self._full_scale
 
     @property
     def ghost(self) -> bool:
         """True if the current micro-batch only repeats one, so that ranks do not differ in their number of batches."""
         return self._number >= 0 and self._scales[self._number] == 0.0
 
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Around the training step of the next micro-batch."""
-        self._number, self._inside = self._number + 1, True
-        try:
-            yield
-        finally:
-            self._inside = False
+    def micro_batch(self, inside: bool) -> None:
+        """The training step of the next micro-batch begins (True), or ends (False)."""
+        self._inside = inside
+        if inside:
+            self._number += 1
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""
@@ -64,7 +69,7 @@ class StepWeights:
     def counted(self, batches: list[Any]) -> list[Any]:
         """`batches` for the count of labels: those that only repeat one have none. Not for evaluations."""
         fetched, self._fetched = self._fetched, False
-        if not fetched:
+        if not fetched or 0.0 not in self._scales:
             return batches
         return [
             _without_labels(batch) if scale == 0.0 else batch

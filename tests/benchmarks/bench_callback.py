@@ -1,8 +1,9 @@
 """What a framework's callback costs a training step of about 5 ms: `make bench-callback`.
 
 One process trains with the callback and without it, in turn, so that a busy machine hurts both alike. A figure is the
-CPU time of the training thread: with the callback beyond that without, in per cent. Saves are as often as by default.
-Writes build/bench/callback.json. BENCH_ARGS: `--steps N` of each way (600).
+CPU time of the training thread: with the callback beyond that without, in per cent. Saves are as often as by default,
+and their cost is shared out to the steps.
+Writes build/bench/callback.json. BENCH_ARGS: `--steps N` of each way on each of two threads (900).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BARS = {"callback_overhead_pct_keras": 2.0, "callback_overhead_pct_transformers"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench-callback", description=__doc__)
-    parser.add_argument("--steps", type=int, default=600, help="of each way of training")
+    parser.add_argument("--steps", type=int, default=900, help="of each way of training, on each of two threads")
     given = parser.parse_args()
     conditions, found = dict[str, object](), dict[str, float]()
     for measured in MEASURED:

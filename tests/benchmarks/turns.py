@@ -1,4 +1,4 @@
-"""Two ways of training in one process, a step each in turn, so that a busy machine hurts both alike."""
+"""Two ways of training in one process, some steps each in turn, so that a busy machine hurts both alike."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-FIRST, TURN_S = 30, 60.0
-"""Steps at the start that are left out; timeout of one turn."""
+from dlrover_hooks.checkpoint.save.schedule import StepPace
+from dlrover_hooks.session import Session
+
+TURN = 60
+"""Steps of one turn. A save falls into most turns: what it costs is shared out to their steps."""
+TURN_S = 120.0
+"""Timeout of one turn."""
 
 
 class _Turns:
-    """Lets two threads make a step each, in turn."""
+    """Lets two threads train in turn."""
 
     def __init__(self) -> None:
         self._changed, self._next, self._over = threading.Condition(), 0, False
@@ -35,58 +40,80 @@ class _Turns:
 
 
 class Clock:
-    """CPU seconds of this thread, and wall seconds, from one turn of the step's end to that of the next."""
+    """CPU seconds of this thread, and wall seconds, of a step: the mean of each turn."""
 
     def __init__(self, turns: _Turns, mine: int) -> None:
-        self._turns, self._mine, self._begun = turns, mine, (0.0, 0.0)
+        self._turns, self._mine, self._steps, self._begun = turns, mine, 0, (0.0, 0.0)
         self.cpu_s, self.wall_s = list[float](), list[float]()
+        self.session: Callable[[], Session | None] = lambda: None
+        """The session of the training, if it has one: the other one's turn is no part of its steps."""
 
     def step_ended(self) -> None:
         """To be called by the training at the end of each step."""
-        self.cpu_s.append(time.thread_time() - self._begun[0])
-        self.wall_s.append(time.perf_counter() - self._begun[1])
+        self._steps += 1
+        if self._steps % TURN:
+            return
+        self.cpu_s.append((time.thread_time() - self._begun[0]) / TURN)
+        self.wall_s.append((time.perf_counter() - self._begun[1]) / TURN)
         self._turns.hand_over(self._mine)
         self._turns.wait(self._mine)
+        if (session := self.session()) is not None:
+            session._pace = StepPace()
         self._begun = time.thread_time(), time.perf_counter()
 
 
-def measured(
-    name: str, steps: int, train: Callable[[Clock, int, bool], object]
-) -> tuple[dict[str, Any], dict[str, float]]:
+Train = Callable[[Clock, int, bool], object]
+"""Makes so many steps, with the hook or without it."""
+
+
+def measured(name: str, steps: int, train: Train) -> tuple[dict[str, Any], dict[str, float]]:
     """The conditions, and the cost of the hook in per cent of the CPU time of a step without it.
+
+    Both ways are there twice, once on each thread: where a training lies in the process shifts its steps by a per cent.
 
     Args:
         name: of the framework, for the names of the figures.
-        steps: of each way, beside the first ones.
-        train: makes so many steps, with the hook or without it.
+        steps: of each way on each thread, beside the first turn.
+        train: called on the main thread and on another one.
     """
+    more, without, walls = list[float](), list[float](), (list[float](), list[float]())
+    for hooked in (0, 1):
+        clocks = _both(steps, train, hooked)
+        plain, hook = clocks[1 - hooked], clocks[hooked]
+        more.append(statistics.median(b - a for a, b in zip(plain.cpu_s[1:], hook.cpu_s[1:], strict=True)))
+        without += plain.cpu_s[1:]
+        for wall, clock in zip(walls, (plain, hook), strict=True):
+            wall.extend(clock.wall_s[1:])
+    step_s, hook_s = statistics.median(without), statistics.mean(more)
+    conditions = {
+        f"{name}_steps": steps,
+        f"{name}_step_ms": step_s * 1e3,
+        f"{name}_step_wall_ms": statistics.median(walls[0]) * 1e3,
+        f"{name}_hook_step_wall_ms": statistics.median(walls[1]) * 1e3,
+        f"{name}_hook_us": hook_s * 1e6,
+        f"{name}_hook_us_by_thread": [round(one * 1e6) for one in more],
+    }
+    return conditions, {f"callback_overhead_pct_{name}": 100 * hook_s / step_s}
+
+
+def _both(steps: int, train: Train, hooked: int) -> tuple[Clock, Clock]:
+    """The clocks of the main thread's training and of the other thread's. `hooked`: which of them has the hook."""
     turns, failures = _Turns(), list[BaseException]()
     clocks = Clock(turns, 0), Clock(turns, 1)
 
     def one(mine: int) -> None:
         try:
             turns.wait(mine)
-            train(clocks[mine], FIRST + steps, mine == 1)
+            train(clocks[mine], TURN + steps, mine == hooked)
         except BaseException as error:
             failures.append(error)
         finally:
             turns.end()
 
-    plain = threading.Thread(target=one, args=(0,))
-    plain.start()
-    one(1)  # on the main thread, as a training script would
-    plain.join(TURN_S)
+    other = threading.Thread(target=one, args=(1,))
+    other.start()
+    one(0)
+    other.join(TURN_S)
     if failures:
         raise failures[0]
-    without, hooked = (clock.cpu_s[FIRST:] for clock in clocks)
-    more = [b - a for a, b in zip(without, hooked, strict=True)]
-    step_s = statistics.median(without)
-    conditions = {
-        f"{name}_steps": len(hooked),
-        f"{name}_step_ms": step_s * 1e3,
-        f"{name}_step_wall_ms": statistics.median(clocks[0].wall_s[FIRST:]) * 1e3,
-        f"{name}_hook_step_wall_ms": statistics.median(clocks[1].wall_s[FIRST:]) * 1e3,
-        f"{name}_hook_us": statistics.median(more) * 1e6,
-        f"{name}_hook_mean_us": statistics.mean(more) * 1e6,
-    }
-    return conditions, {f"callback_overhead_pct_{name}": 100 * statistics.median(more) / step_s}
+    return clocks

@@ -32,7 +32,7 @@ STALL = 0.035
 """CheckFreq's bound (FAST'21): saving may delay training by 3.5 %."""
 FINEST_S = 1e-9
 """Shorter times are raised to this, so that quotients stay finite."""
-OFTEN_S = 0.25
+OFTEN_S = 0.5
 """Shortest time between saves with "auto". A restart costs a multiple of it even if no step has to be repeated."""
 SAMPLES = 33
 """Timings are the median of at most so many reports."""
@@ -412,7 +412,10 @@ def _measure(saves: CheckpointVotes, event: Vote) -> None:
 
 
 def _every(saves: CheckpointVotes, settings: Settings) -> int:
-    """Steps between saves; changed only if it is off by more than a factor of two."""
+    """Steps between saves. Changed only if it is too small by a quarter, or too large by a factor of two.
+
+    Until all ranks have received a change, some of them save other steps than the rest.
+    """
     if isinstance(settings.save_every, int):
         return settings.save_every
     if not saves.step_times or (settings.save_every == "auto" and not saves.copy_times):
@@ -425,7 +428,7 @@ def _every(saves: CheckpointVotes, settings: Settings) -> int:
         wanted = round(min(seconds(settings.save_every) / step_s, LARGEST_EVERY))
     wanted = max(1, wanted)
     current = saves.cadence.every
-    return current if current and current <= 2 * wanted and wanted <= 2 * current else wanted
+    return current if current and current <= 2 * wanted and wanted <= 1.25 * current else wanted
 
 
 def seconds(text: str) -> float:

@@ -10,7 +10,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core import heartbeats, job_registry
-from dlrover_hooks.master.core.checkpoints import restore_sources
+from dlrover_hooks.master.core.checkpoints import restore_sources, save_votes
 from dlrover_hooks.master.core.events import Key
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job
@@ -236,7 +236,7 @@ def test_cadence_of_time() -> None:
     assert master.call(vote(0, 1, step_s=0.1, copy_s=0.07)).cadence == p.Cadence(every=20)
     assert master.call(vote(1, 1, step_s=0.1, copy_s=0.08)).cadence == p.Cadence(every=20)
     quick = training()
-    assert quick.call(vote(0, 1, step_s=0.002, copy_s=0.0002)).cadence.every == 125, "a save each 0.25 s is enough"
+    assert quick.call(vote(0, 1, step_s=0.002, copy_s=0.0002)).cadence.every == 250, "a save each 0.5 s is enough"
     master.advance(9.0)
     for _ in range(6):
         for worker in ("w0", "w1"):
@@ -247,6 +247,19 @@ def test_cadence_of_time() -> None:
     assert timed.call(vote(0, 1, step_s=0.1)).cadence.every == 50
     with pytest.raises(BadRequest, match="90s"):
         training(save_every="soon")
+
+
+def test_the_interval_of_auto_follows_the_steps() -> None:
+    """The first steps of a process are slow: an interval that fits them would save twice as often as is wanted."""
+    master = training()
+
+    def every(step_s: float) -> int:
+        return [master.call(vote(0, 1, step_s=step_s, copy_s=1e-4)).cadence.every for _ in range(save_votes.SAMPLES)][-1]
+
+    assert every(0.1) == 5
+    assert every(0.06) == 9
+    assert every(0.1) == 9, "less often than wanted, by less than a factor of two"
+    assert every(0.2) == 3
 
 
 def test_a_run_is_durable_after_its_first_minute() -> None:
