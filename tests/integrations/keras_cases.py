@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,37 @@ class Noisy(keras.utils.PyDataset):
         return x, self._y[ids]
 
 
+def drawn(x: Any, y: Any) -> Any:
+    """Epochs that draw their order and noise from NumPy's global generator."""
+
+    def make_batches() -> Iterator[Any]:
+        order = np.random.permutation(SAMPLES)
+        for at in range(0, SAMPLES, BATCH):
+            ids = order[at : at + BATCH]
+            rows = x[ids]
+            rows[:, 1:] += 0.01 * np.random.standard_normal((len(ids), 4)).astype("float32")
+            yield rows, y[ids]
+
+    return make_batches
+
+
+def numbered(x: Any, y: Any) -> Any:
+    """Epochs whose order is a function of their number."""
+
+    def make_batches(epoch: int) -> Iterator[Any]:
+        order = np.random.default_rng([7, epoch]).permutation(SAMPLES)
+        return ((x[ids], y[ids]) for ids in np.split(order, range(BATCH, SAMPLES, BATCH)))
+
+    return make_batches
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws from the generator that `drawn` draws from."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        np.random.rand(3)
+
+
 class Breaker(keras.callbacks.Callback):
     """Ends the run behind step `at`, by an exception or by SIGKILL."""
 
@@ -128,8 +160,15 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
         keras.callbacks.EarlyStopping("val_loss", patience=4, min_delta=0.01),
         Breaker(el, crash, kill=given["kill"]),
     ]
+    batches = -(-SAMPLES // BATCH)
     if given["data"] == "dataset":
         data = el.data(Noisy(x, y))
+    elif given["data"] == "drawn":
+        data = el.data(drawn(x, y), batches=batches)
+        if keras.backend.backend() != "tensorflow":  # which draws while it reads ahead
+            beside.append(Draws())
+    elif given["data"] == "numbered":
+        data = el.data(numbered(x, y), batches=batches)
     elif given["data"] == "weighted":
         data = el.data(x, y, np.linspace(0.5, 1.5, SAMPLES, dtype="float32"), batch_size=given["batch"])
     else:

@@ -70,8 +70,11 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ("backend", "data"),
     [
         ("torch", "arrays"),
+        ("torch", "drawn"),
         *(deep(backend, data) for backend in ("jax", "tensorflow") for data in ("arrays", "weighted")),
         *(deep(backend, "dataset") for backend in ("torch", "jax")),  # TensorFlow reads ahead, in threads of its own
+        *(deep(backend, "drawn") for backend in ("jax", "tensorflow")),
+        *(deep(backend, "numbered") for backend in ("torch", "jax", "tensorflow")),
     ],
     indirect=["backend"],
 )
