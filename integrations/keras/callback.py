@@ -108,11 +108,12 @@ class KerasElasticCallback(keras.callbacks.Callback):
             x, y, sample_weight: as for `fit`: arrays, or nested lists and dicts of arrays. Or `x` is a `PyDataset` of a
                 known number of batches, whose batch `i` is the same in every epoch. Or a function that returns an
                 iterator over the batches of one epoch, each as Keras takes it: `x`, `(x, y)` or
-                `(x, y, sample_weight)`. If it has a parameter `epoch`, it gets the number of the epoch, from 0.
+                `(x, y, sample_weight)`. If it has a parameter `epoch`, it gets the number of the epoch, from 0. Or a
+                finite `tf.data.Dataset` of batches, whose order is the same in every process.
             batch_size: samples of a batch, over all workers; a `PyDataset` or a function has its own.
             shuffle: another order in every epoch: of the samples, or of the batches of a `PyDataset`.
             seed: of the order.
-            batches: how many of them an epoch of the function has.
+            batches: how many of them an epoch of the function has, or of a `tf.data.Dataset` that does not know it.
         """
         if self._batches is not None and not self._begun:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Training data that is read from the beginning of each epoch: a function that returns an iterator over batches.
+"""Training data that is read from the beginning of each epoch: functions that return an iterator, `tf.data` datasets.
 
 An epoch that is resumed in the middle is read again up to there. What it draws from the global random generators is
 drawn again, too: their state at the beginning of the epoch is part of the checkpoint.
@@ -12,11 +12,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from dlrover_hooks import rng
 from dlrover_hooks.data.session_datasets import DatasetPosition
 from dlrover_hooks.data.step_indices import StepIndices
-from dlrover_hooks.errors import UsageError
+from dlrover_hooks.errors import DataMismatch, UsageError
 from dlrover_hooks.integrations.keras.batches import ElasticBatches, rows_of
+from dlrover_hooks.integrations.keras.tensor_datasets import DatasetReader, is_tensor_dataset
 
 log = logging.getLogger("dlrover_hooks")
 
@@ -30,6 +33,12 @@ class EpochReader(Protocol):
 
     count: int
     name: str
+    order: Any
+    """What else determines the order, to be compared with that of the first start. Plain values."""
+
+    def look(self) -> Iterator[Any]:
+        """Some epoch, for the shapes of its batches. Called once, before `open`."""
+        ...
 
     def open(self, epoch: int, at: int) -> Iterator[Any]:
         """The batches of `epoch` from number `at` on."""
@@ -50,7 +59,7 @@ class FunctionReader:
                 f"batches={batches}: {self.name} does not say how many batches an epoch has",
                 hint="el.data(make_batches, batches=N)",
             )
-        self.count, self._function, self._last = batches, function, None
+        self.count, self.order, self._function, self._last = batches, [], function, None
         self._numbered = "epoch" in (found := inspect.signature(function).parameters)
         needed = [name for name, one in found.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
         if set(needed) - {"epoch"}:
@@ -58,6 +67,9 @@ class FunctionReader:
                 f"{self.name} needs the arguments {', '.join(needed)}",
                 hint="give a function without arguments, or with one that is called epoch",
             )
+
+    def look(self) -> Iterator[Any]:
+        return self.open(0, 0)
 
     def open(self, epoch: int, at: int) -> Iterator[Any]:
         found = self._function(epoch=epoch) if self._numbered else self._function()
@@ -81,7 +93,9 @@ def reader_of(x: Any, batches: int | None) -> EpochReader | None:
 
     Raises UsageError for data that can be read only once, and for `batches` where it says nothing.
     """
-    if hasattr(x, "__next__") or hasattr(x, "as_numpy_iterator") or hasattr(x, "dataset"):
+    if is_tensor_dataset(x):
+        return DatasetReader(x, batches)
+    if hasattr(x, "__next__") or hasattr(x, "dataset"):
         raise UsageError(
             f"{type(x).__module__}.{type(x).__qualname__} has no positions to resume at",
             hint="give a function that creates it: el.data(make_batches, batches=N); or arrays, or a "
@@ -107,7 +121,7 @@ class StreamedBatches(ElasticBatches):
         super().__init__(StepIndices(reader.count, 1, shuffle=False), rank, world_size, before_fetch)
         self._reader = reader
         random = rng.capture()
-        self._peeked = list(itertools.islice(reader.open(0, 0), min(_PEEKED, reader.count)))
+        self._peeked = list(itertools.islice(reader.look(), min(_PEEKED, reader.count)))
         rng.restore(random)
         if not self._peeked:
             raise UsageError(f"{reader.name} returned no batches", hint="return an iterator over the batches")
@@ -130,7 +144,7 @@ class StreamedBatches(ElasticBatches):
             self._begin(*place)
         elif self._next != place:
             self._read_again(*place, drawn_here)
-        return rows_of(self._following(*place), self._share)
+        return self._rows(self._following(*place))
 
     # ---- the position in a cut: see `DatasetPosition` ---------------------------------------------------------------
 
@@ -146,11 +160,17 @@ class StreamedBatches(ElasticBatches):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the random state at the beginning of its epoch."""
-        state = self.steps.state_dict()
+        state = self.steps.state_dict() | {"seeds": self._reader.order}
         return state if self._began is None else state | {"began": {"epoch": self._began[0], "rng": self._began[1]}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataMismatch for another number of batches, Corrupt for a random state that cannot be used."""
+        """Raises DataMismatch for another number of batches or order, Corrupt for a random state without sense."""
+        if state.get("seeds") != self._reader.order:
+            raise DataMismatch(
+                f"{self._reader.name} is shuffled with the seeds {self._reader.order}, at the first start "
+                f"{state.get('seeds')}",
+                hint="shuffle with the seed of the first start, or start over (resume='never')",
+            )
         self.steps.load_state_dict(state)
         self._next, self._began = (-1, -1), None
         if "began" in state:
@@ -165,7 +185,11 @@ class StreamedBatches(ElasticBatches):
                 f"the batches of {self._reader.name} are read without their callback",
                 hint="model.fit(el.data(...), callbacks=[el])",
             )
-        return rows_of(self._peeked[number], self._share)
+        return self._rows(self._peeked[number])
+
+    def _rows(self, batch: Any) -> tuple[Any, float]:
+        batch = batch if isinstance(batch, (tuple, list, dict, np.ndarray)) else (batch,)
+        return rows_of(batch, self._share) if self._world_size > 1 else (batch, 1.0)
 
     def _begin(self, epoch: int, at: int) -> None:
         self._began = epoch, rng.capture()

@@ -39,7 +39,7 @@ SAMPLES, BATCH, EPOCHS = 45, 8, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 GIVEN: dict[str, Any] = {
     "data": "arrays", "spe": 1, "epochs": EPOCHS, "policy": "float32", "shared": {}, "kill": False,
-    "class_weight": False, "width": 8, "plain": False, "batch": BATCH,
+    "class_weight": False, "width": 8, "plain": False, "batch": BATCH, "batches": None,
 }  # fmt: skip
 
 
@@ -109,6 +109,24 @@ def numbered(x: Any, y: Any) -> Any:
     return make_batches
 
 
+def tensors(x: Any, y: Any, form: str) -> Any:
+    """A `tf.data.Dataset`; `form` names what is done to it."""
+    import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
+
+    found = tf.data.Dataset.from_tensor_slices((x, y))
+    if form == "uncached":
+        return found.shuffle(SAMPLES, seed=5).cache().batch(BATCH)
+    if form == "unseeded":
+        tf.random.set_seed(None)
+    seed = None if form in ("unseeded", "global") else 5
+    found = found.cache().shuffle(SAMPLES, seed=seed).batch(BATCH).prefetch(2)
+    if form == "quick":
+        options = tf.data.Options()
+        options.deterministic = False
+        return found.with_options(options)
+    return {"filtered": found.filter(lambda rows, labels: True), "endless": found.repeat()}.get(form, found)
+
+
 class Draws(keras.callbacks.Callback):
     """Draws from the generator that `drawn` draws from."""
 
@@ -167,6 +185,8 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
         data = el.data(drawn(x, y), batches=batches)
         if keras.backend.backend() != "tensorflow":  # which draws while it reads ahead
             beside.append(Draws())
+    elif given["data"].startswith("tf"):
+        data = el.data(tensors(x, y, given["data"].partition(".")[2]), batches=given["batches"])
     elif given["data"] == "numbered":
         data = el.data(numbered(x, y), batches=batches)
     elif given["data"] == "weighted":

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.errors import Corrupt, UsageError
+from dlrover_hooks.errors import Corrupt, DataMismatch, UsageError
 from dlrover_hooks.integrations.keras import ElasticCallback, _private_api as private, callback_state, model_state
 from dlrover_hooks.integrations.keras.data_parallel import DataParallel
 from tests import ranks
@@ -117,6 +117,17 @@ def test_a_function_is_read_with_its_callback_only(el: ElasticCallback) -> None:
     """Without it the epoch is not known."""
     with pytest.raises(UsageError, match=r"(?s)read without their callback.*callbacks=\[el\]"):
         model().fit(el.data(lambda: [(X, Y)] * 4, batches=4), verbose=0)
+
+
+def test_the_position_of_data_with_other_seeds(el: ElasticCallback) -> None:
+    """A `tf.data` dataset knows those of its shuffles, a function has none."""
+    data: Any = el.data(lambda: [(X, Y)], batches=1)
+    saved = data.state_dict()
+    data.load_state_dict(saved)
+    with pytest.raises(DataMismatch, match=r"the seeds \[\], at the first start \[\[1, 5\]\]"):
+        data.load_state_dict(saved | {"seeds": [[1, 5]]})
+    with pytest.raises(Corrupt, match="the saved random state cannot be used"):
+        data.load_state_dict(saved | {"began": {"epoch": 0, "rng": {"python": 5}}})
 
 
 def test_a_dataloader_is_read_by_a_function(job: str) -> None:
