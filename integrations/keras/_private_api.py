@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -48,3 +48,21 @@ def begin_at(model: keras.Model, epoch: int | None) -> None:
     Keras' own `BackupAndRestore` does the same.
     """
     model._initial_epoch = epoch
+
+
+class Shuffle(NamedTuple):
+    """A shuffle of a `tf.data.Dataset`. `each_time`: in another order in each iteration. `cached`: by `cache`."""
+
+    seeds: tuple[int, int]
+    each_time: bool
+    cached: bool
+
+
+def shuffles(dataset: Any, cached: bool = False) -> list[Shuffle]:
+    """Those of a `tf.data.Dataset` and of its inputs, as far as they can be found."""
+    cached = cached or type(dataset).__name__ == "CacheDataset"
+    found = [one for below in dataset._inputs() for one in shuffles(below, cached)]
+    if type(dataset).__name__ == "_ShuffleDataset":
+        seeds = int(dataset._seed), int(dataset._seed2)
+        found.append(Shuffle(seeds, bool(dataset._reshuffle_each_iteration), cached))
+    return found

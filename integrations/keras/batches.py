@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from dlrover_hooks.data.feistel import Indices
+from dlrover_hooks.data.session_datasets import DatasetPosition
 from dlrover_hooks.data.step_indices import Share, StepIndices, share
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import _private_api as private
@@ -59,31 +60,40 @@ class BatchSource:
         self.count = int(count)
 
     def take(self, ids: Indices, share_of: Callable[[int], Share]) -> tuple[Any, float]:
-        batch = self._dataset[int(ids[0])]
-        lo, hi, weight = share_of(len(keras.tree.flatten(batch)[0]))
-        return (batch if weight == 1.0 else keras.tree.map_structure(lambda array: array[lo:hi], batch)), weight
+        return rows_of(self._dataset[int(ids[0])], share_of)
+
+
+def rows_of(batch: Any, share_of: Callable[[int], Share]) -> tuple[Any, float]:
+    """This rank's rows of a whole batch, and their weight in it."""
+    lo, hi, weight = share_of(len(keras.tree.flatten(batch)[0]))
+    return (batch if weight == 1.0 else keras.tree.map_structure(lambda array: array[lo:hi], batch)), weight
 
 
 class ElasticBatches(keras.utils.PyDataset):
     """What `ElasticCallback.data` returns, for `fit`.
 
     Args:
-        source: the data.
         steps: which samples belong to which step.
         rank, world_size: of this process.
-        before_fetch: called before a batch is read, by the thread that reads it.
+        before_fetch: called before a batch is read, by the thread that reads it. Returns whether that is the training
+            thread.
     """
 
     weight = 1.0
     """Share of this rank's rows in the batch that was read last."""
 
-    def __init__(
-        self, source: IndexedSource, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], object]
-    ) -> None:
+    def __init__(self, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
         super().__init__()  # one worker: the batches are requested in order
         self.steps = steps
-        self._source, self._rank, self._world_size, self._before_fetch = source, rank, world_size, before_fetch
+        self.training = False
+        """Set by the callback when its training begins."""
+        self._rank, self._world_size, self._before_fetch = rank, world_size, before_fetch
         self._fetched = 0
+
+    @property
+    def position(self) -> DatasetPosition:
+        """What a cut holds of the data."""
+        return self.steps
 
     @property
     def num_batches(self) -> int:
@@ -99,23 +109,43 @@ class ElasticBatches(keras.utils.PyDataset):
         del index  # `fit` shuffles the indices by default; the order is that of `steps`
         number = self._fetched
         self._fetched += 1
-        self._before_fetch()
-        batch, self.weight = self._take(number)
+        batch, self.weight = self._read(number)
         return batch
 
     def first(self) -> Any:
-        """The batch at the position, without counting it."""
-        return self._take(0)[0]
+        """A batch for its shapes, without counting it."""
+        raise NotImplementedError
 
-    def _take(self, number: int) -> tuple[Any, float]:
-        ids = self.steps.indices(number)
-        return self._source.take(ids, lambda rows: share(rows, self._rank, self._world_size))
+    def _read(self, number: int) -> tuple[Any, float]:
+        """This rank's rows of batch `number` since the epoch began here, and their weight."""
+        raise NotImplementedError
+
+    def _share(self, rows: int) -> Share:
+        return share(rows, self._rank, self._world_size)
 
     def on_epoch_begin(self) -> None:
         """Called by Keras before the first batch of an epoch is requested."""
         self._fetched = 0
         self.steps.begin()
         private.set_epoch_length(self.steps.left)  # Keras has read it once, before the position was known
+
+
+class IndexedBatches(ElasticBatches):
+    """Batches of an `IndexedSource`; the other arguments are those of `ElasticBatches`."""
+
+    def __init__(
+        self, source: IndexedSource, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]
+    ) -> None:
+        super().__init__(steps, rank, world_size, before_fetch)
+        self._source = source
+
+    def first(self) -> Any:
+        """The batch at the position, without counting it."""
+        return self._source.take(self.steps.indices(0), self._share)[0]
+
+    def _read(self, number: int) -> tuple[Any, float]:
+        self._before_fetch()
+        return self._source.take(self.steps.indices(number), self._share)
 
 
 def _array(value: Any) -> Any:

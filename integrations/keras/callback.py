@@ -19,7 +19,8 @@ from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.data.step_indices import StepIndices
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import _private_api as private, callback_state, model_state
-from dlrover_hooks.integrations.keras.batches import ArraySource, BatchSource, ElasticBatches
+from dlrover_hooks.integrations.keras.batches import ArraySource, BatchSource, ElasticBatches, IndexedBatches
+from dlrover_hooks.integrations.keras.streams import StreamedBatches, reader_of
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
 
@@ -99,15 +100,20 @@ class KerasElasticCallback(keras.callbacks.Callback):
         batch_size: int = 32,
         shuffle: bool = True,
         seed: int = 0,
+        batches: int | None = None,
     ) -> ElasticBatches:
         """The data for `fit`, in an order that a checkpoint can name a place in.
 
         Args:
             x, y, sample_weight: as for `fit`: arrays, or nested lists and dicts of arrays. Or `x` is a `PyDataset` of a
-                known number of batches, whose batch `i` is the same in every epoch.
-            batch_size: samples of a batch, over all workers; a `PyDataset` has its own.
+                known number of batches, whose batch `i` is the same in every epoch. Or a function that returns an
+                iterator over the batches of one epoch, each as Keras takes it: `x`, `(x, y)` or
+                `(x, y, sample_weight)`. If it has a parameter `epoch`, it gets the number of the epoch, from 0. Or a
+                finite `tf.data.Dataset` of batches, whose order is the same in every process.
+            batch_size: samples of a batch, over all workers; a `PyDataset` or a function has its own.
             shuffle: another order in every epoch: of the samples, or of the batches of a `PyDataset`.
             seed: of the order.
+            batches: how many of them an epoch of the function has, or of a `tf.data.Dataset` that does not know it.
         """
         if self._batches is not None and not self._begun:
             raise UsageError(
@@ -115,20 +121,28 @@ class KerasElasticCallback(keras.callbacks.Callback):
                 hint="give validation data to fit as it is",
             )
         self._begun = False
+        rows = x, y, sample_weight
+        self._batches = self._read_by_epochs(*rows, batches) or self._read_by_index(*rows, batch_size, shuffle, seed)
+        return self._batches
+
+    def _read_by_epochs(self, x: Any, y: Any, sample_weight: Any, batches: int | None) -> ElasticBatches | None:
+        """None: batch `i` of `x` can be read without those before it."""
+        reader = reader_of(x, batches)
+        if reader is None:
+            return None
+        _refuse_beside(x, y, sample_weight)
+        return StreamedBatches(reader, self._place.rank, self._place.world_size, self._before_fetch)
+
+    def _read_by_index(
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool, seed: int
+    ) -> ElasticBatches:
         if isinstance(x, keras.utils.PyDataset):
-            if y is not None or sample_weight is not None:
-                raise UsageError("y or sample_weight beside a PyDataset", hint="let the PyDataset return them")
+            _refuse_beside(x, y, sample_weight)
             source, size = BatchSource(x), 1
-        elif hasattr(x, "__next__") or hasattr(x, "as_numpy_iterator") or hasattr(x, "dataset"):
-            raise UsageError(
-                f"{type(x).__module__}.{type(x).__qualname__} has no positions to resume at",
-                hint="give arrays, or a keras.utils.PyDataset whose __getitem__(i) returns batch i",
-            )
         else:
             source, size = ArraySource(x, y, sample_weight), self.config.global_batch_size or batch_size
         steps = StepIndices(source.count, size, shuffle=shuffle, seed=seed)
-        self._batches = ElasticBatches(source, steps, self._place.rank, self._place.world_size, self._before_fetch)
-        return self._batches
+        return IndexedBatches(source, steps, self._place.rank, self._place.world_size, self._before_fetch)
 
     # ---- Keras' events ----------------------------------------------------------------------------------------------
 
@@ -140,8 +154,11 @@ class KerasElasticCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.config.disable:
+            if self._batches is not None:
+                self._batches.training = True
             return
         batches = self._check()
+        batches.training = True
         private.begin_at(self._fitted, None)
         if self._driver is not None:  # the last training ended with an exception
             self._driver.close(p.Departure.FAILED)
@@ -150,7 +167,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self._restored = restored = self._driver.start(check=model_state.check_state)
         try:
             self._check_batch(batches.steps, self._driver.session.restored_data(_PLACE))
-            self._driver.session.watch(_PLACE, batches.steps)
+            self._driver.session.watch(_PLACE, batches.position)
             if restored is not None:
                 self._resume(restored)
             if self._place.world_size > 1:
@@ -270,9 +287,11 @@ class KerasElasticCallback(keras.callbacks.Callback):
         parallel.begin()
         return parallel
 
-    def _before_fetch(self) -> None:
-        if self._driver is not None and threading.get_ident() == self._thread:  # TensorFlow reads in threads of its own
+    def _before_fetch(self) -> bool:
+        here = threading.get_ident() == self._thread  # TensorFlow reads in threads of its own
+        if here and self._driver is not None:
             self._driver.before_fetch(self.step)
+        return here
 
 
 def _checked(config: settings.Config) -> settings.Config:
@@ -282,3 +301,8 @@ def _checked(config: settings.Config) -> settings.Config:
             hint="leave snapshot out: each save is copied before the next batch",
         )
     return config
+
+
+def _refuse_beside(x: Any, y: Any, sample_weight: Any) -> None:
+    if y is not None or sample_weight is not None:
+        raise UsageError(f"y or sample_weight beside a {type(x).__name__}", hint="let it return them with each batch")

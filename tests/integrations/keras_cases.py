@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ SAMPLES, BATCH, EPOCHS = 45, 8, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 GIVEN: dict[str, Any] = {
     "data": "arrays", "spe": 1, "epochs": EPOCHS, "policy": "float32", "shared": {}, "kill": False,
-    "class_weight": False, "width": 8, "plain": False, "batch": BATCH,
+    "class_weight": False, "width": 8, "plain": False, "batch": BATCH, "batches": None,
 }  # fmt: skip
 
 
@@ -82,6 +83,55 @@ class Noisy(keras.utils.PyDataset):
         x = self._x[ids]
         x[:, 1:] += 0.01 * np.random.standard_normal((len(ids), 4)).astype("float32")
         return x, self._y[ids]
+
+
+def drawn(x: Any, y: Any) -> Any:
+    """Epochs that draw their order and noise from NumPy's global generator."""
+
+    def make_batches() -> Iterator[Any]:
+        order = np.random.permutation(SAMPLES)
+        for at in range(0, SAMPLES, BATCH):
+            ids = order[at : at + BATCH]
+            rows = x[ids]
+            rows[:, 1:] += 0.01 * np.random.standard_normal((len(ids), 4)).astype("float32")
+            yield rows, y[ids]
+
+    return make_batches
+
+
+def numbered(x: Any, y: Any) -> Any:
+    """Epochs whose order is a function of their number."""
+
+    def make_batches(epoch: int) -> Iterator[Any]:
+        order = np.random.default_rng([7, epoch]).permutation(SAMPLES)
+        return ((x[ids], y[ids]) for ids in np.split(order, range(BATCH, SAMPLES, BATCH)))
+
+    return make_batches
+
+
+def tensors(x: Any, y: Any, form: str) -> Any:
+    """A `tf.data.Dataset`; `form` names what is done to it."""
+    import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
+
+    found = tf.data.Dataset.from_tensor_slices((x, y))
+    if form == "uncached":
+        return found.shuffle(SAMPLES, seed=5).cache().batch(BATCH)
+    if form == "unseeded":
+        tf.random.set_seed(None)
+    seed = None if form in ("unseeded", "global") else 5
+    found = found.cache().shuffle(SAMPLES, seed=seed).batch(BATCH).prefetch(2)
+    if form == "quick":
+        options = tf.data.Options()
+        options.deterministic = False
+        return found.with_options(options)
+    return {"filtered": found.filter(lambda rows, labels: True), "endless": found.repeat()}.get(form, found)
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws from the generator that `drawn` draws from."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        np.random.rand(3)
 
 
 class Breaker(keras.callbacks.Callback):
@@ -128,8 +178,17 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
         keras.callbacks.EarlyStopping("val_loss", patience=4, min_delta=0.01),
         Breaker(el, crash, kill=given["kill"]),
     ]
+    batches = -(-SAMPLES // BATCH)
     if given["data"] == "dataset":
         data = el.data(Noisy(x, y))
+    elif given["data"] == "drawn":
+        data = el.data(drawn(x, y), batches=batches)
+        if keras.backend.backend() != "tensorflow":  # which draws while it reads ahead
+            beside.append(Draws())
+    elif given["data"].startswith("tf"):
+        data = el.data(tensors(x, y, given["data"].partition(".")[2]), batches=given["batches"])
+    elif given["data"] == "numbered":
+        data = el.data(numbered(x, y), batches=batches)
     elif given["data"] == "weighted":
         data = el.data(x, y, np.linspace(0.5, 1.5, SAMPLES, dtype="float32"), batch_size=given["batch"])
     else:

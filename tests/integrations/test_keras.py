@@ -70,15 +70,20 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ("backend", "data"),
     [
         ("torch", "arrays"),
+        ("torch", "drawn"),
         *(deep(backend, data) for backend in ("jax", "tensorflow") for data in ("arrays", "weighted")),
         *(deep(backend, "dataset") for backend in ("torch", "jax")),  # TensorFlow reads ahead, in threads of its own
+        *(deep(backend, "drawn") for backend in ("jax", "tensorflow")),
+        *(deep(backend, data) for backend in ("jax", "tensorflow") for data in ("tf", "tf.filtered", "tf.global")),
+        *(deep(backend, "numbered") for backend in ("torch", "jax", "tensorflow")),
     ],
     indirect=["backend"],
 )
 def test_broken_off_behind_every_step_it_is_the_undisturbed_run(lives: Lives, data: str) -> None:
     """Bit for bit: weights, optimizer, metrics of each epoch, learning rate, and the samples of each step."""
-    (calm,) = lives("calm", data=data)
-    broken = lives("broken", [*range(2, STEPS + 1), None], data=data)
+    given = {"data": data, "batches": 6 if data == "tf.filtered" else None}
+    (calm,) = lives("calm", **given)
+    broken = lives("broken", [*range(2, STEPS + 1), None], **given)
     assert calm["epochs"] == [0, 1, 2]
     assert [life["restored"] for life in broken] == [None, *range(1, STEPS)]
     assert all(life["crashed"] for life in broken[:-1])
@@ -142,3 +147,19 @@ def test_another_model_is_refused(lives: Lives) -> None:
     assert life["crashed"]
     (refused,) = lives("one", width=6)
     assert re.search(r"kernel has shape \(4, 6\), in the checkpoint \(4, 8\)", refused["why"])
+
+
+@pytest.mark.parametrize("backend", [deep("jax")], indirect=True)
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("endless", "is infinite.*leave .repeat"),
+        ("filtered", r"its cardinality is unknown.*el.data\(dataset, batches=N\)"),
+        ("unseeded", r"shuffled without a seed.*dataset.shuffle\(size, seed=1\)"),
+        ("quick", "deterministic=False"),
+        ("uncached", r"shuffled before it is cached.*dataset.cache\(\).shuffle"),
+    ],
+)
+def test_tensor_datasets_without_places_are_refused(lives: Lives, form: str, words: str) -> None:
+    (refused,) = lives(data=f"tf.{form}")
+    assert re.search(words, refused["why"], re.DOTALL)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover_hooks.errors import Corrupt, UsageError
+from dlrover_hooks.errors import Corrupt, DataMismatch, UsageError
 from dlrover_hooks.integrations.keras import ElasticCallback, _private_api as private, callback_state, model_state
 from dlrover_hooks.integrations.keras.data_parallel import DataParallel
 from tests import ranks
@@ -63,7 +64,8 @@ class Interrupts(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ((iter([(X, Y)]),), "has no positions to resume at"),
+        ((iter([(X, Y)]),), r"(?s)has no positions to resume at.*el.data\(make_batches, batches=N\)"),
+        ((lambda: iter([(X, Y)]),), "does not say how many batches an epoch has"),
         ((Endless(),), "endless"),
         ((X, Y[:5]), r"the arrays have \[5, 20\] samples"),
         ((X, None, Y), "sample_weight was given without y"),
@@ -72,6 +74,87 @@ class Interrupts(keras.callbacks.Callback):
 def test_data_without_places(el: ElasticCallback, data: tuple[Any, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         el.data(*data)
+
+
+@pytest.mark.parametrize(
+    ("data", "batches", "words"),
+    [
+        (X, 4, r"(?s)batches=4 beside a ndarray.*leave batches= out"),
+        (lambda: [], 1, r"<lambda>\(\) returned no batches"),
+        (lambda: [], 0, "batches=0"),
+        (lambda root, epoch: [], 1, r"<lambda>\(\) needs the arguments root, epoch"),
+    ],
+)
+def test_functions_that_give_no_epochs(el: ElasticCallback, data: Any, batches: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        el.data(data, batches=batches)
+    with pytest.raises(UsageError, match="y or sample_weight beside a function"):
+        el.data(lambda: [(X, Y)], Y, batches=1)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "words"),
+    [
+        ([4, 3], r"make_batches\(\) has 3 batches in epoch 1, not 4"),
+        ([4, 5], r"(?s)make_batches\(\) has more than 4 batches in epoch 1.*itertools.islice"),
+    ],
+)
+def test_epochs_of_another_length_than_said(el: ElasticCallback, epochs: list[int], words: str) -> None:
+    def make_batches(epoch: int) -> Any:
+        return ((X, Y) for _ in range(epochs[epoch]))
+
+    with pytest.raises(UsageError, match=words):
+        model().fit(el.data(make_batches, batches=4), epochs=2, callbacks=[el], verbose=0)
+
+
+def test_a_function_that_returns_the_same_iterator_again(el: ElasticCallback) -> None:
+    once = iter([(X, Y)] * 9)
+    with pytest.raises(UsageError, match="returned the same iterator twice"):
+        model().fit(el.data(lambda: once, batches=3), callbacks=[el], verbose=0)
+
+
+def test_a_function_is_read_with_its_callback_only(el: ElasticCallback) -> None:
+    """Without it the epoch is not known."""
+    with pytest.raises(UsageError, match=r"(?s)read without their callback.*callbacks=\[el\]"):
+        model().fit(el.data(lambda: [(X, Y)] * 4, batches=4), verbose=0)
+
+
+def test_the_position_of_data_with_other_seeds(el: ElasticCallback) -> None:
+    """A `tf.data` dataset knows those of its shuffles, a function has none."""
+    data: Any = el.data(lambda: [(X, Y)], batches=1)
+    saved = data.state_dict()
+    data.load_state_dict(saved)
+    with pytest.raises(DataMismatch, match=r"the seeds \[\], at the first start \[\[1, 5\]\]"):
+        data.load_state_dict(saved | {"seeds": [[1, 5]]})
+    with pytest.raises(Corrupt, match="the saved random state cannot be used"):
+        data.load_state_dict(saved | {"began": {"epoch": 0, "rng": {"python": 5}}})
+
+
+def test_a_dataloader_is_read_by_a_function(job: str) -> None:
+    """Its order is drawn from torch's generator where an epoch begins, and once more where it continues."""
+    pairs = list(zip(torch.arange(20.0), torch.zeros(20), strict=True))
+    seen: list[list[float]] = []
+
+    def fit(job: str, *beside: Any) -> list[list[float]]:
+        torch.manual_seed(3)
+        loader = torch.utils.data.DataLoader(pairs, 5, shuffle=True, collate_fn=rows)
+        el, now = ElasticCallback(job=job, save_every=1), len(seen)
+        data = el.data(lambda: loader, batches=4)
+        with contextlib.suppress(KeyboardInterrupt):
+            model().fit(data, epochs=2, callbacks=[el, *beside], verbose=0)
+        return seen[now:]
+
+    def rows(found: Any) -> Any:
+        ids = [float(one) for one, _ in found]
+        seen.append(ids)
+        return torch.tensor(ids).reshape(-1, 1).expand(-1, 3), torch.zeros(len(ids))
+
+    calm = fit(f"{job}-calm")
+    fit(job, Interrupts())
+    resumed = fit(job)
+    assert calm[-4:] == resumed[-4:]
+    assert calm[2:6] == resumed[2:6], "those before it are read again"
+    assert sorted(one for ids in calm[-4:] for one in ids) == list(range(20))
 
 
 def test_a_seed_out_of_range(el: ElasticCallback) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
+from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
 
 CASES = Path(__file__).with_name("keras_cases.py")
@@ -52,7 +53,7 @@ def near(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.deep  # the adapter contract has this proof for each framework
-@pytest.mark.parametrize("data", ["arrays", "dataset", "weighted"])
+@pytest.mark.parametrize("data", ["arrays", "dataset", "weighted", "drawn"])
 def test_broken_off_at_the_same_world_size_it_is_the_undisturbed_run(life: Life, data: str) -> None:
     """Bit for bit, with random layers and moving averages; and all ranks have the same model and history."""
     calm = life(2, "calm", data=data)
@@ -62,10 +63,11 @@ def test_broken_off_at_the_same_world_size_it_is_the_undisturbed_run(life: Life,
         assert differ(one, calm[0]) == []
 
 
-def test_from_two_to_one_to_three_it_is_the_run_of_one(life: Life) -> None:
+@pytest.mark.parametrize("data", ["arrays", deep("numbered")])
+def test_from_two_to_one_to_three_it_is_the_run_of_one(life: Life, data: str) -> None:
     """The same samples in each step, weighted equally also in the short last one; weights within 1e-6 (float32)."""
-    (single,) = life(1, "single", plain=True)
-    resized = [life(world, "resized", crash, plain=True) for world, crash in ((2, 5), (1, 11), (3, None))]
+    (single,) = life(1, "single", plain=True, data=data)
+    resized = [life(world, "resized", crash, plain=True, data=data) for world, crash in ((2, 5), (1, 11), (3, None))]
     assert [found[0]["restored"] for found in resized] == [None, 4, 10]
     for last in resized[-1]:
         assert last["trace"] == single["trace"]

@@ -8,7 +8,6 @@ The number of batches of a worker depends on its speed; all workers together get
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -17,13 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from dlrover_hooks import config as settings
 from dlrover_hooks.data.leased import step_agreement
 from dlrover_hooks.data.leased.applied_ranges import AppliedRanges
 from dlrover_hooks.data.leased.lease_client import LeaseCaller, LeaseClient
 from dlrover_hooks.data.leased.ledger_connection import LedgerClient, LedgerConnection, hold, let_go, own_line
 from dlrover_hooks.data.leased.loader_feed import Delivery, FeedSampler, LoaderFeed, shut_down, with_picks
-from dlrover_hooks.data.leased.shard_dataset import Read, ShardDataset, checked, stand_ins
+from dlrover_hooks.data.leased.loader_preconditions import checked
+from dlrover_hooks.data.leased.quarantine import tell_quarantined
+from dlrover_hooks.data.leased.shard_dataset import Read, ShardDataset, stand_ins
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.data.leased.step_agreement import Agreement
 from dlrover_hooks.data.optimizer_step_hook import mark_on_step
@@ -31,7 +31,6 @@ from dlrover_hooks.errors import DataMismatch, HooksError, ShardsFailed, UsageEr
 
 log = logging.getLogger(__name__)
 VERSION = 1
-_SHOWN = 20
 _AGAIN_S = 1.0
 
 
@@ -282,22 +281,7 @@ class LeasedLoader:
         self._epoch, self._begun, self._live = self._epoch + 1, False, None
         self._stop_borrowing()
         if quarantined:
-            self._tell(quarantined)
-
-    def _tell(self, quarantined: tuple[Any, ...]) -> None:
-        lost = sum(one.hi - one.lo for one in quarantined)
-        lines = [f"positions [{one.lo}, {one.hi}) {one.partition}: {one.reason}" for one in quarantined[:_SHOWN]]
-        if len(quarantined) > _SHOWN:
-            lines.append(f"and {len(quarantined) - _SHOWN} more ranges")
-        error = ShardsFailed(
-            f"dataset {self.name!r}: {lost} samples of this epoch could not be read and are in no model:\n"
-            + "\n".join(lines),
-            hint='mend or remove them; ShardDataset(..., on_error="warn") goes on without them',
-            quarantined=quarantined,
-        )
-        if settings.load(on_error=self.dataset.on_error).on_error == "raise":
-            raise error
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            tell_quarantined(self.dataset, quarantined)
 
     # ---- accounting -------------------------------------------------------------------------------------------------
 

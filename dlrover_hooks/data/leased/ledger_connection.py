@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from dlrover_hooks import config as settings, protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.data.leased import step_agreement
 from dlrover_hooks.data.leased.lease_client import LeaseCaller, LeaseClient, LeaseRequester
 from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.leased.sources import Stream
@@ -114,9 +113,11 @@ def own_line(dataset: ShardDataset, owner: object) -> LedgerConnection:
 
     It ends with `owner` or the process. Raises UsageError if several workers would each train on everything.
     """
+    from dlrover_hooks.data.leased import step_agreement  # imports torch
+
     config, incarnation = settings.load(), uuid.uuid4().hex
     if config.master is None:
-        return _alone(config, dataset, incarnation)
+        return _alone(config, dataset, incarnation, step_agreement.world_size())
     if not config.named:
         raise UsageError(
             f"dataset {dataset.name!r}: the master is known but not the job: each worker would train on everything",
@@ -127,8 +128,8 @@ def own_line(dataset: ShardDataset, owner: object) -> LedgerConnection:
     return LedgerConnection(client, config.job, incarnation, free=True, rank=step_agreement.rank())
 
 
-def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str) -> LedgerConnection:
-    workers = max(step_agreement.world_size(), settings.place().world_size)
+def _alone(config: settings.Config, dataset: ShardDataset, incarnation: str, ranks: int) -> LedgerConnection:
+    workers = max(ranks, settings.place().world_size)
     if workers > 1:
         raise UsageError(
             f"dataset {dataset.name!r}: {workers} workers need a master that lends it out, and none is known",

@@ -12,11 +12,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
-from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.leased.applied_ranges import LeasePart
 from dlrover_hooks.data.leased.lease_client import HeldLease, LeaseClient
@@ -24,6 +23,9 @@ from dlrover_hooks.data.leased.shard_dataset import Collated, Pick, Read, Readin
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.errors import ShardsFailed
 from dlrover_hooks.protocol import LedgerState
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 log = logging.getLogger(__name__)
 

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from dlrover_hooks.data.leased.sources import RecordSource, Stream, as_source
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.protocol import Partition
 
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    _Rows = Dataset[Any]
+else:
+    _Rows = object  # torch checks no dataset's class, and Keras leases shards without torch
+
 _TRACE_CHARS = 4000
 _REASON_CHARS = 500
 _STAND_INS = 32
 
 
-class ShardDataset(Dataset[Any]):
+class ShardDataset(_Rows):
     """Wraps a dataset: its samples are leased from the master instead of being split among ranks.
 
     Every sample is trained on once, by any free worker; what a dead worker had not acknowledged is lent out again. Make
@@ -131,46 +137,6 @@ def _check(dataset: ShardDataset) -> None:
         raise UsageError(f"a stream has one epoch, not {dataset.epochs}")
     if dataset.on_error not in (None, "raise", "warn"):
         raise UsageError(f"on_error={dataset.on_error!r} is unknown", hint='use "raise" or "warn"')
-
-
-def checked(loader: DataLoader[Any]) -> ShardDataset:
-    """The loader's ShardDataset. Raises UsageError for a loader that contradicts the leases."""
-    for wrong, why, advice in _REFUSALS:
-        if wrong(loader):
-            raise UsageError(f"a DataLoader over a ShardDataset: {why}", hint=advice)
-    dataset: Any = loader.dataset
-    return dataset
-
-
-def _other_sampler(loader: Any) -> bool:
-    if type(loader.sampler) is RandomSampler:
-        return loader.sampler.replacement
-    return type(loader.sampler) is not SequentialSampler
-
-
-_REFUSALS: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (
-        lambda loader: loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler,
-        "what a batch is must be said by batch_size",
-        "give batch_size=..., and grouping to the collate_fn",
-    ),
-    (
-        _other_sampler,
-        "the master decides who gets which sample, not a sampler",
-        "leave sampler= out; weights and subsets belong into the dataset (torch.utils.data.Subset)",
-    ),
-    (
-        lambda loader: type(loader.sampler) is RandomSampler and not loader.dataset.shuffle,
-        "shuffle=True contradicts ShardDataset(shuffle=False)",
-        "say it once, in ShardDataset",
-    ),
-    (lambda loader: loader.drop_last, "drop_last=True would drop samples at the end of each lease", "leave it out"),
-    (
-        lambda loader: not getattr(loader, "in_order", True),
-        "in_order=False hands batches out in any order: what is in the model would be unknown",
-        "use in_order=True (the default)",
-    ),
-)
 
 
 # ---- in DataLoader workers ------------------------------------------------------------------------------------------
