@@ -164,6 +164,13 @@ def test_version_is_the_same_in_both_places() -> None:
     assert f'__version__ = "{project()["project"]["version"]}"' in text
 
 
+def test_extras_name_one_tensorflow() -> None:
+    """tensorflow and tensorflow-cpu own the same files; tf-keras would bring the former beside the latter."""
+    extras = project()["project"]["optional-dependencies"]
+    named = {re.split("[ <>=;[]", one)[0] for extra in extras.values() for one in extra}
+    assert {name for name in named if name.startswith(("tensorflow", "tf"))} == {"tensorflow"}
+
+
 def test_gpu_facts_come_from_nvidia_ml_py() -> None:
     names = {re.split(r"[^A-Za-z0-9_-]", text)[0].lower() for text in project()["project"]["dependencies"]}
     assert "nvidia-ml-py" in names

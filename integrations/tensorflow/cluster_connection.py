@@ -84,7 +84,7 @@ class ClusterConnection:
             with self.strategy.scope():
                 program = build(self.strategy)
                 counter = tf.Variable(tf.constant(0, tf.int64), name=_STEP)
-            _check(program)
+            check_program(program)
         except BaseException:
             self.close()
             raise
@@ -113,7 +113,8 @@ class ClusterConnection:
         disconnect(self.coordinator)
 
 
-def _check(program: PSProgram) -> None:
+def check_program(program: PSProgram) -> None:
+    """Raises UsageError if it is none, or cannot work."""
     if not isinstance(program, PSProgram):
         raise UsageError(
             f"build(strategy) returned {type(program).__name__}", hint="return PSProgram(step, model=model, ...)"

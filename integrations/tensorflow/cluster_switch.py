@@ -25,12 +25,15 @@ from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import AGAIN
 from dlrover_hooks.ps.failure_kind import FailureKind, failure_kind, named_tasks
 from dlrover_hooks.ps.membership import ChiefMembership
+from dlrover_hooks.ps.reachability import unreachable
 
 log = logging.getLogger("dlrover_hooks")
 _REPORT_S = 3.0
 """The master usually knows of a lost server before the chief. After so long without news the chief reports it."""
 _STALLED = 0.8
 """Part of `watchdog_s` without progress, after which the workers are replaced: before the watchdog ends the chief."""
+_REACH_S = 10.0
+"""Limit for reaching all servers of a version."""
 _CONNECTS = 3
 """Failed connects in a row, after which the training ends with the error."""
 
@@ -165,6 +168,7 @@ class ClusterSwitch:
             cluster = self._await(version)
             version = cluster.version
             try:
+                self._reach(cluster)
                 connection = make(cluster)
                 break
             except tf.errors.OpError as error:
@@ -199,17 +203,28 @@ class ClusterSwitch:
             hint="dlrover-hooks scale --job JOB shows which tasks are missing; watchdog_s sets the limit",
         )
 
+    def _reach(self, cluster: p.PSCluster) -> None:
+        """Raises UnavailableError if a server of `cluster` cannot be reached, and no newer version is announced."""
+
+        def wait(seconds: float) -> bool:
+            self.alive()
+            return self._membership.newer(cluster.version, seconds) is not None
+
+        if problem := unreachable(cluster, min(_REACH_S, self._watchdog_s / 4), wait):
+            raise tf.errors.UnavailableError(None, None, problem)
+
     def lost(self, error: tf.errors.OpError) -> None:
         """A server was lost: see that the master knows. Raises `error` if it is one of the user's step."""
-        if _kind(error) is FailureKind.USER:
+        kind, version = _kind(error), self.cluster.version
+        if kind is FailureKind.USER:
             raise error
-        version = self.cluster.version
         log.warning("a server of cluster version %d was lost at step %d: %s", version, self._step(), first_line(error))
         if self.spent:
             self.start_again()
         if self._membership.newer(version, _REPORT_S) is None:
-            for kind, index in named_tasks(str(error)):
-                self._membership.report(version, p.NodeType(kind), index, first_line(error))
+            for task, index in named_tasks(str(error)):
+                if task == kind.value:  # the worker that met the loss of a parameter server is named, too
+                    self._membership.report(version, p.NodeType(task), index, first_line(error))
 
     def start_again(self) -> None:
         """End this process, whose memory and threads TensorFlow does not give back; the launcher starts it again."""
@@ -264,8 +279,8 @@ class ClusterSwitch:
     def _look_for_a_stall(self) -> None:
         """On a thread. Report all workers, and give the version up, after `_STALLED` of the watchdog's time.
 
-        After the loss of a parameter server a worker of TensorFlow 2.21 can wait without a limit in a call to it
-        (observed about once in 30 losses). That worker still sends heartbeats, and a new chief would wait for it, too.
+        A step of a worker can hang for reasons of its own, such as a file system that does not answer. That worker
+        still sends heartbeats, and a new chief would wait for it, too.
         """
         cluster, stalled_s = self.cluster, time.monotonic() - self._progress_at
         if not self._training or self._stalled == cluster.version or stalled_s < self._watchdog_s * _STALLED:

@@ -22,6 +22,12 @@ from dlrover_hooks.ps.membership import ServerMembership
 
 log = logging.getLogger("dlrover_hooks")
 _USAGE, _FAILED = 78, 1
+_THREADS = 64
+"""Threads that serve requests. TensorFlow has one for each core, and each step holds one on its worker until it ends.
+
+Workers hang with fewer threads than workers + 1 (TensorFlow's guide says so). After the loss of a parameter server the
+steps that were under way may keep theirs.
+"""
 
 
 def serve(config: Config, place: TaskPlace) -> int:
@@ -33,7 +39,10 @@ def serve(config: Config, place: TaskPlace) -> int:
     """
     kind, index = place.type.value, place.index
     cluster = tf.train.ClusterSpec({kind: {index: place.address}})
-    options = tf.compat.v1.ConfigProto(device_count={"GPU": 0} if kind == "ps" else {})
+    options = tf.compat.v1.ConfigProto(
+        device_count={"GPU": 0} if kind == "ps" else {},
+        inter_op_parallelism_threads=max(_THREADS, os.cpu_count() or 1),
+    )
     try:
         server = tf.distribute.Server(cluster, job_name=kind, task_index=index, protocol="grpc", config=options)
     except tf.errors.OpError as error:

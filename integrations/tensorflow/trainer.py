@@ -62,9 +62,10 @@ class PSTrainer:
             a request to the worker for each step.
         on_end: called with the program when all is trained and saved, before the servers end: to export the model. It
             is called again if a server or the chief is lost meanwhile, or if a training that is over is started again.
-        watchdog_s: longer than any step. If no step is completed for 80 % of it, all workers are replaced, and the
-            training returns to the newest checkpoint. After all of it without progress, the process writes its stacks
-            and ends with 1, and the launcher starts it again. It also limits the wait for a new cluster version.
+        watchdog_s: longer than any step, `on_result` and `on_end`. If no step is completed for 80 % of it, all workers
+            are replaced, and the training returns to the newest checkpoint. After all of it without progress, the
+            process writes its stacks and ends with 1, and the launcher starts it again. It also limits the wait for a
+            new cluster version.
         max_reconnects: TensorFlow keeps about 40 MB and 90 threads for each cluster that it has been connected to.
             After so many reconnects the chief saves and is started again.
         resume: `"auto"` or `"never"`.

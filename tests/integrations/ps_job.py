@@ -176,20 +176,22 @@ def ps_job(folder: Path, job: str, plan: dict[str, Any], *options: str, **more: 
 class ByHand:
     """The same chief in a cluster that TF_CONFIG describes: a process per task, and a master, without a launcher."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, plan: dict[str, Any], ps_host: str = "127.0.0.1") -> None:
         self.folder, self._plan, self.lives = folder, plan, folder / "lives.jsonl"
         self.lives.touch()
-        self._master = LiveMaster(folder)
+        self.master = LiveMaster(folder)
         tasks = ("ps", "worker", "chief")
         self._cluster = {name: [f"127.0.0.1:{ranks.free_port()}"] for name in tasks}
+        self._cluster["ps"] = [f"{ps_host}:{ranks.free_port()}"]
         self._started: list[subprocess.Popen[str]] = []
         self.processes = {name: self.begin(name) for name in tasks}
 
-    def begin(self, task: str) -> subprocess.Popen[str]:
-        """One more process for a task."""
-        env = environment(self.folder) | {"DLROVER_HOOKS_MASTER": self._master.url, "DLROVER_HOOKS_JOB": "by-hand"}
-        env |= {"DLROVER_HOOKS_TOKEN": self._master.token or "", "GRPC_FAIL_FAST": "use_caller"}
-        env["TF_CONFIG"] = json.dumps({"cluster": self._cluster, "task": {"type": task, "index": 0}})
+    def begin(self, task: str, index: int = 0, address: str | None = None) -> subprocess.Popen[str]:
+        """One more process for a task. `address`: of a task that TF_CONFIG of the others does not name."""
+        cluster = self._cluster | ({} if address is None else {task: [*self._cluster[task], address]})
+        env = environment(self.folder) | {"DLROVER_HOOKS_MASTER": self.master.url, "DLROVER_HOOKS_JOB": "by-hand"}
+        env |= {"DLROVER_HOOKS_TOKEN": self.master.token or "", "GRPC_FAIL_FAST": "use_caller"}
+        env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
         command = [str(PYTHON), str(CHIEF), json.dumps(self._plan), str(self.lives)]
         self._started.append(
             subprocess.Popen(
@@ -215,13 +217,13 @@ class ByHand:
         for process in self._started:
             process.kill()
             process.communicate()
-        self._master.close()
+        self.master.close()
 
 
 @contextmanager
-def by_hand(folder: Path, plan: dict[str, Any]) -> Iterator[ByHand]:
+def by_hand(folder: Path, plan: dict[str, Any], **options: Any) -> Iterator[ByHand]:
     """Such a cluster, ended with the context."""
-    one = ByHand(folder, plan)
+    one = ByHand(folder, plan, **options)
     try:
         yield one
     finally:

@@ -5,6 +5,8 @@ Each shard leaves a mark in the model, so a shard that is lost or applied twice 
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from dlrover_hooks import protocol as p
+from dlrover_hooks.ps.shard_order import ShardOrder
 from tests.deep import deep
-from tests.integrations.ps_job import CHIEF, ByHand, PSJob, by_hand, ps_job
+from tests.integrations.ps_job import CHIEF, WAIT_S, ByHand, PSJob, by_hand, ps_job
+from tests.waiting import until
 
 pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.timeout(280)]
 Start = Callable[..., PSJob]
@@ -21,7 +26,32 @@ SHARDS = 600
 FIT = CHIEF.with_name("ps_fit.py")
 SINCE = 50 + 2 * 16
 """Steps since the newest checkpoint, at most: save_every, and those scheduled when it was due and now."""
+WATCHDOG_S = 40.0
+"""Longer than a first step, and than the start of the servers, also on a slow machine."""
 KINDS = ["raw", deep("keras"), deep("tf_keras")]
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A step that reads it waits in the kernel, until its process is killed."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return path
+
+
+def shard_of_step(step: int) -> int:
+    """Number of the shard that this step is made with, by its place in the data."""
+    order = ShardOrder(2 * SHARDS, 2)
+    shards = [order.take() for _ in range(step)]
+    assert shards[-1] is not None
+    return shards[-1].begin // 2
+
+
+def emptied(pipe: Path) -> None:
+    """A step that reads it from now on does not wait."""
+    empty = pipe.with_name("empty")
+    empty.touch()
+    empty.replace(pipe)
 
 
 @pytest.fixture
@@ -56,6 +86,10 @@ def trained_once(job: PSJob | ByHand) -> None:
     seen = job.row("seen")["seen"]
     assert seen == [1] * SHARDS, [at for at, count in enumerate(seen) if count != 1]
     assert job.row("done")["done"] == SHARDS
+
+
+def no_worker_was_replaced(job: PSJob) -> None:
+    assert not [line for line in job.said if re.search("the workers are replaced|worker .*; it is replaced", line)]
 
 
 def test_scaled_up_down_and_migrated_no_shard_is_lost_or_repeated(start: Start) -> None:
@@ -95,6 +129,18 @@ def test_a_killed_parameter_server_costs_the_steps_since_the_checkpoint(start: S
     assert {row["pid"] for row in job.rows} == {chief}
 
 
+def test_parameter_servers_that_are_killed_in_the_middle_of_steps(start: Start) -> None:
+    """The steps under way keep threads of the workers, which must have enough of them; no worker is replaced."""
+    job = start(ps=2, inflight=64)
+    for step in (100, 250, 400):
+        job.row("step", step)
+        old = job.kill("ps 1")
+        job.says(rf"ps 1 \(pid {old}\) ended with SIGKILL; it is replaced")
+    job.end()
+    trained_once(job)
+    no_worker_was_replaced(job)
+
+
 def test_a_parameter_server_that_is_killed_while_the_model_is_exported(start: Start) -> None:
     """`on_end` is called again, with the model on the replacement."""
     job = start(ps=2, holds_end=True)
@@ -131,17 +177,31 @@ def test_a_stopped_parameter_server_is_fenced_and_replaced(start: Start) -> None
     trained_once(job)
 
 
-def test_workers_that_complete_no_step_are_replaced(start: Start, tmp_path: Path) -> None:
+def test_workers_that_complete_no_step_are_replaced(start: Start, pipe: Path) -> None:
     """They send heartbeats, and a new chief would wait for them as well. The steps since the checkpoint are redone."""
-    gate = tmp_path / "closed"
-    gate.touch()
-    job = start(ps=2, hangs_at=120, gate=str(gate), watchdog_s=20.0)
+    job = start(ps=2, hangs_at=shard_of_step(121), gate=str(pipe), watchdog_s=WATCHDOG_S)
     job.says("no step was completed for .*: the workers are replaced")
-    gate.unlink()  # before a replacement can begin the step
+    emptied(pipe)  # before a replacement can begin the step
     job.says(r"worker \d failed: .*no step was completed.*; it is replaced")
     job.end()
     trained_once(job)
     assert {row["pid"] for row in job.rows} == {job.pid("chief")}
+
+
+def test_a_worker_whose_step_never_ends_does_not_hold_up_the_loss_of_a_parameter_server(
+    start: Start, pipe: Path
+) -> None:
+    """Its other threads go on in the new cluster. The cold replacement comes late: no worker is taken for the cause."""
+    plan = {"hangs_at": shard_of_step(121), "gate": str(pipe), "inflight": 400, "watchdog_s": 200.0}
+    job = start("--standby", "0", ps=2, **plan)
+    job.row("step", 120)
+    old = job.kill("ps 1")
+    job.says(rf"ps 1 \(pid {old}\) ended with SIGKILL; it is replaced")
+    emptied(pipe)
+    job.end()
+    trained_once(job)
+    assert {row["pid"] for row in job.rows} == {job.pid("chief")}
+    no_worker_was_replaced(job)
 
 
 def test_a_killed_chief_resumes_from_the_checkpoint(start: Start) -> None:
@@ -218,12 +278,10 @@ def test_fit_of_tf_keras_goes_on_when_the_cluster_changes(start: Start) -> None:
     assert {row["pid"] for row in job.rows} == {job.pid("chief")}
 
 
-def test_fit_of_tf_keras_goes_on_when_workers_complete_no_step(start: Start, tmp_path: Path) -> None:
-    gate = tmp_path / "closed"
-    gate.touch()
-    job = start(chief=FIT, gate=str(gate), watchdog_s=20.0)
+def test_fit_of_tf_keras_goes_on_when_workers_complete_no_step(start: Start, pipe: Path) -> None:
+    job = start(chief=FIT, gate=str(pipe), watchdog_s=WATCHDOG_S)
     job.says("no step was completed for .*: the workers are replaced")
-    gate.unlink()
+    emptied(pipe)
     job.end()
     losses = job.row("losses")["losses"]
     assert losses[-1] < losses[0]
@@ -277,3 +335,28 @@ def test_tf_config_makes_each_process_a_task(tmp_path: Path) -> None:
         trained_once(job)
         for name in ("chief", "ps", "worker"):
             assert job.processes[name].wait(60) == 0, name
+
+
+def test_an_address_that_the_chief_cannot_reach_ends_it_with_the_reason(tmp_path: Path) -> None:
+    """TensorFlow alone waits without a word, and with Python's lock held."""
+    with by_hand(tmp_path, {}, ps_host="no-such-host.invalid") as job:
+        said = job.processes["chief"].communicate(timeout=WAIT_S)[1]
+        assert job.processes["chief"].returncode == 1
+        assert "failed to connect to ps:0 at no-such-host.invalid:" in said.splitlines()[-1], said
+
+
+def test_a_new_parameter_server_at_an_unknown_address_is_rolled_back(tmp_path: Path) -> None:
+    """The job goes on with the old set, and the new server's process ends."""
+    with by_hand(tmp_path, {"samples": 2 * SHARDS, "size": 2, "holds": [100]}) as job:
+        job.row("holds", 100)
+        client = job.master.client("scale")
+        client.call(p.ScaleTasks("by-hand", "scale", ps=2))
+        wrong = job.begin("ps", 1, "no-such-host.invalid:2222")
+        until(lambda: client.call(p.ShowTasks("by-hand")).version > 1, "the version with the new server", WAIT_S)
+        job.release(100)
+        trained_once(job)
+        shown = client.call(p.ShowTasks("by-hand"))
+        assert "was rolled back: failed to connect to ps:1 at no-such-host.invalid:2222" in shown.problem
+        assert shown.ps == 1
+        assert job.processes["chief"].wait(60) == 0
+        assert wrong.wait(60) == 0
