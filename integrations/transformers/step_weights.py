@@ -47,7 +47,8 @@ class StepWeights:
         """Around the training step of the next micro-batch."""
         self._number, self._inside = self._number + 1, True
         try:
-            yield
+            with private.uncounted(self._trainer) if self.ghost else contextlib.nullcontext():
+                yield
         finally:
             self._inside = False
 
