@@ -7,6 +7,8 @@ PIP := -m pip --disable-pip-version-check -qq
 READY := .venv/.ready
 KERAS_ENV := .venv-keras
 KERAS_READY := $(KERAS_ENV)/.ready
+OLDEST_ENV := .venv-oldest
+OLDEST_READY := $(OLDEST_ENV)/.ready
 
 DEMO_ARGS ?= --workers $(WORKERS)
 TEST_ARGS ?=
@@ -18,12 +20,16 @@ ROUNDS ?= 4
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 PROOFS := build/requirements-tests.json
+ADAPTERS := accelerate fabric keras lightning transformers
+OF_ADAPTERS = tests/test_compatibility.py tests/contracts/test_adapter_contract.py \
+	$(foreach name,$(ADAPTERS),$(wildcard tests/integrations/test_$(name)*.py tests/elastic/test_$(name)*.py)) \
+	$(addprefix tests/integrations/,test_drill.py test_export.py test_extra_state.py test_forged_adapters.py test_sharded_refused.py)
 IN_PROCESS := tests/unit tests/property tests/simulation
 # A file to one worker, whose module fixtures it shares; tests/conftest.py puts files with slow tests first.
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ps test test-deep requirements simulate chaos check structure format docs clean
+.PHONY: help setup demo demo-ps test test-deep test-oldest requirements simulate chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -48,6 +54,9 @@ endif
 
 test-deep: $(READY) $(KERAS_READY)  ## run the tests marked deep: matrices that repeat with other values what make test proves
 	$(PYTEST) $(SPREAD) -m deep tests
+
+test-oldest: $(OLDEST_READY)  ## run the tests of the adapters with the oldest versions of the frameworks that pyproject.toml allows
+	$(OLDEST_ENV)/bin/python -m pytest --durations=10 $(SPREAD) -m "not deep" $(OF_ADAPTERS)
 
 requirements: $(READY)  ## run all tests, then list the requirements that they prove (build/requirements.json)
 	@rm -f $(PROOFS)
@@ -84,6 +93,15 @@ bench-%: $(READY)  ## run tests/benchmarks/bench_NAME.py
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache lightning_logs
 	find dlrover_hooks integrations master_server tests examples docs -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The versions are those of tests/compat.toml. trl and the other tools of the tests are those of constraints.txt.
+$(OLDEST_READY): pyproject.toml constraints.txt tests/compat.toml | $(READY)
+	@echo "setting up $(OLDEST_ENV) (once)"
+	@mkdir -p build && $(BIN)/python -m tests.compatibility $(OLDEST_ENV) > build/oldest.txt
+	test -x $(OLDEST_ENV)/bin/pip || $(PYTHON) -m venv $(OLDEST_ENV)
+	$(OLDEST_ENV)/bin/python $(PIP) install -c build/oldest.txt torch==2.13.0 setuptools
+	$(OLDEST_ENV)/bin/python $(PIP) install -c build/oldest.txt --no-build-isolation -e '.[transformers,lightning,keras,test]'
+	@touch $@
 
 # torch goes in by itself and pinned, so that no resolver ever weighs another build of it.
 $(READY): pyproject.toml constraints.txt

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("KERAS_BACKEND", "torch")
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import _compatibility  # noqa: E402
 import _configuration  # noqa: E402
 from sphinx.ext.napoleon import Config as NapoleonConfig, GoogleDocstring  # noqa: E402
 
@@ -74,6 +75,7 @@ myst_substitutions = {
     "master_help": help_of("-m", "dlrover_hooks.master"),
     "routes": routes(),
     **_configuration.tables(),
+    **_compatibility.tables(),
 }
 
 

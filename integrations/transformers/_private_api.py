@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed import distributed_c10d
@@ -233,6 +234,21 @@ def set_loss_counters(trainer: Trainer, found: dict[str, Any]) -> None:
         here._total_train_tokens = found["tokens"]
         here._metrics["train"].clear()
         here._metrics["train"].update({name: list(values) for name, values in found["metrics"].items()})
+
+
+@contextlib.contextmanager
+def uncounted(trainer: Trainer) -> Iterator[None]:
+    """Around a micro-batch that must not count in TRL's metrics: this process adds 0 to the sums over all processes."""
+    accelerator: Any = trainer.accelerator
+    if not hasattr(trainer, "_total_train_tokens"):
+        yield
+        return
+    gather = accelerator.gather_for_metrics
+    accelerator.gather_for_metrics = lambda data, *args, **kwargs: gather(torch.zeros_like(data), *args, **kwargs)
+    try:
+        yield
+    finally:
+        del accelerator.gather_for_metrics
 
 
 def evaluate_and_save(trainer: Trainer, given: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Trainer fetches all micro-batches of a step before the first forward, so the wei
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,8 @@ class StepWeights:
         self._scales: list[float] = []
         self._number = -1
         self._inside = self._fetched = False
+        self._repeat = contextlib.ExitStack()
+        """What holds while a micro-batch is repeated."""
 
     def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one step."""
@@ -53,8 +56,12 @@ class StepWeights:
     def micro_batch(self, inside: bool) -> None:
         """The training step of the next micro-batch begins (True), or ends (False)."""
         self._inside = inside
-        if inside:
-            self._number += 1
+        if not inside:
+            self._repeat.close()
+            return
+        self._number += 1
+        if self.ghost:
+            self._repeat.enter_context(private.uncounted(self._trainer))
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""

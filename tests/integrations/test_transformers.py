@@ -8,11 +8,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
+from dlrover_hooks.cli import main
 from tests import ranks
 from tests.deep import deep
 from tests.e2e.master_process import LiveMaster
@@ -23,11 +26,14 @@ from tests.integrations.transformers_cases import (
     StopsEpochs,
     Watched,
     WatchedSeq2Seq,
+    adapted,
     end,
     made,
+    model,
     sft,
     translator,
 )
+from tests.integrations.transformers_ranks import CRASH
 
 pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.filterwarnings("ignore")]
 
@@ -51,6 +57,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "generation_max_length": 4,
     },
     "SFTTrainer": sft,
+    "LoRA": lambda: {"trainer": {"model": adapted}, "gradient_accumulation_steps": 2, "num_train_epochs": 1},
     "a mean for each micro-batch": lambda: {"gradient_accumulation_steps": 2, "cls": MeanLoss, "num_train_epochs": 1.5},
 }
 
@@ -81,20 +88,29 @@ def lives(folder: Path, job: str, options: Callable[[], dict[str, Any]]) -> tupl
     raise AssertionError("it never ends")
 
 
+def scalars(trainer: Watched) -> list[tuple[Any, ...]]:
+    """World size, attempt and skipped saves, as they stand in the log beside each loss."""
+    names = [f"dlrover/{name}" for name in ("world_size", "attempt", "skipped_saves")]
+    return [tuple(map(row.get, names)) for row in trainer.state.log_history if "loss" in row]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [
     "accumulation, short last window", "early stopping and the best model", "epochs that are left",
-    deep("max_steps"), "a mean for each micro-batch", "Seq2SeqTrainer", "SFTTrainer",
+    deep("max_steps"), "a mean for each micro-batch", "Seq2SeqTrainer", "SFTTrainer", "LoRA",
 ])  # fmt: skip
 def test_broken_off_in_every_step_it_is_the_undisturbed_run(case: str, tmp_path: Path, job: str) -> None:
     folder = tmp_path / "out"
     calm = made(folder, f"{job}-calm", **CASES[case]())
     calm.train()
     expected = end(calm)
+    if case == "early stopping and the best model":
+        assert expected["best"][1] < expected["step"] < calm.state.max_steps
     shutil.rmtree(folder)
     seen, last = lives(folder, job, CASES[case])
     assert seen == calm.seen
     found = end(last)
+    assert scalars(last) == [(1, row["step"], 0) for row in found["log"] if "loss" in row], "an attempt for each step"
     torch.testing.assert_close(found.pop("weights"), expected.pop("weights"), rtol=0, atol=0)
     torch.testing.assert_close(found.pop("moments"), expected.pop("moments"), rtol=0, atol=0)
     assert found == expected
@@ -122,3 +138,49 @@ def test_a_mean_over_labels_is_the_same_at_any_world_size(tmp_path: Path, job: s
     for one in found:
         torch.testing.assert_close(one["losses"], single["losses"], rtol=1e-5, atol=0)
         assert max(abs(a - b) for a, b in zip(one["weights"], single["weights"], strict=True)) < 1e-7
+
+
+def test_stock_peft_reads_an_exported_lora(tmp_path: Path, job: str) -> None:
+    """A checkpoint holds the frozen base, too."""
+    from peft import PeftModel
+
+    saved, model_folder, adapter = (str(tmp_path / name) for name in ("saved", "model", "adapter"))
+    trainer = made(tmp_path / "out", job, trainer={"model": adapted}, num_train_epochs=1, shared={"save_to": saved})
+    trainer.train()
+    done = CliRunner().invoke(main.main, ["ckpt", "export", "--to", "hf", saved, model_folder])
+    assert done.exit_code == 0, done.output
+    tensors = load_file(f"{model_folder}/model.safetensors")
+    expected = cast(Any, trainer.model).eval()
+    assert tensors.keys() >= {name for name, _ in expected.named_parameters()}
+    read = adapted().eval()
+    assert read.load_state_dict(tensors, strict=False).unexpected_keys == []
+    read.save_pretrained(adapter)
+    again = PeftModel.from_pretrained(model(), adapter).eval()
+    row = torch.arange(TOKENS).unsqueeze(0)
+    for one in (read, again):
+        torch.testing.assert_close(one(row).logits, expected(row).logits, rtol=0, atol=0)
+    assert not torch.equal(expected(row).logits, adapted().eval()(row).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["SFTTrainer with LoRA", *map(deep, ["SFTTrainer", "Seq2SeqTrainer"])])
+def test_two_processes_broken_off_and_resumed(case: str, tmp_path: Path, job: str, live_master: LiveMaster) -> None:
+    """DDP over gloo. A step has three micro-batches for two ranks: one of them repeats one, which counts nowhere."""
+    script = str(ranks.ROOT / "tests/integrations/transformers_ranks.py")
+    found = ranks.run([sys.executable, script, job, str(tmp_path), case], 2, live_master, timeout_s=500)
+    lived = [[one for one in found if one["rank"] == rank] for rank in range(2)]
+    seen: list[list[Any]] = []
+    for calm, first, second in lived:
+        assert (first["restored"], second["restored"]) == (0, CRASH)
+        assert second["end"] == calm["end"]
+        kept = [row for row in first["seen"] if row[1] < CRASH] + second["seen"]
+        assert kept == calm["seen"]
+        seen += kept
+    visits = Counter((epoch, one) for epoch, _, ids in seen for one in ids)
+    assert visits == Counter((epoch, one) for epoch in range(2) for one in range(SAMPLES))
+    ends = [calm["end"] for calm, *_ in lived]
+    assert ends[0]["weights"] == ends[1]["weights"]
+    if case.startswith("SFTTrainer"):
+        tokens = 2 * sum(TOKENS - index % 3 for index in range(SAMPLES))
+        assert [max(row.get("num_tokens", 0) for row in end["log"]) for end in ends] == [tokens] * 2

@@ -65,6 +65,20 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).double()
 
 
+def adapted() -> Any:
+    """LoRA around it: all but the adapters is frozen."""
+    from peft import get_peft_model
+
+    return get_peft_model(model(), lora())
+
+
+def lora() -> Any:
+    """With dropout."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1, task_type="CAUSAL_LM")
+
+
 class Watched(Trainer):
     """Notes the samples of each step, and breaks off in step `crash`."""
 
@@ -80,7 +94,9 @@ class Watched(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.state.global_step == self.crash:
             raise Crash
-        self.seen.append((self.at, self.state.global_step, inputs["input_ids"][:, 0].tolist()))
+        elastic: Any = getattr(self, "elastic", None)
+        if elastic is None or not elastic.repeats:
+            self.seen.append((self.at, self.state.global_step, inputs["input_ids"][:, 0].tolist()))
         return super().training_step(model, inputs, *args, **kwargs)
 
 

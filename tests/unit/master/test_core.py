@@ -254,7 +254,8 @@ def test_the_interval_of_auto_follows_the_steps() -> None:
     master = training()
 
     def every(step_s: float) -> int:
-        return [master.call(vote(0, 1, step_s=step_s, copy_s=1e-4)).cadence.every for _ in range(save_votes.SAMPLES)][-1]
+        replies = [master.call(vote(0, 1, step_s=step_s, copy_s=1e-4)) for _ in range(save_votes.SAMPLES)]
+        return replies[-1].cadence.every
 
     assert every(0.1) == 5
     assert every(0.06) == 9
