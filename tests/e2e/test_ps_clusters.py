@@ -141,6 +141,24 @@ def test_every_change_of_a_cluster_goes_through_a_master_that_is_killed(master: 
         cluster.tasks()
 
 
+@pytest.mark.requirement("DL-75")
+def test_every_task_and_the_launcher_hear_of_new_parameter_servers(master: LiveMaster) -> None:
+    """Each waits for the list of tasks, with addresses; the chief also for the version of the cluster."""
+    cluster = Cluster(master)
+    cluster.launcher.call(p.ScaleTasks("job", "launcher", ps=1, workers=2))
+    cluster.start()
+    cluster.switch(0)
+    before = cluster.tasks()
+    listeners = ["launcher", *(task.incarnation for task in before.tasks)]
+    cluster.launcher.call(p.ScaleTasks("job", "launcher", ps=2))
+    cluster.start()
+    new = cluster.named(p.NodeType.PS, p.NodeStatus.RUNNING, 1).address
+    for name in listeners:
+        heard = master.client(name).call(p.AwaitTasks("job", name, cluster.tasks().number - 1))
+        assert new in [task.address for task in heard.tasks], name
+    assert cluster.switch(1).ps[1] == new
+
+
 def test_a_stopped_server_is_found_within_its_lease_though_it_waits_for_tasks(strict_master: LiveMaster) -> None:
     """Also by a master that was restarted: it waits a whole lease for every task."""
     master = strict_master

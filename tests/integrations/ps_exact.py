@@ -1,6 +1,7 @@
 """Are weights and optimizer state the same bits on 2, 1, 2 and 3 servers? `python ps_exact.py raw|keras|tf_keras`
 
-Prints a line of JSON: `bit_exact`, and the number of arrays that were compared. It starts plain TensorFlow servers.
+Prints a line of JSON: `bit_exact`, the number of arrays that were compared, and on how many servers the parts of the
+model were each time. It starts plain TensorFlow servers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dlrover_hooks.host.ports import free_port
 from dlrover_hooks.integrations.tensorflow import PSProgram
 from dlrover_hooks.integrations.tensorflow.checkpoints import VERSION, PSCheckpoints, PSCheckpointState
 from dlrover_hooks.integrations.tensorflow.cluster_connection import ClusterConnection
-from tests.integrations.ps_chief import PLAN, Model
+from tests.integrations.ps_chief import PLAN, Model, parts_of
 
 _SERVER = """
 import sys, tensorflow as tf
@@ -54,10 +55,12 @@ def main() -> None:
     worker, *ps = [address for _, address in servers]
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=64, max_shards=8)
     found: list[dict[str, bytes]] = []
+    used: list[int] = []
     saved = PSCheckpoints(tempfile.mkdtemp(prefix="ps-exact-"))
 
     def build(strategy: Any) -> PSProgram:
         model = Model(plan, strategy)
+        used.append(len({part.device for part in parts_of(model.seen)}))
         return PSProgram(model.step, **model.kept)
 
     for version, count in enumerate((2, 1, 2, 3), 1):
@@ -75,7 +78,7 @@ def main() -> None:
         found.append(arrays(newest[0]))
         connection.close()
     same = all(one == found[0] for one in found)
-    print(json.dumps({"bit_exact": same, "arrays": len(found[0]), "moved": found[0] != {}}), flush=True)
+    print(json.dumps({"bit_exact": same, "arrays": len(found[0]), "servers": used}), flush=True)
     for process, _ in servers:
         process.kill()
     os._exit(0)  # TensorFlow would write to the servers that are gone

@@ -5,9 +5,11 @@ Each shard leaves a mark in the model, so a shard that is lost or applied twice 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.ps.shard_order import ShardOrder
 from tests.deep import deep
-from tests.integrations.ps_job import CHIEF, WAIT_S, ByHand, PSJob, by_hand, ps_job
+from tests.integrations.ps_job import CHIEF, PYTHON, WAIT_S, ByHand, PSJob, by_hand, environment, ps_job
 from tests.waiting import until
 
 pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -92,6 +94,7 @@ def no_worker_was_replaced(job: PSJob) -> None:
     assert not [line for line in job.said if re.search("the workers are replaced|worker .*; it is replaced", line)]
 
 
+@pytest.mark.requirement("DL-74", "DL-76", "EZ-8", "EZ-10")
 def test_scaled_up_down_and_migrated_no_shard_is_lost_or_repeated(start: Start) -> None:
     """1 to 3 parameter servers, one migrated, down to 1; workers 2 to 3 to 1; the chief's process stays."""
     job = start(holds=[50, 150, 250, 350])
@@ -114,6 +117,7 @@ def test_scaled_up_down_and_migrated_no_shard_is_lost_or_repeated(start: Start) 
     assert job.left() == []
 
 
+@pytest.mark.requirement("DL-90", "DL-91", "ED-65", "EZ-13", "EZ-14")
 def test_a_killed_parameter_server_costs_the_steps_since_the_checkpoint(start: Start) -> None:
     """They are trained again, into the model that was restored: each shard is in it once."""
     job = start(ps=2, holds=[130])
@@ -130,7 +134,7 @@ def test_a_killed_parameter_server_costs_the_steps_since_the_checkpoint(start: S
 
 
 def test_parameter_servers_that_are_killed_in_the_middle_of_steps(start: Start) -> None:
-    """The steps under way keep threads of the workers, which must have enough of them; no worker is replaced."""
+    """Three times: what the model has of steps that were cut off is rolled back, and the workers go on."""
     job = start(ps=2, inflight=64)
     for step in (100, 250, 400):
         job.row("step", step)
@@ -152,12 +156,15 @@ def test_a_parameter_server_that_is_killed_while_the_model_is_exported(start: St
     trained_once(job)
 
 
-def test_a_killed_worker_costs_no_shard(start: Start) -> None:
-    """TensorFlow gives its steps to the other one: at least once. The replacement takes its address."""
-    job = start(holds=[100])
+@pytest.mark.requirement("DL-92")
+@pytest.mark.parametrize("workers", [2, 1])
+def test_a_killed_worker_costs_no_shard(start: Start, workers: int) -> None:
+    """TensorFlow gives its steps to the other one, or to the replacement, which takes its address: at least once."""
+    job = start(workers=workers, holds=[100])
     job.row("holds", 100)
-    job.kill("worker 1")
-    job.says(r"\] worker 1: pid", 2)
+    killed = f"worker {workers - 1}"
+    job.kill(killed)
+    job.says(rf"\] {killed}: pid", 2)
     job.release(100)
     job.end()
     seen = job.row("seen")["seen"]
@@ -177,6 +184,7 @@ def test_a_stopped_parameter_server_is_fenced_and_replaced(start: Start) -> None
     trained_once(job)
 
 
+@pytest.mark.requirement("ED-71")
 def test_workers_that_complete_no_step_are_replaced(start: Start, pipe: Path) -> None:
     """They send heartbeats, and a new chief would wait for them as well. The steps since the checkpoint are redone."""
     job = start(ps=2, hangs_at=shard_of_step(121), gate=str(pipe), watchdog_s=WATCHDOG_S)
@@ -191,7 +199,10 @@ def test_workers_that_complete_no_step_are_replaced(start: Start, pipe: Path) ->
 def test_a_worker_whose_step_never_ends_does_not_hold_up_the_loss_of_a_parameter_server(
     start: Start, pipe: Path
 ) -> None:
-    """Its other threads go on in the new cluster. The cold replacement comes late: no worker is taken for the cause."""
+    """A step keeps a thread of its worker, which must have enough for the next cluster all the same.
+
+    The cold replacement comes late, and no worker is taken for the cause.
+    """
     plan = {"hangs_at": shard_of_step(121), "gate": str(pipe), "inflight": 400, "watchdog_s": 200.0}
     job = start("--standby", "0", ps=2, **plan)
     job.row("step", 120)
@@ -261,6 +272,20 @@ def test_a_model_of_keras(start: Start, kind: str) -> None:
     job.release(200)
     job.end()
     trained_once(job)
+
+
+@pytest.mark.requirement("EZ-9")
+@pytest.mark.parametrize("kind", ["raw", "tf_keras"])
+def test_weights_and_slots_are_the_same_bits_on_other_parameter_servers(tmp_path: Path, kind: str) -> None:
+    """On 2, 1, 2 and 3 of them; each holds a part."""
+    command = [str(PYTHON), str(CHIEF.with_name("ps_exact.py")), kind]
+    env = environment(tmp_path) | ({"TF_USE_LEGACY_KERAS": "1"} if kind == "tf_keras" else {})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["bit_exact"]
+    assert found["arrays"] > 2
+    assert found["servers"] == [2, 1, 2, 3]
 
 
 def test_fit_of_tf_keras_goes_on_when_the_cluster_changes(start: Start) -> None:

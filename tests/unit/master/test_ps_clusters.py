@@ -164,7 +164,7 @@ def test_only_the_first_targets_of_a_launcher_count() -> None:
 # ---- planned changes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement("SC-34")
+@pytest.mark.requirement("SC-34", "SC-35")
 def test_scale_up_starts_the_difference() -> None:
     """By the difference, INITIAL; then its status follows its process."""
     cluster = running()
