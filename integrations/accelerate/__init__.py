@@ -1,4 +1,4 @@
-"""Accelerate 1.15: one object beside an `Accelerator` makes it elastic.
+"""Accelerate: one object beside an `Accelerator` makes it elastic.
 
 Entry point: `ElasticAccelerator`.
 """

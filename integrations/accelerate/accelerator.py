@@ -1,4 +1,4 @@
-"""Accelerate 1.15: one line makes an `Accelerator` elastic.
+"""Accelerate: one line makes an `Accelerator` elastic.
 
     accelerator = ElasticAccelerator(Accelerator(), save_to="checkpoints")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
