@@ -50,6 +50,6 @@ def _train(clock: turns.Clock, steps: int, hook: bool) -> None:
         trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=data, callbacks=[_Tells(clock)])
         trainer.remove_callback(PrinterCallback)
         if hook:
-            elastic = elastic_trainer(trainer, job=f"bench-{uuid.uuid4().hex[:8]}").elastic
-            clock.session = lambda: elastic.loop and elastic.loop.session
+            elastic: Any = elastic_trainer(trainer, job=f"bench-{uuid.uuid4().hex[:8]}")
+            clock.session = lambda: elastic.elastic.loop and elastic.elastic.loop.session
         trainer.train()
