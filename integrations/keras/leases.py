@@ -143,6 +143,7 @@ class LeasedBatches(ElasticBatches):
     def _served(self) -> Iterator[Any]:
         for batch in self._queue.batches(self._more):
             self._fetched += 1
+            self._before_fetch()
             yield batch
 
     # ---- the callback -----------------------------------------------------------------------------------------------
@@ -175,7 +176,6 @@ class LeasedBatches(ElasticBatches):
         """
         if self._feed is None or self._ahead:
             return
-        self._before_fetch()
         if not self._pull(self._acknowledged):
             self._over(self._feed)
 
