@@ -48,6 +48,13 @@ def test_processes_beside_the_trainer_load_no_framework(module: str) -> None:
     assert loaded(f"import {module}") & FRAMEWORKS == set()
 
 
+def test_shards_are_leased_without_a_framework() -> None:
+    """Keras has other backends than torch. The master of a single worker runs in its process."""
+    code = "from dlrover_hooks import ShardDataset; import dlrover_hooks.data.leased.loader_feed as feed"
+    code += "; import dlrover_hooks.data.leased.ledger_connection, dlrover_hooks.data.leased.sources"
+    assert loaded(f"{code}; ShardDataset(range(9)), feed.LoaderFeed") & FRAMEWORKS == set()
+
+
 def test_the_command_line_loads_no_server() -> None:
     assert loaded("import dlrover_hooks.cli.main") & {"starlette", "uvicorn", "fsspec"} == set()
 

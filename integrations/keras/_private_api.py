@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+
+from dlrover_hooks.errors import UsageError
 
 
 def callbacks_beside() -> list[Any]:
@@ -25,6 +28,32 @@ def set_epoch_length(batches: int) -> None:
     iterator: Any = sys._getframe(3).f_locals.get("self")
     if hasattr(iterator, "data_adapter") and hasattr(iterator, "_num_batches"):
         iterator._num_batches = batches
+
+
+_ENDLESS = 2**62
+
+
+def serve(batches: Callable[[], Iterator[Any]]) -> Any:
+    """Let the `EpochIterator` that calls a `PyDataset`'s `on_epoch_begin`, which calls this function, read `batches()`
+    until `end_epoch`. Returns the iterator.
+
+    A `PyDataset` cannot end an epoch of unknown length, and a generator would be read once for all epochs.
+    """
+    adapter: Any = sys._getframe(2).f_locals.get("self")
+    iterator: Any = sys._getframe(3).f_locals.get("self")
+    if iterator.steps_per_epoch:
+        raise UsageError(
+            "steps_per_epoch with leased shards: an epoch ends when all its samples are done",
+            hint="leave steps_per_epoch out",
+        )
+    adapter._finite_generator = adapter._infinite_generator = lambda: map(adapter._standardize_batch, batches())
+    iterator._num_batches = _ENDLESS
+    return iterator
+
+
+def end_epoch(iterator: Any) -> None:
+    """The batches that the `EpochIterator` has begun are all of its epoch."""
+    iterator._num_batches = iterator._steps_seen
 
 
 def build(model: keras.Model, batch: Any) -> None:

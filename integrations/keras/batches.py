@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 import numpy as np
@@ -13,6 +13,12 @@ from dlrover_hooks.data.session_datasets import DatasetPosition
 from dlrover_hooks.data.step_indices import Share, StepIndices, share
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import _private_api as private
+
+if TYPE_CHECKING:
+    from dlrover_hooks.session import Session
+
+PLACE = "train"
+"""Name of the data in the checkpoint."""
 
 
 class IndexedSource(Protocol):
@@ -73,7 +79,6 @@ class ElasticBatches(keras.utils.PyDataset):
     """What `ElasticCallback.data` returns, for `fit`.
 
     Args:
-        steps: which samples belong to which step.
         rank, world_size: of this process.
         before_fetch: called before a batch is read, by the thread that reads it. Returns whether that is the training
             thread.
@@ -82,18 +87,56 @@ class ElasticBatches(keras.utils.PyDataset):
     weight = 1.0
     """Share of this rank's rows in the batch that was read last."""
 
-    def __init__(self, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
+    def __init__(self, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
         super().__init__()  # one worker: the batches are requested in order
-        self.steps = steps
         self.training = False
         """Set by the callback when its training begins."""
         self._rank, self._world_size, self._before_fetch = rank, world_size, before_fetch
-        self._fetched = 0
+        self._fetched = self._applied = 0
+        """Batches of the current epoch that were requested here, and that were applied here."""
 
     @property
-    def position(self) -> DatasetPosition:
-        """What a cut holds of the data."""
-        return self.steps
+    def requested(self) -> bool:
+        """True if a batch of the current epoch was requested."""
+        return self._fetched > 0
+
+    def on_epoch_begin(self) -> None:
+        """Called by Keras before the first batch of an epoch is requested."""
+        self._fetched = self._applied = 0
+
+    @property
+    def within_epoch(self) -> bool:
+        """True if the position is in the middle of an epoch."""
+        raise NotImplementedError
+
+    def first(self) -> Any:
+        """A batch for its shapes, without counting it."""
+        raise NotImplementedError
+
+    def attach(self, session: Session, epochs: int) -> None:
+        """Make the position part of every cut of `session`, and load the restored one. epochs: of the training.
+
+        Raises UsageError if the data is not that of the first start.
+        """
+        raise NotImplementedError
+
+    def applied(self, batch: int) -> int:
+        """The batches up to number `batch` of this epoch are applied. Returns how many were not before."""
+        raise NotImplementedError
+
+    def look_ahead(self) -> None:
+        """The last step is marked."""
+
+    def end(self) -> None:
+        """The training is over."""
+
+
+class CountedBatches(ElasticBatches):
+    """Batches whose number in an epoch is known. steps: which samples belong to which step."""
+
+    def __init__(self, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
+        super().__init__(rank, world_size, before_fetch)
+        self.steps = steps
 
     @property
     def num_batches(self) -> int:
@@ -101,9 +144,30 @@ class ElasticBatches(keras.utils.PyDataset):
         return self.steps.left
 
     @property
-    def requested(self) -> bool:
-        """True if a batch of the current epoch was requested."""
-        return self._fetched > 0
+    def within_epoch(self) -> bool:
+        return self.steps.within_epoch
+
+    @property
+    def position(self) -> DatasetPosition:
+        """What a cut holds of the data."""
+        return self.steps
+
+    def attach(self, session: Session, epochs: int) -> None:
+        del epochs
+        saved = session.restored_data(PLACE)
+        if saved is not None and saved.get("G") != self.steps.global_batch_size:
+            raise UsageError(
+                f"batches have {self.steps.global_batch_size} samples, at the first start they had {saved.get('G')}",
+                hint="give the batch_size of the first start, or start over (resume='never')",
+            )
+        session.watch(PLACE, self.position)
+
+    def applied(self, batch: int) -> int:
+        made = min(batch + 1, self.steps.left) - self._applied  # `steps_per_execution` batches, or the last few
+        for _ in range(made):
+            self.steps.on_batch()
+        self._applied += made
+        return made
 
     def __getitem__(self, index: int) -> Any:
         del index  # `fit` shuffles the indices by default; the order is that of `steps`
@@ -111,10 +175,6 @@ class ElasticBatches(keras.utils.PyDataset):
         self._fetched += 1
         batch, self.weight = self._read(number)
         return batch
-
-    def first(self) -> Any:
-        """A batch for its shapes, without counting it."""
-        raise NotImplementedError
 
     def _read(self, number: int) -> tuple[Any, float]:
         """This rank's rows of batch `number` since the epoch began here, and their weight."""
@@ -124,14 +184,13 @@ class ElasticBatches(keras.utils.PyDataset):
         return share(rows, self._rank, self._world_size)
 
     def on_epoch_begin(self) -> None:
-        """Called by Keras before the first batch of an epoch is requested."""
-        self._fetched = 0
+        super().on_epoch_begin()
         self.steps.begin()
         private.set_epoch_length(self.steps.left)  # Keras has read it once, before the position was known
 
 
-class IndexedBatches(ElasticBatches):
-    """Batches of an `IndexedSource`; the other arguments are those of `ElasticBatches`."""
+class IndexedBatches(CountedBatches):
+    """Batches of an `IndexedSource`; the other arguments are those of `CountedBatches`."""
 
     def __init__(
         self, source: IndexedSource, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]

@@ -16,10 +16,12 @@ import keras
 import msgspec
 
 from dlrover_hooks import config as settings, protocol as p
+from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.step_indices import StepIndices
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import _private_api as private, callback_state, model_state
 from dlrover_hooks.integrations.keras.batches import ArraySource, BatchSource, ElasticBatches, IndexedBatches
+from dlrover_hooks.integrations.keras.leases import LeasedBatches
 from dlrover_hooks.integrations.keras.streams import StreamedBatches, reader_of
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
 
     from dlrover_hooks.config.shared_keywords import SharedKeywords
     from dlrover_hooks.integrations.keras.data_parallel import DataParallel
-
-_PLACE = "train"
-"""Name of the data in the checkpoint."""
 
 
 class KerasElasticCallback(keras.callbacks.Callback):
@@ -77,8 +76,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self._beside: list[Any] = []
         self._resumed: dict[str, Any] | None = None
         """From the start of a resumed training until its first epoch begins."""
-        self._epoch = self._applied = 0
-        """The current epoch, and how many of its batches this process has applied."""
+        self._epoch = 0
+        """The current epoch."""
         self._begun = self._finished = False
 
     @property
@@ -109,7 +108,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
                 known number of batches, whose batch `i` is the same in every epoch. Or a function that returns an
                 iterator over the batches of one epoch, each as Keras takes it: `x`, `(x, y)` or
                 `(x, y, sample_weight)`. If it has a parameter `epoch`, it gets the number of the epoch, from 0. Or a
-                finite `tf.data.Dataset` of batches, whose order is the same in every process.
+                finite `tf.data.Dataset` of batches, whose order is the same in every process. Or a
+                `dlrover_hooks.ShardDataset`, which the master lends out in shards.
             batch_size: samples of a batch, over all workers; a `PyDataset` or a function has its own.
             shuffle: another order in every epoch: of the samples, or of the batches of a `PyDataset`.
             seed: of the order.
@@ -121,9 +121,20 @@ class KerasElasticCallback(keras.callbacks.Callback):
                 hint="give validation data to fit as it is",
             )
         self._begun = False
-        rows = x, y, sample_weight
-        self._batches = self._read_by_epochs(*rows, batches) or self._read_by_index(*rows, batch_size, shuffle, seed)
+        rows, size = (x, y, sample_weight), self.config.global_batch_size or batch_size
+        self._batches = (
+            self._leased(*rows, size)
+            or self._read_by_epochs(*rows, batches)
+            or self._read_by_index(*rows, size, shuffle, seed)
+        )
         return self._batches
+
+    def _leased(self, x: Any, y: Any, sample_weight: Any, batch_size: int) -> ElasticBatches | None:
+        """None: `x` is no `ShardDataset`."""
+        if not isinstance(x, ShardDataset):
+            return None
+        _refuse_beside(x, y, sample_weight)
+        return LeasedBatches(x, batch_size, self._place.rank, self._place.world_size, self._before_fetch)
 
     def _read_by_epochs(self, x: Any, y: Any, sample_weight: Any, batches: int | None) -> ElasticBatches | None:
         """None: batch `i` of `x` can be read without those before it."""
@@ -138,10 +149,10 @@ class KerasElasticCallback(keras.callbacks.Callback):
     ) -> ElasticBatches:
         if isinstance(x, keras.utils.PyDataset):
             _refuse_beside(x, y, sample_weight)
-            source, size = BatchSource(x), 1
+            source, batch_size = BatchSource(x), 1
         else:
-            source, size = ArraySource(x, y, sample_weight), self.config.global_batch_size or batch_size
-        steps = StepIndices(source.count, size, shuffle=shuffle, seed=seed)
+            source = ArraySource(x, y, sample_weight)
+        steps = StepIndices(source.count, batch_size, shuffle=shuffle, seed=seed)
         return IndexedBatches(source, steps, self._place.rank, self._place.world_size, self._before_fetch)
 
     # ---- Keras' events ----------------------------------------------------------------------------------------------
@@ -166,8 +177,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self._driver = StepDriver(self, self.config, self._place, on_preempt=self._on_preempt)
         self._restored = restored = self._driver.start(check=model_state.check_state)
         try:
-            self._check_batch(batches.steps, self._driver.session.restored_data(_PLACE))
-            self._driver.session.watch(_PLACE, batches.position)
+            self._check_kind(restored)
+            batches.attach(self._driver.session, self._params["epochs"])
             if restored is not None:
                 self._resume(restored)
             if self._place.world_size > 1:
@@ -178,11 +189,11 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self._driver.begin(None)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch, self._applied = epoch, 0
+        self._epoch = epoch
         resumed, self._resumed = self._resumed, None
         if resumed is not None:  # Keras has reset its metrics and callbacks by now
             callback_state.restore(self._beside, resumed["callbacks"])
-            if self._batches is not None and self._batches.steps.within_epoch:
+            if self._batches is not None and self._batches.within_epoch:
                 model_state.assign(self._fitted, resumed["variables"], ("metrics",))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -196,17 +207,13 @@ class KerasElasticCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._driver is None or self._batches is None:
             return
-        steps = self._batches.steps
         if not self._batches.requested:
             raise UsageError("fit does not read the data of this callback", hint="model.fit(el.data(x, y), ...)")
         if self._parallel is not None:
             self._parallel.after_step()
-        made = min(batch + 1, steps.left) - self._applied  # `steps_per_execution` batches, or the last few
-        for _ in range(made):
-            steps.on_batch()
-        self._applied += made
-        self.step += made
+        self.step += self._batches.applied(batch)
         self._driver.stepped()
+        self._batches.look_ahead()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._parallel is not None and logs is not None:
@@ -220,6 +227,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
             self._parallel.end()
             self._parallel = None
         try:
+            if self._batches is not None:
+                self._batches.end()
             over = self._params["epochs"] if self._fitted.stop_training else self._epoch + 1
             self._driver.finish(self.step, self._state(max(over, self._epoch + 1)))
         finally:
@@ -242,6 +251,11 @@ class KerasElasticCallback(keras.callbacks.Callback):
                 f"job {self.config.job}: the training of this callback is over",
                 hint="make another ElasticCallback with another job= for the next fit",
             )
+        if isinstance(self._batches, LeasedBatches) and self._fitted.steps_per_execution > 1:
+            raise UsageError(
+                "steps_per_execution must be 1 with leased shards: the number of batches is not known beforehand",
+                hint="compile(..., steps_per_execution=1)",
+            )
         if self._params.get("steps") not in (None, self._batches.num_batches):
             raise UsageError(
                 f"an epoch of fit has {self._params['steps']} batches, one of the data {self._batches.num_batches}",
@@ -249,11 +263,12 @@ class KerasElasticCallback(keras.callbacks.Callback):
             )
         return self._batches
 
-    def _check_batch(self, steps: StepIndices, saved: dict[str, Any] | None) -> None:
-        if saved is not None and saved.get("G") != steps.global_batch_size:
+    def _check_kind(self, restored: Restored | None) -> None:
+        leased = isinstance(self._batches, LeasedBatches)
+        if restored is not None and not restored.weights_only and bool(restored.leases) != leased:
             raise UsageError(
-                f"batches have {steps.global_batch_size} samples, at the first start they had {saved.get('G')}",
-                hint="give the batch_size of the first start, or start over (resume='never')",
+                f"the checkpoint has the position of {'other data, not of a' if leased else 'a'} ShardDataset",
+                hint="give the data of the first start, or start over (resume='never')",
             )
 
     def _resume(self, restored: Restored) -> None:

@@ -18,7 +18,7 @@ from dlrover_hooks import rng
 from dlrover_hooks.data.session_datasets import DatasetPosition
 from dlrover_hooks.data.step_indices import StepIndices
 from dlrover_hooks.errors import DataMismatch, UsageError
-from dlrover_hooks.integrations.keras.batches import ElasticBatches, rows_of
+from dlrover_hooks.integrations.keras.batches import CountedBatches, rows_of
 from dlrover_hooks.integrations.keras.tensor_datasets import DatasetReader, is_tensor_dataset
 
 log = logging.getLogger("dlrover_hooks")
@@ -111,7 +111,7 @@ def reader_of(x: Any, batches: int | None) -> EpochReader | None:
     return None
 
 
-class StreamedBatches(ElasticBatches):
+class StreamedBatches(CountedBatches):
     """What `ElasticCallback.data` returns for an `EpochReader`. Keras may read it in a thread, but in order.
 
     Before the training begins, Keras looks at a few batches for their shapes: it gets those read here, in advance.

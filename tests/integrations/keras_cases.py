@@ -29,6 +29,7 @@ with warnings.catch_warnings():  # of the frameworks, at their import
 
 BEFORE = set(sys.modules)
 
+from dlrover_hooks import ShardDataset
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import ElasticCallback
 from tests.pace import pace
@@ -37,6 +38,7 @@ ADDED = sorted({"torch", "jax", "tensorflow"} & (sys.modules.keys() - BEFORE))
 
 SAMPLES, BATCH, EPOCHS = 45, 8, 3
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
+LEASED = {"shard_size": 10, "seed": 3}
 GIVEN: dict[str, Any] = {
     "data": "arrays", "spe": 1, "epochs": EPOCHS, "policy": "float32", "shared": {}, "kill": False,
     "class_weight": False, "width": 8, "plain": False, "batch": BATCH, "batches": None,
@@ -181,6 +183,8 @@ def life(given: dict[str, Any], crash: int | None) -> dict[str, Any]:
     batches = -(-SAMPLES // BATCH)
     if given["data"] == "dataset":
         data = el.data(Noisy(x, y))
+    elif given["data"] == "leased":
+        data = el.data(ShardDataset(list(zip(x, y, strict=True)), **LEASED), batch_size=given["batch"])
     elif given["data"] == "drawn":
         data = el.data(drawn(x, y), batches=batches)
         if keras.backend.backend() != "tensorflow":  # which draws while it reads ahead
