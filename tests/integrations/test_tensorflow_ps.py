@@ -174,7 +174,7 @@ def test_a_killed_worker_costs_no_shard(start: Start, workers: int) -> None:
 
 
 def test_a_worker_whose_calls_fail_is_replaced(start: Start, tmp_path: Path) -> None:
-    """TensorFlow takes some errors of a connection for errors of the step. The chief reports the worker, which lives."""
+    """TensorFlow takes some errors of a connection for errors of the step. So the chief reports the worker."""
     gate = tmp_path / "gate"
     gate.write_text("not empty")
     job = start(hangs_at=shard_of_step(121), gate=str(gate))
