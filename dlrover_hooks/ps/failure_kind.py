@@ -13,6 +13,7 @@ _LOST = {
     "FailedPreconditionError",
     "NotFoundError",
     "DeadlineExceededError",
+    "InternalError",
     "PSUnavailableError",
     "WorkerPreemptionError",
 }
@@ -20,7 +21,7 @@ _LOST = {
 _SIGNS = re.compile(
     r"failed to connect|connection re(fused|set)|reset by peer|socket closed|context_id|remote context|"
     r"was cancelled|is cancelled|recvmsg|end of (file|tcp stream)|too many pings|keepalive|unavailable|"
-    r"worker .*(restart|preempt)",
+    r"unable to parse request|worker .*(restart|preempt)",
     re.IGNORECASE,
 )
 """Words of gRPC and of the remote context, in the texts of such errors."""

@@ -221,10 +221,16 @@ class ClusterSwitch:
         log.warning("a server of cluster version %d was lost at step %d: %s", version, self._step(), first_line(error))
         if self.spent:
             self.start_again()
-        if self._membership.newer(version, _REPORT_S) is None:
-            for task, index in named_tasks(str(error)):
-                if task == kind.value:  # the worker that met the loss of a parameter server is named, too
-                    self._membership.report(version, p.NodeType(task), index, first_line(error))
+        if self._membership.newer(version, _REPORT_S) is not None:
+            return
+        # The worker that met the loss of a parameter server is named, too.
+        named = [index for task, index in named_tasks(str(error)) if task == kind.value]
+        for index in named:
+            self._membership.report(version, p.NodeType(kind.value), index, first_line(error))
+        if (
+            kind is FailureKind.WORKER or not named
+        ):  # another version follows by itself only if a parameter server is lost
+            self._membership.connected(version, failed=first_line(error))
 
     def start_again(self) -> None:
         """End this process, whose memory and threads TensorFlow does not give back; the launcher starts it again."""

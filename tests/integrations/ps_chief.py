@@ -2,7 +2,8 @@
 
 Each shard adds 1 to its own place in `seen`, so the variables say how often each was applied. It appends to LIVES a
 line for each step, and a last one with what the model holds. At the steps of `holds` it waits for the file `go-STEP`,
-and with `holds_end` for `go-end` before it reads the model. Shard `hangs_at` reads the file `gate`.
+and with `holds_end` for `go-end` before it reads the model. Shard `hangs_at` reads the file `gate`, and fails
+if it is not empty.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def parts_of(variable: Any) -> list[Any]:
     return list(getattr(variable, "variables", [variable]))
 
 
-def nothing_in(gate: str, now: Any) -> Any:
-    """0; if `now`, it reads the file `gate` first. In a named pipe that waits, and nothing can cancel it."""
+def length_of(gate: str, now: Any) -> Any:
+    """Of the file `gate` if `now`, else 0. A read of a named pipe waits, and nothing can cancel it."""
     return tf.strings.length(tf.io.read_file(tf.where(now, gate, os.devnull)))  # no constant: that is read at once
 
 
@@ -66,7 +67,8 @@ class Model:
         if self.fails_at >= 0:
             tf.debugging.assert_less(begin, tf.constant(self.fails_at, tf.int64), "an error of this very step")
         if self.gate:
-            number += nothing_in(self.gate, number == self.hangs_at)
+            length = length_of(self.gate, number == self.hangs_at)
+            tf.debugging.assert_equal(length, 0, "connection refused")  # as if its worker was lost
         x = tf.random.stateless_normal((self.size, 8), tf.stack([number, 7]))
         loss = self.raw(x) if not hasattr(self, "keras") else self.strategy.run(self.fitted, args=(x,))
         at = 0

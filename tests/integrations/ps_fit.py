@@ -16,7 +16,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"
 import tensorflow as tf
 
 from dlrover_hooks.integrations.tensorflow import fit_elastic
-from tests.integrations.ps_chief import nothing_in
+from tests.integrations.ps_chief import length_of
 from tests.waiting import until
 
 
@@ -55,7 +55,7 @@ def dataset(gate: str) -> Any:
         return batches
 
     def waits(number: Any, batch: tuple[Any, Any]) -> Any:
-        return batch[0], batch[1] + tf.cast(nothing_in(gate, number == 20), tf.float32)
+        return batch[0], batch[1] + tf.cast(length_of(gate, number == 20), tf.float32)
 
     return batches.enumerate().map(waits)
 

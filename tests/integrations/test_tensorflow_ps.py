@@ -173,6 +173,18 @@ def test_a_killed_worker_costs_no_shard(start: Start, workers: int) -> None:
     assert SHARDS <= job.row("done")["applied"] <= SHARDS + 1
 
 
+def test_a_worker_whose_calls_fail_is_replaced(start: Start, tmp_path: Path) -> None:
+    """TensorFlow takes some errors of a connection for errors of the step. So the chief reports the worker."""
+    gate = tmp_path / "gate"
+    gate.write_text("not empty")
+    job = start(hangs_at=shard_of_step(121), gate=str(gate))
+    job.says(r"worker \d failed: the chief cannot reach it: .*; it is replaced")
+    gate.write_text("")
+    job.end()
+    trained_once(job)
+    assert {row["pid"] for row in job.rows} == {job.pid("chief")}
+
+
 def test_a_stopped_parameter_server_is_fenced_and_replaced(start: Start) -> None:
     """SIGSTOP: its sockets stay open, so nothing fails by itself. Its lease ends, the launcher kills it."""
     job = start("--hang-timeout", "3s", ps=2, holds=[120])

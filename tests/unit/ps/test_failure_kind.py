@@ -19,6 +19,12 @@ _PS = "/job:ps/replica:0/task:1"
         ("InvalidArgumentError", "Unable to find the relevant tensor remote_handle: remote context", FailureKind.PS),
         ("UnavailableError", "Connection reset by peer /job:worker/replica:0/task:0", FailureKind.WORKER),
         ("UnavailableError", "Connection reset by peer /job:worker/task:0 and /job:ps/task:0", FailureKind.PS),
+        (
+            "InternalError",
+            "Unable to parse request\nAdditional GRPC error information from remote target /job:worker/task:1 while",
+            FailureKind.WORKER,
+        ),
+        ("InternalError", "Blas GEMM launch failed on /job:worker/task:1", FailureKind.USER),
         ("InvalidArgumentError", f"Incompatible shapes: [2,3] vs. [4] on {_PS}", FailureKind.USER),
         (
             "InvalidArgumentError",
