@@ -399,7 +399,10 @@ class Checkpointer:
         if isinstance(notice, keeper_messages.Storing) or self._lone.takes(notice):
             return
         if isinstance(notice, (keeper_messages.Persisted, keeper_messages.PersistFailed)):
-            self.generations.ended(notice.generation, stored=isinstance(notice, keeper_messages.Persisted))
+            refused = isinstance(notice, keeper_messages.PersistFailed) and not notice.gone
+            self.generations.ended(
+                notice.generation, stored=not isinstance(notice, keeper_messages.PersistFailed), refused=refused
+            )
         if self.generations.current(notice.generation):
             self._notify(notice)
 

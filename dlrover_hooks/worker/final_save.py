@@ -110,7 +110,7 @@ class LastSave:
             if away_since is not None and time.monotonic() > away_since + KEEPER_S:
                 assert error is not None
                 raise error
-            self._pause(f"a free slot for {self._generation}")
+            self._pause(f"a free slot for {self._generation} ({error})")
         self._reporter.saved(saved.generation, saved.copy_s, durable=True)
 
     def _await_manifest(self, stored_at: float) -> None:

@@ -211,7 +211,8 @@ class Engine:
 
     def _noticed(self, notice: Any) -> None:
         if isinstance(notice, (Persisted, PersistFailed)):
-            self.generations.ended(notice.generation, stored=isinstance(notice, Persisted))
+            refused = isinstance(notice, PersistFailed) and not notice.gone
+            self.generations.ended(notice.generation, stored=isinstance(notice, Persisted), refused=refused)
         if (notice.generation.run, notice.generation.attempt) == (self.run, self.attempt):
             self._notify(notice)
 

@@ -8,9 +8,10 @@ cannot be sealed, but like a memfd it disappears with its last user, however tha
     notes     note_bytes each: seq u64 | length u64 | the trainer's data for its successor (`rng.rank_journal`)
     slot k    a safetensors image (`safetensors_layout`)
 
-`seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. The trainer writes. The
-keeper owns the memory and frees torn slots once the trainer is gone. On machines with a weak memory order the socket
-message that follows a publication is the barrier. Linux only. No torch.
+`seq` is odd while slot or note are being written; each store to it is one aligned 8-byte store. Of two images, the one
+with the larger `seq` was written later. The trainer writes. The keeper owns the memory and frees torn slots once the
+trainer is gone. On machines with a weak memory order the socket message that follows a publication is the barrier.
+Linux only. No torch.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ class SharedSegment:
 
     def begin(self, index: int) -> None:
         """Mark slot `index` as being written. It stays torn if the process dies before `publish`."""
-        self._store(_LINE * (1 + index), self.seq(index) | 1)
+        newest = max(self.seq(other) for other in range(self.count))
+        self._store(_LINE * (1 + index), newest + 1 | 1)
 
     def publish(self, index: int, generation: Generation, rank: int, world_size: int, nbytes: int) -> None:
         """All `nbytes` are written: the last store makes slot `index` hold `generation`."""

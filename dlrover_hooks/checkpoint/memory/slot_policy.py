@@ -6,6 +6,8 @@ A generation that is complete on all ranks, or may become so, stays on all of th
 - A newer one is free only if some rank skipped it (`Vote.passed`), so that it never becomes complete. The master
   reports that, too: ranks skip different saves, as a slot that is being persisted may cost one a save that others make.
 - A slot that is being persisted is never free.
+- A generation can be saved twice: on schedule, and at the end of the run. The keeper uses the copy that was published
+  last (`memory.slot_states`). The older copies are free, unless one of them is being persisted.
 
 While the master is unreachable, a rank does not learn what the others skipped. A generation that it has not voted for
 is not complete, and never will be once its vote is withdrawn. Saves overwrite these, the oldest first.
@@ -19,6 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dlrover_hooks.checkpoint.memory.segment import Slot
+from dlrover_hooks.checkpoint.memory.slot_states import image_identity
 from dlrover_hooks.errors import CheckpointError
 from dlrover_hooks.protocol import Generation
 
@@ -59,8 +62,11 @@ def choose_slot(
     None: there is none now, so skip this save. `last`: no save follows, so all ranks wait until they can make this one.
     Slots of another run count as older than all of this run.
     """
-    newest = max((slot for slot in slots if _whole(slot)), key=lambda slot: _age(slot, saved.run), default=None)
-    usable = [slot for slot in slots if not (_whole(slot) and _needed(slot, newest, heard, persisting, saved))]
+    whole = [slot for slot in slots if not slot.torn and slot.generation is not None]
+    latest = {image_identity(slot): slot for slot in sorted(whole, key=lambda slot: slot.seq)}.values()
+    newest = max(latest, key=lambda slot: _age(slot, saved.run), default=None)
+    needed = [slot for slot in latest if _needed(slot, newest, heard, saved)]
+    usable = [slot for slot in slots if slot not in needed and (slot.torn or slot.generation not in persisting)]
     if not usable:
         given = heard.unvoted.difference((heard.newest_complete, *persisting))
         usable = [slot for slot in slots if slot.generation in given]
@@ -79,11 +85,9 @@ def _distance(heard: Heard, slot: Slot, saved: Generation) -> int:
     return distance
 
 
-def _needed(
-    slot: Slot, newest: Slot | None, heard: Heard, persisting: Collection[Generation], saved: Generation
-) -> bool:
+def _needed(slot: Slot, newest: Slot | None, heard: Heard, saved: Generation) -> bool:
     generation = slot.generation
-    if generation == heard.newest_complete or generation in persisting:
+    if generation == heard.newest_complete:
         return True
     if heard.hopeless is None:
         return slot is newest
@@ -95,10 +99,6 @@ def _may_complete(generation: Generation | None, complete: Generation | None, sa
     if generation is None or (generation.run, generation.attempt) != (saved.run, saved.attempt):
         return False
     return complete is None or complete.run != saved.run or generation > complete
-
-
-def _whole(slot: Slot) -> bool:
-    return not slot.torn and slot.generation is not None
 
 
 def _age(slot: Slot, run: str) -> tuple[bool, bool, int, int]:

@@ -12,10 +12,10 @@ happens. Two parts of the state change independently, as an image can be in stor
     its waiting vote is dropped: `drop_vote`              reporter   withdrawn -> none
 
     its file                                              thread     from -> to
-    it is due or the last one: `plan`                     reporter   none, failed -> planned, or -> failed
+    it is due or the last one: `plan`                     reporter   none, failed, refused -> planned, or -> failed
     `plan` finds it hashed, or that it never will be      reporter   planned -> ordered, or -> failed
     the keeper still writes an earlier one: `allocated`   memory     none -> ordered
-    the keeper has written it, or cannot: `ended`         keeper     any -> stored or failed
+    the keeper has written it, or cannot: `ended`         keeper     any -> stored or failed, or -> refused by storage
     it is to be saved again: `retry`                      training   failed -> none
 
 A slot is reused only if its generation is neither planned nor ordered, and cannot be the newest complete one
@@ -38,7 +38,7 @@ REMEMBERED = 16
 
 
 MemoryVote = Literal["none", "sent", "doubtful", "counted", "withdrawn"]
-FileState = Literal["none", "planned", "ordered", "stored", "failed"]
+FileState = Literal["none", "planned", "ordered", "stored", "failed", "refused"]
 _PENDING = ("planned", "ordered")
 
 
@@ -260,22 +260,22 @@ class GenerationTracker:
                 if (state := self._of(generation)).file == "none":
                     state.file = "ordered"
 
-    def ended(self, generation: Generation, *, stored: bool) -> None:
-        """The keeper has written its file, or it cannot."""
+    def ended(self, generation: Generation, *, stored: bool, refused: bool = False) -> None:
+        """The keeper has written its file, or it cannot. `refused`: because of the storage."""
         with self._lock:
-            self._of(generation).file = "stored" if stored else "failed"
+            self._of(generation).file = "stored" if stored else "refused" if refused else "failed"
 
     def retry(self, generation: Generation) -> bool:
-        """True once after its file has failed: it may be saved again."""
+        """True once after its file has failed, unless the storage refused it: it may be saved again."""
         with self._lock:
-            if failed := self.failed(generation):
+            if failed := generation in self._states and self._states[generation].file == "failed":
                 self._states[generation].file = "none"
             return failed
 
     def failed(self, generation: Generation) -> bool:
         """Its file could not be written."""
         with self._lock:
-            return generation in self._states and self._states[generation].file == "failed"
+            return generation in self._states and self._states[generation].file in ("failed", "refused")
 
     @property
     def pending(self) -> tuple[Generation, ...]:

@@ -90,6 +90,16 @@ def test_a_planned_file_whose_slot_was_used_again_before_it_was_hashed_has_faile
     assert not tracker.retry(generation(1))
 
 
+def test_a_file_that_the_storage_refused_is_not_saved_again() -> None:
+    """The reason is on its way to the reporter; a copy made until then would only take another slot."""
+    tracker = GenerationTracker()
+    tracker.ended(generation(1), stored=False, refused=True)
+    assert tracker.failed(generation(1))
+    assert not tracker.retry(generation(1))
+    tracker.ended(generation(1), stored=False)
+    assert tracker.retry(generation(1))
+
+
 def test_a_notice_that_precedes_the_list_of_pending_files_counts() -> None:
     tracker = GenerationTracker()
     tracker.ended(generation(1), stored=True)

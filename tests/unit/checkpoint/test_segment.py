@@ -88,6 +88,16 @@ def test_free_rolls_torn_and_whole_back_and_changes_seq(shared: SharedSegment) -
     assert not any(slot.torn for slot in shared.slots())
 
 
+def test_the_larger_seq_is_the_later_image(shared: SharedSegment) -> None:
+    order = list[int]()
+    for index in (2, 2, 0, 1, 0):
+        shared.begin(index)
+        assert shared.slot(index).torn
+        shared.publish(index, Generation(0, 1, RUN), 0, 1, 8)
+        order.append(shared.seq(index))
+    assert order == sorted(set(order))
+
+
 def test_notes_are_seen_by_another_mapping(shared: SharedSegment) -> None:
     """Each place has its newest; what is too long is no note, and neither slots nor other notes feel any of it."""
     twin = SharedSegment.attach(os.dup(shared.fd))
