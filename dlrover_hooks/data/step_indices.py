@@ -18,6 +18,10 @@ from dlrover_hooks.data.order import Order
 from dlrover_hooks.data.saved_position import refuse_other, saved_position
 
 
+_AHEAD = 4096
+"""Ids are computed for so many samples at once: the fixed cost, 30 us, would be one of each step."""
+
+
 class Share(NamedTuple):
     """One rank's rows [lo, hi) of a step, and their weight in the step's mean. At least one row, maybe of weight 0."""
 
@@ -52,6 +56,8 @@ class StepIndices:
         self.order = Order(n, seed, shuffle)
         self._progress = Progress(BatchPlan(n, global_batch_size, global_batch_size))
         """Counts steps: one micro-batch of a single rank is a step here."""
+        self._ahead: tuple[int, int, Indices] = -1, 0, np.empty(0, np.int64)
+        """An epoch, a position in it, and the ids from there on."""
 
     @property
     def global_batch_size(self) -> int:
@@ -78,9 +84,18 @@ class StepIndices:
         self._progress.begin()
 
     def indices(self, number: int) -> Indices:
-        """Ids (int64) of the samples in step `number` since `begin`."""
-        part = self._progress.plan.step(self._progress.base % self.order.n + number * self.global_batch_size)
-        return self.order.indices(self.epoch, np.arange(part.lo, part.hi))
+        """Ids (int64) of the samples in step `number` since `begin`. Raises UsageError after the epoch's last step."""
+        plan = self._progress.plan
+        epoch, q = divmod(self._progress.base, plan.n)
+        lo = q + number * plan.global_batch_size
+        hi = min(lo + plan.global_batch_size, plan.n)
+        of, begin, ids = self._ahead
+        if of != epoch or not begin <= lo < hi <= begin + len(ids):
+            plan.step(lo)  # raises after the last step
+            begin, end = lo, max(hi, min(lo + _AHEAD, plan.n))
+            ids = self.order.indices(epoch, np.arange(begin, end))
+            self._ahead = epoch, begin, ids
+        return ids[lo - begin : hi - begin]
 
     def on_batch(self) -> None:
         """The gradients of one more step were applied."""

@@ -41,15 +41,16 @@ class ArraySource:
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
         if y is None and sample_weight is not None:
             raise UsageError("sample_weight was given without y", hint="el.data(x, y, sample_weight)")
-        self._parts = keras.tree.map_structure(_array, parts)
-        lengths = {len(one) for one in keras.tree.flatten(self._parts)}
+        arrays = keras.tree.map_structure(_array, parts)
+        lengths = {len(one) for one in keras.tree.flatten(arrays)}
         if len(lengths) != 1:
             raise UsageError(f"the arrays have {sorted(lengths)} samples", hint="give as many of each")
         self.count = lengths.pop()
+        self._rows = _reader(arrays)
 
     def take(self, ids: Indices, share_of: Callable[[int], Share]) -> tuple[Any, float]:
         lo, hi, weight = share_of(len(ids))
-        return keras.tree.map_structure(lambda array: array[ids[lo:hi]], self._parts), weight
+        return self._rows(ids[lo:hi]), weight
 
 
 class BatchSource:
@@ -137,6 +138,8 @@ class CountedBatches(ElasticBatches):
     def __init__(self, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
         super().__init__(rank, world_size, before_fetch)
         self.steps = steps
+        self._left = 0
+        """Batches of the current epoch."""
 
     @property
     def num_batches(self) -> int:
@@ -163,7 +166,7 @@ class CountedBatches(ElasticBatches):
         session.watch(PLACE, self.position)
 
     def applied(self, batch: int) -> int:
-        made = min(batch + 1, self.steps.left) - self._applied  # `steps_per_execution` batches, or the last few
+        made = min(batch + 1, self._left) - self._applied  # `steps_per_execution` batches, or the last few
         for _ in range(made):
             self.steps.on_batch()
         self._applied += made
@@ -186,7 +189,8 @@ class CountedBatches(ElasticBatches):
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
         self.steps.begin()
-        private.set_epoch_length(self.steps.left)  # Keras has read it once, before the position was known
+        self._left = self.steps.left
+        private.set_epoch_length(self._left)  # Keras has read it once, before the position was known
 
 
 class IndexedBatches(CountedBatches):
@@ -205,6 +209,20 @@ class IndexedBatches(CountedBatches):
     def _read(self, number: int) -> tuple[Any, float]:
         self._before_fetch()
         return self._source.take(self.steps.indices(number), self._share)
+
+
+def _reader(arrays: Any) -> Callable[[Indices], Any]:
+    """Reads rows of all arrays in this structure. `keras.tree.map_structure` takes as long as the reading itself."""
+    if isinstance(arrays, np.ndarray):
+        return arrays.__getitem__
+    kind: Any = type(arrays)
+    if kind is dict:
+        named = {name: _reader(one) for name, one in arrays.items()}
+        return lambda ids: {name: read(ids) for name, read in named.items()}
+    if kind in (list, tuple):
+        readers = [_reader(one) for one in arrays]
+        return lambda ids: kind([read(ids) for read in readers])
+    return lambda ids: keras.tree.map_structure(lambda array: array[ids], arrays)
 
 
 def _array(value: Any) -> Any:

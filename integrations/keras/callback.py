@@ -72,6 +72,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self._parallel: DataParallel | None = None
         self._restored: Restored | None = None
         self._thread = threading.get_ident()
+        self._fetched_at = -1
+        """`step` when this thread requested the newest batch."""
         self._params: dict[str, Any] = {}
         self._beside: list[Any] = []
         self._resumed: dict[str, Any] | None = None
@@ -173,7 +175,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         private.begin_at(self._fitted, None)
         if self._driver is not None:  # the last training ended with an exception
             self._driver.close(p.Departure.FAILED)
-        self._thread, self._begun = threading.get_ident(), True
+        self._thread, self._fetched_at, self._begun = threading.get_ident(), -1, True
         self._driver = StepDriver(self, self.config, self._place, on_preempt=self._on_preempt)
         self._restored = restored = self._driver.start(check=model_state.check_state)
         try:
@@ -199,7 +201,8 @@ class KerasElasticCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._driver is None:
             return
-        self._driver.before_fetch(self.step)
+        if self._fetched_at != self.step:
+            self._driver.before_fetch(self.step)
         self._driver.boundary(self.step, lambda: self._state(self._epoch))
         if self._parallel is not None:
             self._parallel.before_step()
@@ -306,6 +309,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         here = threading.get_ident() == self._thread  # TensorFlow reads in threads of its own
         if here and self._driver is not None:
             self._driver.before_fetch(self.step)
+            self._fetched_at = self.step
         return here
 
 

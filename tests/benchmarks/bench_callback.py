@@ -3,7 +3,7 @@
 One process trains with the callback and without it, in turn, so that a busy machine hurts both alike. A figure is the
 CPU time of the training thread: with the callback beyond that without, in per cent. Saves are as often as by default,
 and their cost is shared out to the steps.
-Writes build/bench/callback.json. BENCH_ARGS: `--steps N` of each way on each of two threads (900).
+Writes build/bench/callback.json. BENCH_ARGS: `--rounds N` (12).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from tests.benchmarks import keras_callback, transformers_callback
 from tests.benchmarks.report import report
 
 MEASURED = (keras_callback.measured, transformers_callback.measured)
-"""One function for each framework: given the number of steps, it returns conditions and figures."""
+"""One function for each framework: given the number of rounds, it returns conditions and figures."""
 BARS = {"callback_overhead_pct_keras": 2.0, "callback_overhead_pct_transformers": 2.0}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench-callback", description=__doc__)
-    parser.add_argument("--steps", type=int, default=900, help="of each way of training, on each of two threads")
+    parser.add_argument("--rounds", type=int, default=12, help="each with new models, some hundred steps of each way")
     given = parser.parse_args()
     conditions, found = dict[str, object](), dict[str, float]()
     for measured in MEASURED:
-        more, figures = measured(given.steps)
+        more, figures = measured(given.rounds)
         conditions |= more
         found |= figures
     return report("callback", "callback of a framework: cost of a step", conditions, found, BARS)

@@ -28,11 +28,11 @@ class _Tells(keras.callbacks.Callback):
         self._clock.step_ended()
 
 
-def measured(steps: int) -> tuple[dict[str, Any], dict[str, float]]:
+def measured(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
     """See `turns.measured`."""
     torch.set_num_threads(1)
     logging.getLogger("dlrover_hooks").setLevel(logging.ERROR)
-    conditions, figures = turns.measured("keras", steps, _train)
+    conditions, figures = turns.measured("keras", rounds, _train)
     return {"keras_version": keras.__version__, **conditions}, figures
 
 

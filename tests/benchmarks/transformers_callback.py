@@ -30,11 +30,11 @@ class _Tells(TrainerCallback):
         self._clock.step_ended()
 
 
-def measured(steps: int) -> tuple[dict[str, Any], dict[str, float]]:
+def measured(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
     """See `turns.measured`."""
     torch.set_num_threads(1)
     logging.getLogger("dlrover_hooks").setLevel(logging.ERROR)
-    conditions, figures = turns.measured("transformers", steps, _train)
+    conditions, figures = turns.measured("transformers", rounds, _train)
     return {"transformers_version": transformers.__version__, **conditions}, figures
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from dlrover_hooks.checkpoint.save.schedule import StepPace
 from dlrover_hooks.session import Session
 
-TURN = 60
-"""Steps of one turn. A save falls into most turns: what it costs is shared out to their steps."""
+TURN = 6
+"""Steps of one turn. Short, because the speed of a machine that others use changes within a second by a tenth or more."""
+WARM, STEPS = 60, 360
+"""Steps of each way in a round: not measured, as first steps are slow and saved more often, and measured."""
 TURN_S = 120.0
 """Timeout of one turn."""
 
@@ -40,11 +42,11 @@ class _Turns:
 
 
 class Clock:
-    """CPU seconds of this thread, and wall seconds, of a step: the mean of each turn."""
+    """CPU seconds of this thread, and wall seconds, of a step: the mean over all measured ones, saves among them."""
 
     def __init__(self, turns: _Turns, mine: int) -> None:
         self._turns, self._mine, self._steps, self._begun = turns, mine, 0, (0.0, 0.0)
-        self.cpu_s, self.wall_s = list[float](), list[float]()
+        self.cpu_s = self.wall_s = 0.0
         self.session: Callable[[], Session | None] = lambda: None
         """The session of the training, if it has one: the other one's turn is no part of its steps."""
 
@@ -53,12 +55,13 @@ class Clock:
         self._steps += 1
         if self._steps % TURN:
             return
-        self.cpu_s.append((time.thread_time() - self._begun[0]) / TURN)
-        self.wall_s.append((time.perf_counter() - self._begun[1]) / TURN)
+        if self._steps > WARM:
+            self.cpu_s += (time.thread_time() - self._begun[0]) / STEPS
+            self.wall_s += (time.perf_counter() - self._begun[1]) / STEPS
         self._turns.hand_over(self._mine)
         self._turns.wait(self._mine)
         if (session := self.session()) is not None:
-            session._pace = StepPace()
+            session._pace._last = None
         self._begun = time.thread_time(), time.perf_counter()
 
 
@@ -66,38 +69,35 @@ Train = Callable[[Clock, int, bool], object]
 """Makes so many steps, with the hook or without it."""
 
 
-def measured(name: str, steps: int, train: Train) -> tuple[dict[str, Any], dict[str, float]]:
-    """The conditions, and the cost of the hook in per cent of the CPU time of a step without it.
+def measured(name: str, rounds: int, train: Train) -> tuple[dict[str, Any], dict[str, float]]:
+    """The conditions, and the cost of the hook in per cent of the CPU time of a step without it: the median round.
 
-    Each way has a thread of its own: the main thread's memory is managed otherwise, which alone shifts a step by some
-    per cent. All is done twice, with the threads exchanged.
+    Each way has a thread of its own, as the main thread's memory is managed otherwise. A model's place in memory shifts
+    its steps by some per cent: each round has other models, and the threads exchanged.
 
     Args:
         name: of the framework, for the names of the figures.
-        steps: of each way on each thread, beside the first turn.
+        rounds: of `STEPS` steps of each way.
         train: called on two threads.
     """
-    more, without, walls = list[float](), list[float](), (list[float](), list[float]())
-    for hooked in (0, 1):
-        clocks = _both(steps, train, hooked)
-        plain, hook = clocks[1 - hooked], clocks[hooked]
-        more.append(statistics.median(b - a for a, b in zip(plain.cpu_s[1:], hook.cpu_s[1:], strict=True)))
-        without += plain.cpu_s[1:]
-        for wall, clock in zip(walls, (plain, hook), strict=True):
-            wall.extend(clock.wall_s[1:])
-    step_s, hook_s = statistics.median(without), statistics.mean(more)
+    pairs = list[tuple[Clock, Clock]]()
+    for number in range(rounds):
+        clocks = _both(train, number % 2)
+        pairs.append((clocks[1 - number % 2], clocks[number % 2]))
+    each = [100 * (hook.cpu_s / plain.cpu_s - 1) for plain, hook in pairs]
+    step_s = statistics.median(plain.cpu_s for plain, _ in pairs)
     conditions = {
-        f"{name}_steps": steps,
+        f"{name}_rounds": rounds,
         f"{name}_step_ms": step_s * 1e3,
-        f"{name}_step_wall_ms": statistics.median(walls[0]) * 1e3,
-        f"{name}_hook_step_wall_ms": statistics.median(walls[1]) * 1e3,
-        f"{name}_hook_us": hook_s * 1e6,
-        f"{name}_hook_us_by_thread": [round(one * 1e6) for one in more],
+        f"{name}_step_wall_ms": statistics.median(plain.wall_s for plain, _ in pairs) * 1e3,
+        f"{name}_hook_step_wall_ms": statistics.median(hook.wall_s for _, hook in pairs) * 1e3,
+        f"{name}_hook_us": statistics.median(each) / 100 * step_s * 1e6,
+        f"{name}_overhead_pct_of_each": [round(one, 1) for one in each],
     }
-    return conditions, {f"callback_overhead_pct_{name}": 100 * hook_s / step_s}
+    return conditions, {f"callback_overhead_pct_{name}": statistics.median(each)}
 
 
-def _both(steps: int, train: Train, hooked: int) -> tuple[Clock, Clock]:
+def _both(train: Train, hooked: int) -> tuple[Clock, Clock]:
     """The clocks of the two threads. `hooked`: which of them trains with the hook."""
     turns, failures = _Turns(), list[BaseException]()
     clocks = Clock(turns, 0), Clock(turns, 1)
@@ -105,7 +105,7 @@ def _both(steps: int, train: Train, hooked: int) -> tuple[Clock, Clock]:
     def one(mine: int) -> None:
         try:
             turns.wait(mine)
-            train(clocks[mine], TURN + steps, mine == hooked)
+            train(clocks[mine], WARM + STEPS, mine == hooked)
         except BaseException as error:
             failures.append(error)
         finally:
@@ -115,7 +115,7 @@ def _both(steps: int, train: Train, hooked: int) -> tuple[Clock, Clock]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TURN_S * (2 + 2 * steps / TURN))
+        thread.join(TURN_S * (2 + 2 * STEPS / TURN))
     if failures:
         raise failures[0]
     return clocks
