@@ -17,7 +17,6 @@ from dlrover_hooks.data.feistel import Indices
 from dlrover_hooks.data.order import Order
 from dlrover_hooks.data.saved_position import refuse_other, saved_position
 
-
 _AHEAD = 4096
 """Ids are computed for so many samples at once: the fixed cost, 30 us, would be one of each step."""
 

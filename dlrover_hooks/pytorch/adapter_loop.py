@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.state import pytree
@@ -162,6 +163,8 @@ class TrainingLoop:
         self._own: list[dict[str, Any]] = []
         self._epoch_over: bool = self._saved.get("epoch_over", False)
         self._undo: list[Callable[[], None]] = []
+        self._forward_hooks: list[RemovableHandle] = []
+        """Of the models, until there is an elastic loader: a model with one takes a slower path in PyTorch."""
         self._loaders: list[ElasticLoader] = []
         self.session.frozen_among(self._parameters)
         self._checked, self._asked = False, True
@@ -210,8 +213,10 @@ class TrainingLoop:
     def add_model(self, module: nn.Module, wrapped: nn.Module) -> None:
         """`module`: the model with its own parameter names. `wrapped`: the framework's wrapper."""
         self.add("model", module)
-        handle = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(wrapped))
-        self._undo.append(handle.remove)
+        if not self.window.loaders:
+            handle = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(wrapped))
+            self._forward_hooks.append(handle)
+            self._undo.append(handle.remove)
         if isinstance(wrapped, DistributedDataParallel):
             self.window.follow(wrapped)
             orders = self._saved.get("bucket_orders", [])
@@ -260,7 +265,7 @@ class TrainingLoop:
         self._undo += [functools.partial(made.before_batch.remove, call) for call in calls]
         made.leads = not self._loaders
         self._loaders.append(made)
-        self.window.loaders.append(made)
+        self._led_by(made)
         total = self._loaders[0].sampler.plan.total
         if made.sampler.plan.total != total:
             raise UsageError(
@@ -283,8 +288,14 @@ class TrainingLoop:
         self.session.lease(made.name, made)
         made.before_batch.append(self.boundary)
         self._undo.append(lambda: made.before_batch.remove(self.boundary))
-        self.window.loaders.append(made)
+        self._led_by(made)
         return made
+
+    def _led_by(self, loader: ElasticLoader | LeasedLoader) -> None:
+        """The step boundary is where `loader` is asked for a batch."""
+        self.window.loaders.append(loader)
+        while self._forward_hooks:
+            self._forward_hooks.pop().remove()
 
     def _refuse_beside_leased(self, name: str) -> None:
         leased = next((one.name for one in self.window.loaders if isinstance(one, LeasedLoader)), None)
@@ -354,7 +365,7 @@ class TrainingLoop:
 
     def _before_forward(self, model: nn.Module) -> None:
         """Without an elastic loader, the first forward after a step is the step boundary."""
-        if self._asked and not self.window.loaders and model.training and torch.is_grad_enabled():
+        if self._asked and model.training and torch.is_grad_enabled():
             self._asked = False
             self.boundary()
 

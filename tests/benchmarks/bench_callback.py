@@ -3,7 +3,7 @@
 One process trains with the callback and without it, in turn, so that a busy machine hurts both alike. A figure is the
 CPU time of the training thread: with the callback beyond that without, in per cent. Saves are as often as by default,
 and their cost is shared out to the steps.
-Writes build/bench/callback.json. BENCH_ARGS: `--rounds N` (12).
+Writes build/bench/callback.json. BENCH_ARGS: `--rounds N` (24).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BARS = {"callback_overhead_pct_keras": 2.0, "callback_overhead_pct_transformers"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench-callback", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12, help="each with new models, some hundred steps of each way")
+    parser.add_argument("--rounds", type=int, default=24, help="each with new models, some hundred steps of each way")
     given = parser.parse_args()
     conditions, found = dict[str, object](), dict[str, float]()
     for measured in MEASURED:
