@@ -35,7 +35,7 @@ SEVERAL = [name for name in HERE if name != "transformers"]
 """A Trainer has one training dataset."""
 KERAS = ["keras-torch", "keras-jax", "keras-tensorflow"]
 KERAS_ALONE = ("accumulate", "short window")
-"""Keras' `fit` has one training set and reads it to its end. It leases shards with one worker only: test_keras.py."""
+"""Keras' `fit` has one training set, and reads it to its end. Leased shards are in test_keras_leased.py."""
 EVERY = [*HERE, "keras-torch", deep("keras-jax"), deep("keras-tensorflow")]
 RESIZING = [*HERE, "keras-torch"]
 BROKEN_OFF = [

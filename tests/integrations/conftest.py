@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc import keeper_connection
 from dlrover_hooks.checkpoint.save import segment_client
-from tests import keepers
+from tests import keepers, ranks
+from tests.integrations.keras_lives import BACKENDS, Lives, lives_of
 from tests.pace import WAIT_S, paced_save
 
 
@@ -31,3 +33,16 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Of Keras."""
+    return request.param
+
+
+@pytest.fixture
+def lives(backend: str, tmp_path: Path) -> Iterator[Lives]:
+    """Of a job with Keras."""
+    with ranks.named_job("keras") as job:
+        yield lives_of(backend, job, tmp_path)

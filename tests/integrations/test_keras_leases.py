@@ -2,7 +2,7 @@
 # (Keras has no annotations that a checker could rely on.)
 """Keras over leased shards: how an epoch ends, and what is refused. In this process, on the torch backend.
 
-That every sample is in the model once, wherever the run is broken off, is in test_keras.py for each backend.
+That every sample is in the model once, wherever the run is broken off, is in test_keras_leased.py for each backend.
 """
 
 from __future__ import annotations
