@@ -138,6 +138,8 @@ class ElasticCallback(Callback):
         """Data positions at the end of the previous fit: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
         self._versions: list[Any] = []
+        self._began_from: list[Any] | None = None
+        """The `ckpt_path` with which this run began, and its step; None if it began without one."""
         self._trainer: weakref.ref[Trainer] | None = None
 
     @property
@@ -164,7 +166,12 @@ class ElasticCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.session is None:
             return {}
-        return {"run": self.session.run, "attempt": self.session.attempt, "versions": self._versions}
+        return {
+            "run": self.session.run,
+            "attempt": self.session.attempt,
+            "versions": self._versions,
+            "began_from": self._began_from,
+        }
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
@@ -189,10 +196,12 @@ class ElasticCallback(Callback):
             self._driver.close(p.Departure.FAILED)
             raise
         session.frozen_among(pl_module.parameters)
+        self._began_from = None
         if restored is not None and restored.weights_only:
             private.begin_with(trainer, private.saved(restored)["state_dict"])
             self._driver.restored = None  # the fit begins at step 0
         elif restored is not None:
+            self._began_from = private.saved(restored)["callbacks"].get(self.state_key, {}).get("began_from")
             names.keep_versions(trainer, private.saved(restored), self.state_key, session.run)
             private.resume_from(trainer, private.saved(restored), self._wins_over)
         self._versions = names.versions(trainer)
@@ -203,16 +212,20 @@ class ElasticCallback(Callback):
         private.before_each_validation(trainer, lambda: draw_before(trainer, self.session, self._survivor, self._again))
 
     def _wins_over(self, path: str, explicit: dict[str, Any]) -> bool:
-        """True if the restored generation replaces the user's `ckpt_path`, because it is newer in the same run."""
+        """True if the restored generation replaces the user's `ckpt_path`: it is newer in the same run, or its run
+        began with that path, as for a later launch of the same command, and a worker that joins or replaces others.
+        """
         assert self._driver is not None
         assert self._driver.restored is not None
         generation, mark = self._driver.restored.generation, explicit.get("callbacks", {}).get(self.state_key, {})
         same = mark.get("run") == generation.run and generation.step > explicit.get("global_step", 0)
-        newer = same or self.fits.again
+        began = self._began_from == [path, explicit.get("global_step", 0)]
+        newer = same or began or self.fits.again
         why = f"it is newer than {path} in the same run" if newer else "ckpt_path= was given"
         rank_zero_info(f"dlrover-hooks resumes from {generation if newer else path}: {why}")
         if not newer:
             self._driver.forget_restored()
+            self._began_from = None
         return newer
 
     def _elastic(self, trainer: Trainer, loaders: list[Any]) -> list[Any]:
@@ -291,6 +304,8 @@ class ElasticCallback(Callback):
             self._prepare(trainer.strategy.model)
         if self.restored is not None:
             self._resume(trainer, self.restored)
+        elif trainer.ckpt_path is not None:
+            self._began_from = [str(trainer.ckpt_path), trainer.global_step]
         private.load_pending_loader_states(trainer)
         check_length(trainer, self._loaders)
         combine(trainer, self._loaders)

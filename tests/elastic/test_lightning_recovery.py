@@ -255,6 +255,28 @@ def test_a_ckpt_path_is_where_the_first_life_begins(crew: Crews, tmp_path: Path)
     assert {row["step"] for row in one.events("trained")} == {STEPS}
 
 
+def test_a_newcomer_with_a_ckpt_path_goes_on_where_the_others_are(crew: Crews, tmp_path: Path) -> None:
+    """It is given the path as they were, but they have made steps since: with the path's state it would be apart."""
+    calm = crew(2, 2, files=str(tmp_path), global_batch_size=12)
+    for rank in range(2):
+        calm.start(rank)
+    calm.ended()
+    calm.close()
+    path = str(tmp_path / "epoch=0-step=4.ckpt")
+    one = crew(2, 3, pace_s=0.05, epochs=8, global_batch_size=12, ckpt=path)
+    one.start(0)
+    one.start(1)
+    one.stepped(6, "w0", "w1")
+    one.start(2)
+    one.ended()
+    assert [row["world"] for row in one.events("trained")] == [3, 3, 3], one.story()
+    assert {row["step"] for row in one.events("trained")} == {2 * STEPS}
+    assert len({row["state"] for row in one.events("trained")}) == 1
+    (rows,) = one.restores().values()
+    assert len({(row["state"], row["step"], row["cursor"]) for row in rows}) == 1, rows
+    assert rows[0]["step"] >= 6
+
+
 def test_exit_code_0_of_all_is_their_end(crew: Crews) -> None:
     """`sys.exit(0)` in a hook of the module: nobody is lost, no round breaks, and nothing is started again."""
     one = crew(2, 2)

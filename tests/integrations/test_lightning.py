@@ -251,6 +251,20 @@ def test_an_explicit_path_wins_unless_ours_is_newer_in_the_same_run(job: str, tm
     assert exactly_once(surviving(before, other))
 
 
+def test_the_same_command_again_does_not_go_back_to_its_ckpt_path(job: str, tmp_path: Path) -> None:
+    """A launcher gives it the same arguments again; the path is of another run. A path that is new is used."""
+    kept = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    with pytest.raises(Crash):
+        fit(Net(crash_at=7), ElasticCallback(job=f"{job}-first"), callbacks=(kept,), enable_checkpointing=True)
+    began: list[int] = []
+    for path, crash_at in (("step=3", 8), ("step=3", 9), ("step=6", 8)):
+        net = Net(crash_at=crash_at)
+        with pytest.raises(Crash):
+            fit(net, ElasticCallback(job=job, save_every=1), ckpt_path=str(tmp_path / f"{path}.ckpt"))
+        began.append(net.seen[0][1])
+    assert began == [3, 8, 6]
+
+
 def test_leased_data_is_refused_with_a_way_out(job: str) -> None:
     """Lightning fetches ahead of the step where no length is known: the last batch of a lease could not be counted."""
     lent = DataLoader(ShardDataset(Numbers()), batch_size=2)
