@@ -257,12 +257,12 @@ def test_the_same_command_again_does_not_go_back_to_its_ckpt_path(job: str, tmp_
     with pytest.raises(Crash):
         fit(Net(crash_at=7), ElasticCallback(job=f"{job}-first"), callbacks=(kept,), enable_checkpointing=True)
     began: list[int] = []
-    for path, crash_at in (("step=3", 8), ("step=3", 9), ("step=6", 8)):
+    for path, crash_at in (("step=3", 8), ("step=3", 9), ("step=6", 8), ("step=6", 9)):
         net = Net(crash_at=crash_at)
         with pytest.raises(Crash):
             fit(net, ElasticCallback(job=job, save_every=1), ckpt_path=str(tmp_path / f"{path}.ckpt"))
         began.append(net.seen[0][1])
-    assert began == [3, 8, 6]
+    assert began == [3, 8, 6, 8]
 
 
 def test_leased_data_is_refused_with_a_way_out(job: str) -> None:

@@ -6,9 +6,15 @@ from dlrover_hooks.protocol import Cadence
 
 
 def save_due(cadence: Cadence, step: int) -> bool:
-    """True if `step` is to be saved. Until the master has a step time: 1, 2, 4, 8, ... steps after `begun_step`."""
+    """True if `step` is to be saved. Until the master has a step time: 1, 2, 4, 8, ... steps after `begun_step`.
+
+    A loop that was given an older checkpoint of the user's own is before `begun_step`. The master learns that from the
+    vote for its first save, and sends another cadence.
+    """
     done = step - cadence.begun_step
-    if done < 1:
+    if done < 0:
+        return step % max(cadence.every, 1) == 0
+    if done == 0:
         return False
     return step % cadence.every == 0 if cadence.every else done & (done - 1) == 0
 

@@ -151,6 +151,8 @@ def vote(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now:
     if saves.newest_step == 0 and isinstance(settings.persist_every, str):  # the run has begun, and nothing is durable
         due_s = min(FIRST_PERSIST_S, seconds(settings.persist_every))
         saves.persisted_at = min(saves.persisted_at, now + due_s - seconds(settings.persist_every))
+    if event.generation.step < saves.cadence.begun_step:
+        _begin_before(saves, event.generation.step)
     saves.newest_step = max(saves.newest_step, event.generation.step)
     if event.kind is VoteKind.REFUSED:
         saves.unstored = Unstored(generation=event.generation, rank=event.rank, reason=event.reason)
@@ -161,6 +163,13 @@ def vote(saves: CheckpointVotes, settings: Settings, job: str, event: Vote, now:
         saves.cadence = msgspec.structs.replace(saves.cadence, every=_every(saves, settings))
     _schedule(saves, settings, now)
     return commit
+
+
+def _begin_before(saves: CheckpointVotes, step: int) -> None:
+    """The attempt has made `step`, and so did not begin where it restored: the user gave an older checkpoint."""
+    saves.newest_step, saves.persisted_step = step, min(saves.persisted_step, step)
+    saves.answered = None
+    saves.cadence = msgspec.structs.replace(saves.cadence, begun_step=max(step - 1, 0), persist_from=None)
 
 
 def voted(saves: CheckpointVotes) -> Voted:

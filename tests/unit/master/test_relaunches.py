@@ -137,3 +137,18 @@ def test_a_new_master_makes_durable_at_once_what_lies_in_memory_alone() -> None:
         launch = Launch({"persist_every": "600s"}, "a", held=slots, stored=more)
         assert launch.begun == 1150
         assert launch.plan.cadence == p.Cadence(persist_from=wanted, begun_step=1150)
+
+
+@pytest.mark.parametrize(("save_every", "persist_every", "interval"), SETTINGS)
+def test_a_launch_that_was_given_an_older_checkpoint_saves_as_the_first_one(
+    save_every: int | str, persist_every: int | str, interval: int
+) -> None:
+    """The job's own newest generation is not used, and is far ahead."""
+    settings = {"save_every": save_every, "persist_every": persist_every}
+    first = Launch(settings, "a")
+    first.never_late(interval)
+    again = Launch(settings, "b", stored=(stored(600_000, attempt=1),))
+    again.begun = 1098
+    again.never_late(interval)
+    assert len(again.saved) == pytest.approx(len(first.saved), abs=2)
+    assert len(again.durable) == pytest.approx(len(first.durable), abs=2)
