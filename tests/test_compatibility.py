@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from packaging.version import Version
 
 from tests import compatibility
+from tests.manual import DOCS, tables
 
 ROOT = compatibility.ROOT
-DOCS = ROOT / "docs"
 FRAMEWORKS = [name for name in compatibility.names() if name != "python"]
 BOUNDS = compatibility.bounds()
 
 
-@cache
-def tables() -> dict[str, str]:
-    """What the manual includes, from the function that makes it."""
-    spec = importlib.util.spec_from_file_location("_compatibility", DOCS / "_compatibility.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tables()
-
-
 def rows() -> list[list[str]]:
     """The cells of the first table, without the head."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables()["versions_table"].splitlines()[2:]]
+    lines = tables("_compatibility")["versions_table"].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -84,7 +72,7 @@ def test_the_page_has_a_row_for_each_framework_and_includes_every_table() -> Non
     ]
     assert [row[4] for row in rows() if row[4]] == list(compatibility.unproven().values())
     page = (DOCS / "compatibility.md").read_text()
-    assert [name for name in tables() if f"{{{{ {name} }}}}" not in page] == []
+    assert [name for name in tables("_compatibility") if f"{{{{ {name} }}}}" not in page] == []
 
 
 def test_other_pages_name_the_newest_version_as_proven() -> None:

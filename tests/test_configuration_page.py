@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import click
 import msgspec
@@ -15,26 +12,15 @@ import pytest
 from dlrover_hooks.cli.main import main
 from dlrover_hooks.config import PREFIX, Config
 from dlrover_hooks.master.__main__ import command as master
+from tests.manual import DOCS, tables
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 KEYWORDS = [field for field in msgspec.structs.fields(Config) if field.name != "named"]  # that one is worked out
 TOP = ("run", "scale", "rehearse", "forget")
 
 
-@cache
-def tables() -> dict[str, str]:
-    """What the manual includes, from the function that makes it."""
-    spec = importlib.util.spec_from_file_location("_configuration", DOCS / "_configuration.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.tables()
-
-
 def rows(table: str) -> list[list[str]]:
     """The cells of each row, without the head."""
-    lines = tables()[table].splitlines()[2:]
+    lines = tables("_configuration")[table].splitlines()[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
@@ -90,4 +76,4 @@ def test_a_flag_is_shown_with_the_variables_that_set_it() -> None:
 
 def test_the_page_includes_every_table() -> None:
     page = (DOCS / "configuration.md").read_text()
-    assert [name for name in tables() if f"{{{{ {name} }}}}" not in page] == []
+    assert [name for name in tables("_configuration") if f"{{{{ {name} }}}}" not in page] == []

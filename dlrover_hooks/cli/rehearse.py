@@ -82,13 +82,10 @@ def command(nproc_per_node: int, steps: int, faults: str | None, seed: int | Non
     \b
     Exit codes: 0 all kept, 1 one is broken, or there was nothing to compare, 78 usage, 130 Ctrl-C.
     """
-    from rich.console import Console
-
     from dlrover_hooks.launcher.processes.workers import worker_command
     from dlrover_hooks.rehearsal.run_trials import rehearse
     from dlrover_hooks.rehearsal.trial_run import RehearsalPlan
 
-    console = Console(stderr=True, highlight=False)
     seed = uuid.uuid4().int % 10_000 if seed is None else seed
     try:
         worker_command(script, arguments, module=module)
@@ -100,9 +97,7 @@ def command(nproc_per_node: int, steps: int, faults: str | None, seed: int | Non
             faults=fault_plan.read(faults) if faults is not None else (), menu=tuple(menu), seed=seed,
             timeout_s=timeout, relaunched=max(1, nproc_per_node - 1) if relaunch is None else relaunch,
         )  # fmt: skip
-        what = f"{nproc_per_node} workers, {steps} steps, {len(plan.faults) + len(menu)} faults (seed {seed})"
-        console.print(f"{' '.join(plan.command)}: {what}")
-        kept = rehearse(plan, out, console)
+        kept = rehearse(plan, out)
     except HooksError as error:
         click.echo(f"dlrover-hooks rehearse: {error}", err=True)
         sys.exit(78 if isinstance(error, UsageError) else 1)

@@ -19,7 +19,7 @@ from dlrover_hooks.rehearsal.trial_run import RehearsalPlan, Trial
 from dlrover_hooks.testing.faults.fault_plan import Fault, Kind, Moment, Target
 
 
-def rehearse(plan: RehearsalPlan, out: str | None, console: Console) -> bool:
+def rehearse(plan: RehearsalPlan, out: str | None) -> bool:
     """Run the rehearsal and print its table; whether all promises are kept. Main thread.
 
     The traces stay in `out`, or in a temporary folder if a promise is broken; its path is printed.
@@ -28,6 +28,10 @@ def rehearse(plan: RehearsalPlan, out: str | None, console: Console) -> bool:
         HooksError: there is nothing to compare: the undisturbed run failed, took too long, or used no hook.
         UsageError: `out` cannot be made.
     """
+    console = Console(stderr=True, highlight=False)
+    faults = len(plan.faults) + len(plan.menu)
+    what = f"{plan.workers} workers, {plan.steps} steps, {faults} faults (seed {plan.seed})"
+    console.print(f"{' '.join(plan.command)}: {what}")
     folder = Path(tempfile.mkdtemp(prefix="dlrover-hooks-rehearsal-") if out is None else out).absolute()
     if out is not None:
         _make(folder)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PLACE = "train"
 """Name of the data in the checkpoint."""
+PEEKED = 2
+"""Batches from which Keras derives the shapes on TensorFlow, where it cannot ask for any batch."""
 
 
 class IndexedSource(Protocol):

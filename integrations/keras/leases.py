@@ -26,7 +26,7 @@ from dlrover_hooks.data.leased.shard_dataset import Collated, Pick, Reading, Sha
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import DataMismatch, ShardsFailed, UsageError
 from dlrover_hooks.integrations.keras import _private_api as private
-from dlrover_hooks.integrations.keras.batches import ElasticBatches
+from dlrover_hooks.integrations.keras.batches import PEEKED, ElasticBatches
 
 if TYPE_CHECKING:
     from dlrover_hooks.data.leased.lease_client import LeaseCaller, LeaseClient
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _END = object()
-_PEEKED = 2
-"""Batches from which Keras derives the shapes on TensorFlow."""
 _LOOK_S = 1.0
 
 
@@ -94,7 +92,7 @@ class LeasedBatches(ElasticBatches):
             raise UsageError(f"batch_size={batch_size} must be at least 1")
         self._dataset, self._batch_size, self._epochs = dataset, batch_size, 1
         self._reading, self._collated = Reading(dataset.source), Collated(stacked)
-        self._peeked = list(itertools.islice(self._looks(), _PEEKED))
+        self._peeked = list(itertools.islice(self._looks(), PEEKED))
         if not self._peeked:
             raise ShardsFailed(f"dataset {dataset.name!r}: no sample could be read to look at its shape")
         self._tally = AppliedRanges()

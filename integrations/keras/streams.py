@@ -18,14 +18,12 @@ from dlrover_hooks import rng
 from dlrover_hooks.data.session_datasets import DatasetPosition
 from dlrover_hooks.data.step_indices import StepIndices
 from dlrover_hooks.errors import DataMismatch, UsageError
-from dlrover_hooks.integrations.keras.batches import CountedBatches, rows_of
+from dlrover_hooks.integrations.keras.batches import PEEKED, CountedBatches, rows_of
 from dlrover_hooks.integrations.keras.tensor_datasets import DatasetReader, is_tensor_dataset
 
 log = logging.getLogger("dlrover_hooks")
 
 _END = object()
-_PEEKED = 2
-"""Batches from which Keras derives the shapes on TensorFlow."""
 
 
 class EpochReader(Protocol):
@@ -121,7 +119,7 @@ class StreamedBatches(CountedBatches):
         super().__init__(StepIndices(reader.count, 1, shuffle=False), rank, world_size, before_fetch)
         self._reader = reader
         random = rng.capture()
-        self._peeked = list(itertools.islice(reader.look(), min(_PEEKED, reader.count)))
+        self._peeked = list(itertools.islice(reader.look(), min(PEEKED, reader.count)))
         rng.restore(random)
         if not self._peeked:
             raise UsageError(f"{reader.name} returned no batches", hint="return an iterator over the batches")

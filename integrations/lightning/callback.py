@@ -89,6 +89,9 @@ class ElasticCallback(Callback):
     All hooks run on the training thread. Raises `UsageError` for settings that cannot work.
     """
 
+    _began_from: list[Any] | None = None
+    """The `ckpt_path` with which this run began, and its step; None if it began without one."""
+
     def __init__(
         self,
         save_to: str | None = None,
@@ -138,8 +141,6 @@ class ElasticCallback(Callback):
         """Data positions at the end of the previous fit: the same Trainer may fit again."""
         self._fitted: weakref.ref[Trainer] | None = None
         self._versions: list[Any] = []
-        self._began_from: list[Any] | None = None
-        """The `ckpt_path` with which this run began, and its step; None if it began without one."""
         self._trainer: weakref.ref[Trainer] | None = None
 
     @property

@@ -56,12 +56,14 @@ class StepWeights:
     def micro_batch(self, inside: bool) -> None:
         """The training step of the next micro-batch begins (True), or ends (False)."""
         self._inside = inside
-        if not inside:
-            self._repeat.close()
+        if inside:
+            self._number += 1
+        if not self.ghost:
             return
-        self._number += 1
-        if self.ghost:
+        if inside:
             self._repeat.enter_context(private.uncounted(self._trainer))
+        else:
+            self._repeat.close()
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""
