@@ -301,12 +301,15 @@ class Session:
             self._engine.close(finished=reason is p.Departure.DONE and self._end is not FinalSaveOutcome.WARNED)
         (self.membership or self._caller).close()
 
-    def salvage(self, step: int, state: Any, random: dict[str, Any]) -> bool:
-        """Save the state after `step` at once, although the round is over. False if that failed."""
+    def salvage(self, step: int, state: Any, random: dict[str, Any]) -> None:
+        """Save the state after `step` at once, although the round is over. A failure is logged."""
         if self._engine is None or self.membership is None or not self._here:
-            return False
+            return
         self._rng = random
-        return self._engine.save_lone(step, self._tree(state), LONE_S)
+        if not self._engine.save_lone(step, self._tree(state), LONE_S):
+            why = self._engine.error or f"not hashed within {LONE_S:g} s"
+            log.warning("job %s rank %d: step %d could not be saved when its round broke, so an earlier save is "
+                        "restored: %s", self.config.job, self.place.rank, step, why)  # fmt: skip
 
     def part(self) -> None:
         """The round is over, the process continues: end this session's resources except signal handlers. Idempotent."""

@@ -27,7 +27,7 @@ from dlrover_hooks.checkpoint.restore.generation_loader import Fitting, LoadedTr
 from dlrover_hooks.checkpoint.save import progress_log
 from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
 from dlrover_hooks.checkpoint.save.overlap_policy import EAGER, Mode
-from dlrover_hooks.checkpoint.save.segment_client import SegmentClient
+from dlrover_hooks.checkpoint.save.segment_client import MemoryNotReady, SegmentClient
 from dlrover_hooks.checkpoint.save.slot_writer import Changed, SlotSave, SlotTarget, Writer
 from dlrover_hooks.checkpoint.save.successor_notes import SuccessorNotes
 from dlrover_hooks.checkpoint.save.survivor_image import WHOSE, Lone
@@ -247,15 +247,19 @@ class Checkpointer:
         """Copy `tree`, the same on all ranks, as a single-rank image, from which every rank can continue.
 
         For the last step boundary of a round that broke. It needs no votes. Of the other generations here, only the
-        newest complete one and those being persisted are kept. False: it was not made, or not hashed `within_s`.
+        newest complete one and those being persisted are kept. Memory that is being prepared is waited for: a round may
+        break before the first save. False: it was not made (`error`), or not hashed `within_s`.
         """
+        until = time.monotonic() + within_s
         self._lone.want(self.generations.at(step))
         before, self._whose = self._whose, WHOSE
         try:
             saved = self.save(step, tree, last=True)
+            while saved is None and isinstance(self.error, MemoryNotReady) and time.monotonic() < until:
+                saved = self.save(step, tree, last=True)
         finally:
             self._whose = before
-        return saved is not None and self._lone.wait(within_s)
+        return saved is not None and self._lone.wait(max(0.0, until - time.monotonic()))
 
     def _write(self, shot: SlotSave, *, lazy: bool, last: bool) -> None:
         self._writer.check()

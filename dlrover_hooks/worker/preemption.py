@@ -219,6 +219,8 @@ class Preemption:
         if reply.left_s:
             self._bound(reply.left_s)
         if reply.step is not None:
+            if self._deadline is None:  # the reply to this rank's promise, which contains the time, may arrive later
+                self._bound(self._grace_s)
             self.gate.settle(reply.step)
 
     def _give_up(self) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
 import msgspec
 import pytest
 
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed
+from dlrover_hooks.checkpoint.save import segment_client
 from dlrover_hooks.protocol import Generation, Held, Restore, Source
 from tests.e2e.kept import RUN, Kept, state
 from tests.waiting import WAIT_S, until
@@ -52,6 +57,30 @@ def test_it_takes_the_place_of_what_others_have_no_more(kept: Kept) -> None:
     assert first.save(4, state(4)) is None
     assert first.save_lone(4, {"state": state(4)["state"]}, WAIT_S)
     until(lambda: lying(kept) == {(1, 0, 2), (3, 0, 2), (4, 0, 1)}, "the oldest is gone")
+
+
+def test_memory_that_is_not_ready_yet_is_waited_for(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round may break before its first save, while the keeper is slow: else its last step would be lost."""
+    monkeypatch.setattr(segment_client, "PREPARE_WAIT_S", 0.05)
+    keeper = kept.keeper()
+    first = kept.trainer(0)
+    first.begin(RUN, 1, 0, 2)
+    first.take_seat()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    woken = threading.Thread(
+        target=lambda: until(lambda: first.skipped > 1, "saves without memory") and os.kill(keeper.pid, signal.SIGCONT)
+    )
+    woken.start()
+    try:
+        assert first.save_lone(1, {"state": state(1)["state"]}, WAIT_S)
+    finally:
+        woken.join()
+    assert lying(kept) == {(1, 0, 1)}
+    os.kill(keeper.pid, signal.SIGSTOP)
+    first.prepare(8 << 20)
+    assert not first.save_lone(2, {"state": state(2, 1 << 20)["state"]}, 0.2)
+    os.kill(keeper.pid, signal.SIGCONT)
+    assert "the memory is being prepared" in str(first.error)
 
 
 def test_whom_the_master_names_answers_for_leases_though_local_rank_0_is_gone(kept: Kept) -> None:

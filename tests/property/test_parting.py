@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -166,3 +167,22 @@ def test_the_answer_stays_inside_a_step() -> None:
 )
 def test_what_can_be_stored_in_time(gigabytes: int, gb_per_s: int, left_s: float, enough: bool) -> None:
     assert affordable(gigabytes * 10**9, gb_per_s * 10**9, left_s) is enough
+
+
+def test_a_step_that_comes_before_the_time_is_not_left_without_any() -> None:
+    """The answer to `AwaitParting` names no time, and may overtake the reply to the promise. Nothing could be saved."""
+    rank = Rank(Core(2), 0)
+    part = rank.preemption
+    part.summon(True)
+    promise = part.word()
+    assert isinstance(promise, p.Hold)
+    parting = p.Parting(round=1, step=0, reason="SIGTERM", nodes=("node-1",))
+
+    class Caller:
+        def call(self, *_: object, **__: object) -> p.Parting:
+            return parting
+
+    assert part.leaves_at(0, Caller())  # pyright: ignore[reportArgumentType]
+    assert 990.0 < part.left_s <= 1000.0
+    part.hear(promise, msgspec.structs.replace(parting, left_s=20.0))
+    assert 0.0 < part.left_s <= 20.0

@@ -21,6 +21,10 @@ SPARE_BYTES = 64 << 10
 _ALLOCATE_S = 300.0
 
 
+class MemoryNotReady(CheckpointError):
+    """The memory is being prepared: a later save will find it ready."""
+
+
 class SegmentClient:
     """The segment of one worker. `prepare`, `ready`, `take` and `close` on the training thread; `lose` from any.
 
@@ -86,7 +90,7 @@ class SegmentClient:
         """The segment, with slots of at least `nbytes`. If it is a new one, the previous one is closed.
 
         Raises:
-            CheckpointError: the memory is being prepared, and was not ready within `PREPARE_WAIT_S`.
+            MemoryNotReady: the memory is being prepared, and was not ready within `PREPARE_WAIT_S`.
             KeeperAway: there is no keeper, or it has not enough memory.
             UsageError: another process is registered for this worker.
         """
@@ -103,7 +107,7 @@ class SegmentClient:
                 return self._shared
             if self._helper is None and self._error is not None:
                 raise self._error
-            raise CheckpointError("the memory is being prepared", hint="a save after this one will find it ready")
+            raise MemoryNotReady("the memory is being prepared", hint="a save after this one will find it ready")
 
     def _await(self, nbytes: int) -> None:
         self.prepare(nbytes)
