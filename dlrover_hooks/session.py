@@ -193,15 +193,11 @@ class Session:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
-        self._look(step)
-        if self._rng is None and self._cut_due(step):
-            self._rng = rng.capture()
-
-    def _look(self, step: int) -> None:
-        """Checks for a preemption once per step; the answer holds for the whole step."""
-        if step != self._looked:
+        if step != self._looked:  # once per step: the answer holds for the whole step
             self.parting.look(step, self._caller)
             self._looked = step
+        if self._rng is None and self._cut_due(step):
+            self._rng = rng.capture()
 
     def batch_requested(self, step: int) -> bool:
         """The step boundary after optimizer step `step`: marks become commits. True if a cut is due now."""
@@ -213,7 +209,9 @@ class Session:
             self._surface.raise_if_met()
         self._data.commit()
         self._time_step(step)
-        self._look(step)
+        if step != self._looked:
+            self.parting.look(step, self._caller)
+            self._looked = step
         if self.parting.here and self._engine is None:
             self._part(step, None)
         due, self.at_step_end = self._cut_due(step), False
@@ -302,8 +300,11 @@ class Session:
         (self.membership or self._caller).close()
 
     def salvage(self, step: int, state: Any, random: dict[str, Any]) -> None:
-        """Save the state after `step` at once, although the round is over. A failure is logged."""
-        if self._engine is None or self.membership is None or not self._here:
+        """Save the state after `step` at once, although the round is over. A failure is logged.
+
+        Does nothing after `leave`: what this worker leaves is saved already.
+        """
+        if self._engine is None or self.membership is None or self._left or not self._here:
             return
         self._rng = random
         if not self._engine.save_lone(step, self._tree(state), LONE_S):
@@ -388,8 +389,10 @@ class Session:
 
         Always after the first step: the memory that a cut needs is known then, and is allocated.
         """
-        due = not self._prepared or save_due(self._reporter.cadence, step)
-        return self._engine is not None and ((self.at_step_end and due) or self.parting.here)
+        if self._engine is None:
+            return False
+        due = self.at_step_end and (not self._prepared or save_due(self._reporter.cadence, step))
+        return due or self.parting.here
 
     def _tree(self, state: Any) -> dict[str, Any]:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}

@@ -43,7 +43,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """fsspec options of `save_to`. The journal of the master holds them: put no secrets into them."""
     save_every: int | str = "auto"
     """Interval of snapshots into memory: optimizer steps, or a duration such as `"90s"`. `"auto"`: as often as costs at
-    most 3.5 % of the step time, and at most each 0.25 s."""
+    most 3.5 % of the step time, and at most each 0.5 s."""
     persist_every: int | str = "600s"
     """Interval of durable copies: optimizer steps, or a duration. The default is ten minutes. With a duration, the
     first copy of a run is made a minute after its first save."""

@@ -60,7 +60,7 @@ class ElasticCallback(Callback):
     Args:
         save_to: fsspec URL of the durable checkpoints; None keeps them in memory only.
         save_every: memory snapshot: optimizer steps, `"auto"` (at most 3.5 % of the step time, and
-            at most each 0.25 s), or a duration.
+            at most each 0.5 s), or a duration.
         persist_every: durable copy: optimizer steps or a duration.
         keep: durable generations kept: the newest so many, or a `Retention`, also as `"last=2,every_steps=1000"`.
         snapshot: `"eager"` copies at once, `"lazy"` overlaps the copy with the next forward and backward, `"auto"`

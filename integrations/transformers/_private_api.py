@@ -26,27 +26,17 @@ OURS = "dlrover-hooks"
 """Instead of the path of a checkpoint: the epoch continues in the middle, and everything is restored already."""
 
 
-class LoopEvents(Protocol):
-    """What the overridden methods of a `Trainer` call, see `with_events`. Training thread."""
+class BatchWeights(Protocol):
+    """What the overridden methods of a `Trainer` do with the micro-batches of a step. Training thread."""
 
-    def train(self, inner: Callable[..., Any], resume: Any, given: dict[str, Any]) -> Any:
-        """Instead of `train`, which is `inner(resume_from_checkpoint=..., **given)`."""
+    @property
+    def inside(self) -> bool:
+        """True during the training step of a micro-batch."""
         ...
 
-    def loader(self, inner: Callable[[], Any]) -> Any:
-        """Instead of `get_train_dataloader`."""
-        ...
-
-    def begin_state(self, epochs: int, steps: int, num_train_epochs: int) -> tuple[int, int]:
-        """A new `TrainerState` was made. Epochs and micro-batches that are trained: as Trainer counts, and in fact."""
-        ...
-
-    def prepared(self) -> None:
-        """Model, optimizer and scheduler were prepared."""
-        ...
-
-    def epoch(self, given: dict[str, Any]) -> None:
-        """An epoch begins. `given`: the arguments of `_run_epoch`, which may be changed."""
+    @property
+    def has_ghosts(self) -> bool:
+        """True if a micro-batch of this step only repeats one; `counted` and `tokens` change nothing otherwise."""
         ...
 
     def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -67,6 +57,35 @@ class LoopEvents(Protocol):
 
     def tokens(self, inputs: Any) -> Any:
         """The inputs whose tokens are counted."""
+        ...
+
+
+class LoopEvents(Protocol):
+    """What the overridden methods of a `Trainer` call, see `with_events`. Training thread."""
+
+    @property
+    def weights(self) -> BatchWeights | None:
+        """Of the elastic training loader; None without one. Read in each step, where every call costs 4 us."""
+        ...
+
+    def train(self, inner: Callable[..., Any], resume: Any, given: dict[str, Any]) -> Any:
+        """Instead of `train`, which is `inner(resume_from_checkpoint=..., **given)`."""
+        ...
+
+    def loader(self, inner: Callable[[], Any]) -> Any:
+        """Instead of `get_train_dataloader`."""
+        ...
+
+    def begin_state(self, epochs: int, steps: int, num_train_epochs: int) -> tuple[int, int]:
+        """A new `TrainerState` was made. Epochs and micro-batches that are trained: as Trainer counts, and in fact."""
+        ...
+
+    def prepared(self) -> None:
+        """Model, optimizer and scheduler were prepared."""
+        ...
+
+    def epoch(self, given: dict[str, Any]) -> None:
+        """An epoch begins. `given`: the arguments of `_run_epoch`, which may be changed."""
         ...
 
     def pauses(self) -> None:
@@ -122,17 +141,23 @@ class _ElasticLoop(Trainer):
             super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        return super().get_batch_samples(self.elastic.fetches(epoch_iterator), num_batches, device)
+        if (weights := self.elastic.weights) is not None:
+            epoch_iterator = weights.fetches(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        return super()._get_num_items_in_batch(self.elastic.counted(batch_samples), device)
+        if (weights := self.elastic.weights) is not None and weights.has_ghosts:
+            batch_samples = weights.counted(batch_samples)
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.elastic.micro_batch(True)
+        if (weights := self.elastic.weights) is None:
+            return super().training_step(*args, **kwargs)
+        weights.micro_batch(True)
         try:
             return super().training_step(*args, **kwargs)
         finally:
-            self.elastic.micro_batch(False)
+            weights.micro_batch(False)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
@@ -140,16 +165,20 @@ class _ElasticLoop(Trainer):
         found = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **more
         )
+        if (weights := self.elastic.weights) is None or not weights.inside:
+            return found
         if return_outputs:
-            return self.elastic.weighed(found[0], num_items_in_batch), found[1]
-        return self.elastic.weighed(found, num_items_in_batch)
+            return weights.weighed(found[0], num_items_in_batch), found[1]
+        return weights.weighed(found, num_items_in_batch)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.elastic.pauses()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        super()._track_num_input_tokens(self.elastic.tokens(inputs))
+        if (weights := self.elastic.weights) is not None and weights.has_ghosts:
+            inputs = weights.tokens(inputs)
+        super()._track_num_input_tokens(inputs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.elastic.ends()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.nn.parallel import DistributedDataParallel
@@ -96,7 +96,8 @@ class ElasticTraining:
         self._trainer, self._on_preempt = trainer, on_preempt
         self._part = TrainerPart(trainer)
         self._loader: ElasticLoader | EvenLoader | None = None
-        self._weights: StepWeights | None = None
+        self.weights: StepWeights | None = None
+        """Of the micro-batches, while there is an elastic loader."""
         self._fresh: FreshState | None = None
         self._epoch, self._paused = 0, -1
         self._rounds, self._stepped, self._resumed, self._finished = 0, False, False, False
@@ -114,7 +115,7 @@ class ElasticTraining:
     @property
     def repeats(self) -> bool:
         """True if the micro-batch in `training_step` only repeats one with weight 0, so that all ranks have as many."""
-        return self._weights is not None and self._weights.ghost
+        return self.weights is not None and self.weights.ghost
 
     # ---- train ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class ElasticTraining:
         before = self.loop.recovery if self.loop is not None else None
         self._stepped |= before is not None and before.stepped
         args: Any = trainer.args
-        self.loop = self._loader = self._weights = before = None
+        self.loop = self._loader = self.weights = before = None
         place = settings.place(rank=args.process_index, world_size=args.world_size)
         self.loop = loop = TrainingLoop(self.config, place, self._on_preempt)
         self._part, self._paused = TrainerPart(trainer), -1
@@ -228,7 +229,7 @@ class ElasticTraining:
                 hint="keep the global batch size until the epoch is over",
             )
         self._loader = EvenLoader(made) if is_uneven(plan) else made
-        self._weights = StepWeights(self._trainer, self._loader)
+        self.weights = StepWeights(self._trainer, self._loader)
         args.gradient_accumulation_steps = step_batches(plan)
         return self._loader
 
@@ -276,32 +277,11 @@ class ElasticTraining:
 
     def pauses(self) -> None:
         """Take a step snapshot: evaluation and saves have collectives, in which a worker may be lost."""
-        loop, step = self._joined, self._trainer.state.global_step
+        loop, step = self.loop, self._trainer.state.global_step
         over, self._paused = self._paused == step, step
-        if loop.recovery is None or (due := self._part.due(self._epoch, over=over)) is None:
+        if loop is None or loop.recovery is None or (due := self._part.due(self._epoch, over=over)) is None:
             return
         loop.validates(lambda extra: {**extra, "parts": extra["parts"] | {"trainer": [_with_due(extra, due)]}})
-
-    def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of one step."""
-        return self._weights.fetches(batches) if self._weights is not None else batches
-
-    def counted(self, batches: list[Any]) -> list[Any]:
-        """`batches` for the count of labels."""
-        return self._weights.counted(batches) if self._weights is not None else batches
-
-    def micro_batch(self, inside: bool) -> None:
-        """The training step of the next micro-batch begins (True), or ends (False)."""
-        if self._weights is not None:
-            self._weights.micro_batch(inside)
-
-    def weighed(self, loss: Any, counted: Any) -> Any:
-        """The loss for `backward`."""
-        return self._weights.weighed(loss, counted) if self._weights is not None else loss
-
-    def tokens(self, inputs: Any) -> Any:
-        """The inputs whose tokens are counted."""
-        return self._weights.tokens(inputs) if self._weights is not None else inputs
 
     def ends(self) -> None:
         """Make the last step durable, before metrics are logged and the best model is loaded."""

@@ -83,6 +83,17 @@ def test_memory_that_is_not_ready_yet_is_waited_for(kept: Kept, monkeypatch: pyt
     assert "the memory is being prepared" in str(first.error)
 
 
+def test_nothing_is_waited_for_once_the_job_is_left(kept: Kept) -> None:
+    """An exception that ends the process may pass the hook that keeps the last step: a wait would last 30 s."""
+    kept.keeper()
+    first = kept.trainer(0)
+    first.begin(RUN, 1, 0, 2)
+    assert first.save(1, state(1)) is not None
+    first.close()
+    assert not first.save_lone(1, {"state": state(1)["state"]}, WAIT_S)
+    assert first.skipped == 1
+
+
 def test_whom_the_master_names_answers_for_leases_though_local_rank_0_is_gone(kept: Kept) -> None:
     """Else nobody says which samples are in the model, and they are trained again."""
     kept.keeper()

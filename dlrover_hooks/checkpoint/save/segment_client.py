@@ -91,7 +91,7 @@ class SegmentClient:
 
         Raises:
             MemoryNotReady: the memory is being prepared, and was not ready within `PREPARE_WAIT_S`.
-            KeeperAway: there is no keeper, or it has not enough memory.
+            KeeperAway: there is no keeper, it has not enough memory, or `close` was called.
             UsageError: another process is registered for this worker.
         """
         with self._changed:
@@ -107,6 +107,8 @@ class SegmentClient:
                 return self._shared
             if self._helper is None and self._error is not None:
                 raise self._error
+            if self._closed:
+                raise KeeperAway("this worker has left its keeper", hint="save before the job is left")
             raise MemoryNotReady("the memory is being prepared", hint="a save after this one will find it ready")
 
     def _await(self, nbytes: int) -> None:
