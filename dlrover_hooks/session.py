@@ -193,11 +193,15 @@ class Session:
         if self._restored is not None and self._restored.rng is not None:
             rng.restore(self._restored.rng)
             self._restored = msgspec.structs.replace(self._restored, rng=None)
-        if step != self._looked:  # once per step: the answer holds for the whole step
-            self.parting.look(step, self._caller)
-            self._looked = step
+        self._look(step)
         if self._rng is None and self._cut_due(step):
             self._rng = rng.capture()
+
+    def _look(self, step: int) -> None:
+        """Checks for a preemption once per step; the answer holds for the whole step."""
+        if step != self._looked:
+            self.parting.look(step, self._caller)
+            self._looked = step
 
     def batch_requested(self, step: int) -> bool:
         """The step boundary after optimizer step `step`: marks become commits. True if a cut is due now."""
@@ -209,9 +213,7 @@ class Session:
             self._surface.raise_if_met()
         self._data.commit()
         self._time_step(step)
-        if step != self._looked:
-            self.parting.look(step, self._caller)
-            self._looked = step
+        self._look(step)
         if self.parting.here and self._engine is None:
             self._part(step, None)
         due, self.at_step_end = self._cut_due(step), False
@@ -389,10 +391,8 @@ class Session:
 
         Always after the first step: the memory that a cut needs is known then, and is allocated.
         """
-        if self._engine is None:
-            return False
-        due = self.at_step_end and (not self._prepared or save_due(self._reporter.cadence, step))
-        return due or self.parting.here
+        due = not self._prepared or save_due(self._reporter.cadence, step)
+        return self._engine is not None and ((self.at_step_end and due) or self.parting.here)
 
     def _tree(self, state: Any) -> dict[str, Any]:
         return {"state": state, "rank": {"rng": self._rng or rng.capture()}, **self._data.parts()}

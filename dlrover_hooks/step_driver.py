@@ -64,9 +64,12 @@ class StepDriver:
         self.restored: Restored | None = None
         """What this start resumed; None for a fresh start."""
         self._recovery: StepRecovery | None = None
-        self.alive = True
-        """False once `close` was called."""
         self._end = weakref.finalize(adapter, self.session.leave, p.Departure.FAILED)
+
+    @property
+    def alive(self) -> bool:
+        """False once `close` was called."""
+        return self._end.alive
 
     def start(self, fitting: Fitting | None = None, check: Callable[[Any], object] = lambda _: None) -> Restored | None:
         """Join, and load what the master chose; arguments, result and errors are those of `Session.restore_plan`.
@@ -123,7 +126,6 @@ class StepDriver:
 
         Within `elastic_run` FAILED keeps the rank assignment: `elastic_run` decides what to do about the failure.
         """
-        self.alive = False
         if self._end.detach() is None:
             return
         if self._recovery is not None:

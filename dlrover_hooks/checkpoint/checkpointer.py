@@ -254,12 +254,12 @@ class Checkpointer:
         self._lone.want(self.generations.at(step))
         before, self._whose = self._whose, WHOSE
         try:
-            saved = self.save(step, tree, last=True)
-            while saved is None and isinstance(self.error, MemoryNotReady) and time.monotonic() < until:
-                saved = self.save(step, tree, last=True)
+            while self.save(step, tree, last=True) is None:
+                if not isinstance(self.error, MemoryNotReady) or time.monotonic() > until:
+                    return False
         finally:
             self._whose = before
-        return saved is not None and self._lone.wait(max(0.0, until - time.monotonic()))
+        return self._lone.wait(max(0.0, until - time.monotonic()))
 
     def _write(self, shot: SlotSave, *, lazy: bool, last: bool) -> None:
         self._writer.check()

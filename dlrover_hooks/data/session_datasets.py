@@ -47,22 +47,19 @@ class SessionDatasets:
     def __init__(self) -> None:
         self._watched: dict[str, DatasetPosition] = {}
         self._leased: dict[str, DatasetPosition] = {}
-        self._all: tuple[DatasetPosition, ...] = ()
 
     def watch(self, name: str, source: DatasetPosition) -> None:
         self._watched[name] = source
-        self._all = (*self._watched.values(), *self._leased.values())
 
     def lease(self, name: str, source: DatasetPosition) -> None:
         self._leased[name] = source
-        self._all = (*self._watched.values(), *self._leased.values())
 
     def mark(self) -> None:
-        for source in self._all:
+        for source in (*self._watched.values(), *self._leased.values()):
             source.mark()
 
     def commit(self) -> None:
-        for source in self._all:
+        for source in (*self._watched.values(), *self._leased.values()):
             source.commit()
 
     def parts(self) -> dict[str, dict[str, Any]]:

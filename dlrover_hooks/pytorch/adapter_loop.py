@@ -233,7 +233,7 @@ class TrainingLoop:
         self.window.optimizers.append(optimizer)
         exact_optimizer_states([optimizer] if saved else [], saved)
         if index == 0:
-            self._undo.append(optimizer.register_step_post_hook(self._stepped).remove)
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
 
     def add_own_loader(self, loader: StatefulLoader) -> None:
         """A training loader with its own state, which is read when the optimizer steps."""
@@ -369,14 +369,13 @@ class TrainingLoop:
             self._asked = False
             self.boundary()
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self) -> None:
         self.step += 1
         if self.left_out and not self.window.loaders and not self.has("loader"):
             log.warning("%s; its place in the data is in no checkpoint", self.left_out)
         self.left_out = ""
         self._asked, self._epoch_over = True, False
-        if "loader" in self._parts:
-            self._own = [loader.state_dict() for loader in self._parts["loader"]]
+        self._own = [loader.state_dict() for loader in self._parts.get("loader", [])]
         self._driver.stepped()
 
     def state(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -85,14 +85,6 @@ class DepartureGate:
         with self._lock:
             self._promised, self._step = False, step
 
-    def passes(self, step: int) -> bool:
-        """Pass the step boundary of `step`, if nothing is promised or agreed: the usual case. False: see `at`."""
-        with self._lock:
-            if self._promised or self._step is not None:
-                return False
-            self._passed = step
-            return True
-
     def at(self, step: int) -> Passage:
         """What the training thread may do at the step boundary of `step`, which it reaches for the first time."""
         with self._lock:

@@ -64,9 +64,7 @@ class PreemptionSave:
 
     def look(self, step: int, caller: Caller) -> None:
         """At the step boundary of `step`. Waits for the other ranks' promises while any rank is preempted."""
-        preemption = self._preemption
-        asks = preemption.mine or not preemption.gate.passes(step)
-        self.here = asks and preemption.leaves_at(step, caller)
+        self.here = self._preemption.leaves_at(step, caller)
 
     def stay(self, gone: Preempted) -> None:
         """Only other ranks leave: this worker trains on, and recovers in process when the round breaks."""

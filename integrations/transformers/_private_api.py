@@ -29,16 +29,6 @@ OURS = "dlrover-hooks"
 class BatchWeights(Protocol):
     """What the overridden methods of a `Trainer` do with the micro-batches of a step. Training thread."""
 
-    @property
-    def inside(self) -> bool:
-        """True during the training step of a micro-batch."""
-        ...
-
-    @property
-    def has_ghosts(self) -> bool:
-        """True if a micro-batch of this step only repeats one; `counted` and `tokens` change nothing otherwise."""
-        ...
-
     def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one step, as they are requested."""
         ...
@@ -65,7 +55,7 @@ class LoopEvents(Protocol):
 
     @property
     def weights(self) -> BatchWeights | None:
-        """Of the elastic training loader; None without one. Read in each step, where every call costs 4 us."""
+        """Those of the elastic training loader; None before there is one."""
         ...
 
     def train(self, inner: Callable[..., Any], resume: Any, given: dict[str, Any]) -> Any:
@@ -146,7 +136,7 @@ class _ElasticLoop(Trainer):
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        if (weights := self.elastic.weights) is not None and weights.has_ghosts:
+        if (weights := self.elastic.weights) is not None:
             batch_samples = weights.counted(batch_samples)
         return super()._get_num_items_in_batch(batch_samples, device)
 
@@ -165,7 +155,7 @@ class _ElasticLoop(Trainer):
         found = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **more
         )
-        if (weights := self.elastic.weights) is None or not weights.inside:
+        if (weights := self.elastic.weights) is None:
             return found
         if return_outputs:
             return weights.weighed(found[0], num_items_in_batch), found[1]
@@ -176,7 +166,7 @@ class _ElasticLoop(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if (weights := self.elastic.weights) is not None and weights.has_ghosts:
+        if (weights := self.elastic.weights) is not None:
             inputs = weights.tokens(inputs)
         super()._track_num_input_tokens(inputs)
 

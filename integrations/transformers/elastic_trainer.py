@@ -97,7 +97,7 @@ class ElasticTraining:
         self._part = TrainerPart(trainer)
         self._loader: ElasticLoader | EvenLoader | None = None
         self.weights: StepWeights | None = None
-        """Of the micro-batches, while there is an elastic loader."""
+        """Those of the elastic training loader; None before there is one."""
         self._fresh: FreshState | None = None
         self._epoch, self._paused = 0, -1
         self._rounds, self._stepped, self._resumed, self._finished = 0, False, False, False
@@ -277,9 +277,9 @@ class ElasticTraining:
 
     def pauses(self) -> None:
         """Take a step snapshot: evaluation and saves have collectives, in which a worker may be lost."""
-        loop, step = self.loop, self._trainer.state.global_step
+        loop, step = self._joined, self._trainer.state.global_step
         over, self._paused = self._paused == step, step
-        if loop is None or loop.recovery is None or (due := self._part.due(self._epoch, over=over)) is None:
+        if loop.recovery is None or (due := self._part.due(self._epoch, over=over)) is None:
             return
         loop.validates(lambda extra: {**extra, "parts": extra["parts"] | {"trainer": [_with_due(extra, due)]}})
 

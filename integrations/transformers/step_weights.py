@@ -28,19 +28,16 @@ class StepWeights:
         self._trainer, self._loader = trainer, loader
         self._even, self._progress, self._full_scale = not isinstance(loader, EvenLoader), loader.sampler.progress, 0.0
         self._scales: list[float] = []
-        self.has_ghosts = False
-        """A micro-batch of this step only repeats one."""
         self._number = -1
-        self.inside = self._fetched = False
+        self._inside = self._fetched = False
         self._repeat = contextlib.ExitStack()
         """What holds while a micro-batch is repeated."""
 
     def fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one step."""
-        self._scales, self._number, self._fetched, self.has_ghosts = [], -1, True, False
+        self._scales, self._number, self._fetched = [], -1, True
         for batch in batches:
-            self._scales.append(scale := self._scale())
-            self.has_ghosts = self.has_ghosts or scale == 0.0
+            self._scales.append(self._scale())
             yield batch
 
     def _scale(self) -> float:
@@ -54,14 +51,14 @@ class StepWeights:
     @property
     def ghost(self) -> bool:
         """True if the current micro-batch only repeats one, so that ranks do not differ in their number of batches."""
-        return self.has_ghosts and self._number >= 0 and self._scales[self._number] == 0.0
+        return self._number >= 0 and self._scales[self._number] == 0.0
 
     def micro_batch(self, inside: bool) -> None:
         """The training step of the next micro-batch begins (True), or ends (False)."""
-        self.inside = inside
+        self._inside = inside
         if inside:
             self._number += 1
-        if not self.has_ghosts or not self.ghost:
+        if not self.ghost:
             return
         if inside:
             self._repeat.enter_context(private.uncounted(self._trainer))
@@ -70,15 +67,18 @@ class StepWeights:
 
     def weighed(self, loss: Any, counted: Any) -> Any:
         """The loss, scaled: a step's gradient is the mean over its samples, or its labels where they are counted."""
-        factor = self._scales[self._number] * private.micro_batches(self._trainer)
-        if factor != 1.0 and private.loss_is_of_step(self._trainer, counted):
+        if not self._inside:
+            return loss
+        if private.loss_is_of_step(self._trainer, counted):
             factor = 0.0 if self.ghost else 1.0
-        return loss if factor == 1.0 or math.isclose(factor, 1.0, rel_tol=1e-12) else loss * factor
+        else:
+            factor = self._scales[self._number] * private.micro_batches(self._trainer)
+        return loss if math.isclose(factor, 1.0, rel_tol=1e-12) else loss * factor
 
     def counted(self, batches: list[Any]) -> list[Any]:
         """`batches` for the count of labels: those that only repeat one have none. Not for evaluations."""
         fetched, self._fetched = self._fetched, False
-        if not fetched or not self.has_ghosts:
+        if not fetched or 0.0 not in self._scales:
             return batches
         return [
             _without_labels(batch) if scale == 0.0 else batch
@@ -87,7 +87,7 @@ class StepWeights:
 
     def tokens(self, inputs: Any) -> Any:
         """`inputs` for the count of tokens."""
-        if not self.has_ghosts or not self.ghost:
+        if not self.ghost:
             return inputs
         return {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 

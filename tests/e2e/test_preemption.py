@@ -39,6 +39,7 @@ def leave_together(launch: Callable[..., Launched], script: str) -> tuple[Launch
     assert len(set(steps)) == 1, "both save the same step"
     assert steps[0] <= max(seen(lives, "step")) + 1, "nothing is trained for nothing"
     assert seen(lives, "durable") == [True, True]
+    assert "could not be saved" not in errors
     assert set(seen(lives, "reason")) == {"SIGTERM"}
     run.lives.write_text("")
     return run, steps[0]
@@ -263,7 +264,7 @@ SURVIVES = """
         )
         with AsyncCheckpointer(model=model, optimizer=optimizer, loader=loader, on_preempt=tell) as saves:
             begun, world = saves.step, dist.get_world_size()
-            pace_s = 0.05 if world == 3 or begun else 0.5  # a node that is first by itself must not end by itself
+            pace_s = 0.05 if world == 3 or begun else 0.5  # a node that begins alone must not finish alone
             say(restored=begun, world=world)
             for _ in loader.epochs(8):
                 for x in loader:
@@ -285,7 +286,9 @@ SURVIVES = """
 def test_one_node_of_two_goes_and_the_other_one_recovers(node: Callable[..., Launched]) -> None:
     """Its process goes on; of the other node both leave, with the time that each needs, and nobody is replaced."""
     a = node("a", SURVIVES, "--nnodes", "1:2", "--max-restarts", "0", "-n", "1")
-    assert a.says("waiting for the other nodes")  # the bounds of the world are those of the later join: three, not two
+    assert a.says(
+        "waiting for the other nodes"
+    )  # the world's bounds are those of the last join: b's allow four workers, a's two
     b = node("b", SURVIVES, "--nnodes", "1:2", "--max-restarts", "0", "-n", "2")
 
     def together(lives: list[dict[str, Any]]) -> bool:

@@ -67,14 +67,20 @@ def test_memory_that_is_not_ready_yet_is_waited_for(kept: Kept, monkeypatch: pyt
     first.begin(RUN, 1, 0, 2)
     first.take_seat()
     os.kill(keeper.pid, signal.SIGSTOP)
-    woken = threading.Thread(
-        target=lambda: until(lambda: first.skipped > 1, "saves without memory") and os.kill(keeper.pid, signal.SIGCONT)
-    )
-    woken.start()
+
+    def wake_keeper() -> None:
+        try:
+            until(lambda: first.skipped > 1, "saves that find no memory")
+        finally:
+            os.kill(keeper.pid, signal.SIGCONT)
+
+    waking = threading.Thread(target=wake_keeper)
+    waking.start()
     try:
         assert first.save_lone(1, {"state": state(1)["state"]}, WAIT_S)
+        assert first.skipped > 1, "no save was made before the keeper went on"
     finally:
-        woken.join()
+        waking.join()
     assert lying(kept) == {(1, 0, 1)}
     os.kill(keeper.pid, signal.SIGSTOP)
     first.prepare(8 << 20)
