@@ -317,6 +317,7 @@ def test_orphans_of_a_killed_worker_are_buried(launcher: Callable[..., Launcher]
 def test_a_standby_that_dies_before_it_is_heard_is_replaced(launcher: Callable[..., Launcher]) -> None:
     """It has said its process id, died, and was buried as an orphan: that number is nobody's now, or another's."""
     code = """
+        logging.disable(logging.INFO)  # the pool's cost is logged only if `refill` sees that it is complete
         standbys = Standbys(1, ENV["DLROVER_HOOKS_PRELOAD"], ENV)
         standbys.refill()
         while not standbys._coming:
@@ -511,6 +512,7 @@ def test_torch_in_a_standby_is_as_in_a_fresh_process(launcher: Callable[..., Lau
     (tmp_path / "script.py").write_text(TORCH)
     (tmp_path / "loaders.py").write_text(LOADERS)
     code = """
+        logging.disable(logging.INFO)  # the pool's cost is logged only if `refill` sees that it is complete
         standbys = warm(3)
         for threads in ("1", "2"):
             env = ENV | {"OMP_NUM_THREADS": threads, "RANK": "3", "LOCAL_RANK": "2"}

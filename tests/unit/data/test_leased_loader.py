@@ -279,7 +279,7 @@ def test_how_many_batches_is_not_known(make: Callable[..., LeasedLoader]) -> Non
 
 def test_an_error_in_the_loop_leaves_no_thread(make: Callable[..., LeasedLoader]) -> None:
     """Every thread has an owner that ends it."""
-    loader = make(Ids(64))
+    loader, before = make(Ids(64)), set(threading.enumerate())
 
     def step() -> None:
         for _ in loader:
@@ -288,7 +288,7 @@ def test_an_error_in_the_loop_leaves_no_thread(make: Callable[..., LeasedLoader]
     with pytest.raises(ZeroDivisionError):
         step()
     loader.close()
-    assert "dlrover-hooks-leases" not in [thread.name for thread in threading.enumerate()]
+    assert "dlrover-hooks-leases" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_the_master_knows_the_worker_without_assertions_too() -> None:
