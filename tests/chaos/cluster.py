@@ -260,7 +260,7 @@ class Cluster:
         living = [name for name, process in self.processes.items() if not process.ended()]
         at, before = [self.board.reached(rank) for rank in range(self.world)], self.tail()
         for name in set(living) & set(self.ranks):
-            self.processes[name].send(signal.SIGUSR1)
+            self.processes[name].send(signal.SIGUSR2)
             self.hear(lambda _: False, 0.2)
         return f"living: {living}, at {at}\n{before}\n{self.tail()}"
 

@@ -43,7 +43,7 @@ def _run(given: dict[str, Any], log: str) -> None:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), 2)
-        faulthandler.register(signal.SIGUSR1)  # where does it hang?
+        faulthandler.register(signal.SIGUSR2)  # where does it hang?
         keeps = given.pop("keeps", [])
         for fd in range(3, 64):
             if fd not in keeps:

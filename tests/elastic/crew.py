@@ -136,7 +136,7 @@ class Crew:
         own = self._newcomers[name]
         try:
             return self.client.call(p.AwaitRound(self.job, own, timeout_s=0.01), timeout_s=WAIT_S).round is None
-        except Stale:
+        except (Stale, UnknownJob):  # it has not joined yet
             return False
 
     def view(self) -> p.JobView:
@@ -192,7 +192,7 @@ class Crew:
         rows = [row for row in self.events() if row["event"] not in ("micro",)][-40:]
         for process in self.workers.values():
             if not process.ended():
-                process.send(signal.SIGUSR1)
+                process.send(signal.SIGUSR2)
         select.select([], [], [], 0.3)
         return "\n".join(map(str, rows)) + "\n" + self.zygote.log.read_text()[-6000:]
 

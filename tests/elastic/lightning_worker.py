@@ -188,7 +188,7 @@ def begun(trainer: Trainer, call: Callable[[], None]) -> None:
 def main(name: str, folder: str, env: dict[str, str], trouble: dict[str, Any], options: dict[str, Any],
          settings: dict[str, Any]) -> int:  # fmt: skip
     told = {"DLROVER_HOOKS_INCARNATION": uuid.uuid4().hex, "DLROVER_HOOKS_JOIN": "1", "TORCHELASTIC_RUN_ID": "crew"}
-    os.environ.update(env | told)
+    os.environ.update(told | env)
     logging.basicConfig(level=logging.INFO, format=f"%(relativeCreated)d {name} %(name)s: %(message)s")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

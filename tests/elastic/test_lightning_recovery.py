@@ -226,7 +226,8 @@ def test_who_is_lost_in_a_validation_that_the_others_have_made(crew: Crews) -> N
     calm.ended()
     calm.close()
     one = crew(3, 3, apart=True)
-    one.start(0)
+    one.start(0, newcomer=True)
+    one.until(lambda: one.waits("w0"))  # rank 0: Lightning broadcasts from it before each batch
     one.start(1, at=("validating", 4), what="hold")
     one.start(2, at=("fetched", 4), what="hear")
     one.until(lambda: len(one.events("trouble")) == 2)
