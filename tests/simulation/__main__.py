@@ -13,6 +13,8 @@ from collections import Counter
 from tests.simulation.world import Result, simulate
 
 _TELL_S = 5.0
+_TASKS = 10
+"""A process of the pool ends after so many chunks of seeds, and its garbage with it."""
 
 
 def _seeds(text: str) -> range:
@@ -61,12 +63,17 @@ class Summary:
             print(f"broken seeds: {' '.join(str(seed) for seed in sorted(result.seed for result in self.broken)[:50])}")
 
 
+def _begin() -> None:
+    """In a new process of the pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # a seed leaves half a MiB of cycles, which end with the process: see `_TASKS`
+
+
 def main(text: str) -> int:
     """Ctrl-C ends it with what was seen so far, and 130."""
     seeds, summary, told_at = _seeds(text), Summary(), time.monotonic()
     workers = min(os.cpu_count() or 1, len(seeds))
-    gc.freeze()  # what was imported is no garbage, and would be looked through behind each seed
-    with multiprocessing.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    with multiprocessing.Pool(workers, _begin, maxtasksperchild=_TASKS) as pool:
         try:
             for result in pool.imap(simulate, seeds, chunksize=max(1, min(20, len(seeds) // workers))):
                 summary.add(result)

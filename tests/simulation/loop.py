@@ -180,37 +180,31 @@ class Loop(asyncio.AbstractEventLoop):
     def run(self, until: float) -> None:
         """Go on to `until`, or until `stopped`, or until nothing will ever happen."""
         asyncio._set_running_loop(self)
-        ready, timers = self.ready, self._timers
+        ready, timers, at_once = self.ready, self._timers, 0
         try:
             while not self.stopped:
                 if ready:
-                    self._turn()
+                    item = context, callback, args = ready.popleft()
+                    owner = context.get(_OWNER)
+                    if owner is None or owner.runs:
+                        context.run(callback, *args)
+                    elif not owner.dead:
+                        owner.hold(item)
+                    at_once += 1
+                    if at_once > MOST_AT_ONCE:
+                        raise RuntimeError(f"time stands still: {callback}")
                 elif not timers or timers[0][0] > until:
                     return
                 else:
                     at, _, item = heapq.heappop(timers)
                     if item is not None:
-                        self.now = at
+                        self.now, at_once = at, 0
                         self.moments += 1
                         ready.append(item)
                         if self.moments > MOST:
                             raise RuntimeError(f"{MOST} moments, and no end: {item[1:]} {timers[:3]}")
         finally:
             asyncio._set_running_loop(None)
-
-    def _turn(self) -> None:
-        """What is to be done at this moment."""
-        ready = self.ready
-        for _ in range(MOST_AT_ONCE):
-            if not ready or self.stopped:
-                return
-            item = context, callback, args = ready.popleft()
-            owner = context.get(_OWNER)
-            if owner is None or owner.runs:
-                context.run(callback, *args)
-            elif not owner.dead:
-                owner.hold(item)
-        raise RuntimeError(f"time stands still: {ready[0][1]}")
 
     def end(self) -> None:
         """Close every coroutine, so that none is collected while another simulation runs."""
