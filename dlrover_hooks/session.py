@@ -88,7 +88,7 @@ class Session:
         self._caller = session_collaborators.caller(config, self._incarnation, self.membership)
         self._engine = session_collaborators.engine(config, place, self, self.membership) if checkpoint else None
         seat = (self._incarnation, place.rank, place.world_size)
-        self._reporter = Reporter(self._caller, config.job, seat, self._engine)
+        self._reporter = Reporter(self._caller, config.job, seat, self._engine, step_timeout_s=config.step_timeout_s)
         self._surface = DeferredErrors(config, place, self._engine, self._reporter)
         self.parting = PreemptionSave(
             config, place, seat[0], self._reporter, self.membership and self.membership.parting
@@ -260,6 +260,7 @@ class Session:
 
         A failure is raised at once, or logged once with `on_error="warn"`; see `LastSave.make`.
         """
+        self._reporter.ends()
         if self._engine is None or self.config.save_to is None or not self._here:
             return
         self._data.commit()
@@ -382,7 +383,7 @@ class Session:
         if self.membership is not None:
             session_collaborators.notes(plan, self.place, self._engine, self.membership, self.found.note)
         self.parting.begin(self._restored)
-        self._reporter.start(plan.cadence)
+        self._reporter.start(plan.cadence, plan.restore.generation.step if plan.restore is not None else 0)
         if orders := drill():
             testing.arm(self, orders)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from dlrover_hooks.master.clock import Uptime
-from dlrover_hooks.master.core import heartbeats
+from dlrover_hooks.master.core import heartbeats, stalls
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.heartbeats import GRACE_S, Name, Nodes
 from dlrover_hooks.master.core.job import Job, knows
@@ -95,8 +95,12 @@ class Liveness:
 
     def beat(self, request: Heartbeat) -> None:
         """A heartbeat was answered: its sender's lease starts again."""
-        name = (request.job, request.incarnation)
-        heartbeats.beat(self._nodes, name, self._now(), step=request.step, vitals=request.vitals)
+        name, now = (request.job, request.incarnation), self._now()
+        heartbeats.beat(self._nodes, name, now, step=request.step, vitals=request.vitals, stall=request.stall)
+        job = self._state().jobs.get(request.job)
+        current = job.rounds.round if job is not None else None
+        if verdict := stalls.found(self._nodes, *name, current):
+            log.warning("job %s: %s", request.job, verdict)
         self._arm()
 
     def heard_of(self, event: Message) -> None:

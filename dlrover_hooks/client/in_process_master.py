@@ -211,8 +211,8 @@ class InProcessMaster:
         return reply
 
     def _beat(self, request: Heartbeat) -> None:
-        name = (request.job, request.incarnation)
-        heartbeats.beat(self.nodes, name, self.clock.now(), step=request.step, vitals=request.vitals)
+        name, now = (request.job, request.incarnation), self.clock.now()
+        heartbeats.beat(self.nodes, name, now, step=request.step, vitals=request.vitals, stall=request.stall)
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Deadline):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import socket
 import stat
@@ -83,6 +84,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the first such signal until the worker is killed: a duration, or seconds. `dlrover-hooks run` sets it
     to its `--grace`."""
 
+    step_timeout: str = "auto"
+    """Time without a step after which the log says where this worker is: a duration, `"auto"` (learned: five times the
+    longest pause between two steps, at least a minute), or `"none"`."""
+
     @property
     def signals(self) -> list[str]:
         """`preempt_signals` as a list."""
@@ -93,6 +98,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def grace_s(self) -> float:
         """`grace` in seconds."""
         return float(self.grace.removesuffix("s"))
+
+    @property
+    def step_timeout_s(self) -> float | None:
+        """`step_timeout` in seconds; None: learned, infinity: none."""
+        if self.step_timeout == "auto":
+            return None
+        return math.inf if self.step_timeout == "none" else float(self.step_timeout.removesuffix("s"))
 
     @property
     def linger_s(self) -> float:
@@ -151,6 +163,9 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
             values[name] = interval(values[name], name=said.get(name, name))
     if "grace" in values:
         values["grace"] = f"{seconds(values['grace'], name=said.get('grace', 'grace')):g}s"
+    if values.get("step_timeout", "auto") not in ("auto", "none"):
+        name = said.get("step_timeout", "step_timeout")
+        values["step_timeout"] = f"{seconds(values['step_timeout'], name=name):g}s"
     if "keep" in values:
         values["keep"] = retention(values["keep"], name=said.get("keep", "keep"))
     if home:
@@ -193,7 +208,7 @@ def _launched(env: Mapping[str, str]) -> bool:
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """A keyword's value as its type; paths become text. Intervals and retention are parsed later."""
-    if name in ("save_every", "persist_every", "keep", "grace"):
+    if name in ("save_every", "persist_every", "keep", "grace", "step_timeout"):
         return value
     if isinstance(value, os.PathLike):  # a path given to `resume` is never one of its keywords
         path = cast("os.PathLike[str]", value)

@@ -29,3 +29,4 @@ class SharedKeywords(TypedDict, total=False):
     fresh: bool | None
     preempt_signals: str | None
     grace: timedelta | str | float | None
+    step_timeout: timedelta | str | float | None

@@ -28,6 +28,7 @@ WANTED = {
     "fresh": "True or False",
     "preempt_signals": 'names of signals, such as "SIGTERM,SIGUSR1", or "none"',
     "grace": 'seconds, or a duration such as "25s"',
+    "step_timeout": '"auto", "none", seconds, or a duration such as "10m"',
 }
 
 
@@ -59,6 +60,8 @@ def check(config: Config, said: Mapping[str, str]) -> None:
         refuse("replica_mb_per_s", "cannot be done", f"give {WANTED['replica_mb_per_s']}")
     if not config.grace_s > 0:
         refuse("grace", "leaves no time to save", 'give the time from the signal to the kill, such as "25s"')
+    if config.step_timeout_s is not None and not config.step_timeout_s > 0:
+        refuse("step_timeout", "leaves no time for a step", f"give {WANTED['step_timeout']}")
     if not set(config.signals) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
         refuse("preempt_signals", "names no signals", f"give {WANTED['preempt_signals']}")
     if config.on_error not in ("raise", "warn"):

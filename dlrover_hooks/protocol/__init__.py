@@ -94,6 +94,7 @@ from dlrover_hooks.protocol.membership_messages import (
     Preempt as Preempt,
     Seat as Seat,
     Seated as Seated,
+    Stall as Stall,
     Vitals as Vitals,
     Watch as Watch,
 )

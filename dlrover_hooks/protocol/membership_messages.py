@@ -97,13 +97,22 @@ class Vitals(Message, frozen=True):
     gpu_memory_bytes: Size | None = None
 
 
+class Stall(Message, frozen=True):
+    """A rank that makes no more steps. `where`: the line of its script; `waits_in`: the collective, if it is in one."""
+
+    seconds: Seconds
+    where: str
+    waits_in: str = ""
+
+
 class Heartbeat(Message, frozen=True):
-    """Refreshes the lease; never journaled."""
+    """Refreshes the lease; never journaled. `stall`: while the rank stalls."""
 
     job: str
     incarnation: str
     step: Step = 0
     vitals: Vitals | None = None
+    stall: Stall | None = None
 
 
 class Beat(Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
-from dlrover_hooks.protocol.membership_messages import Ending, Parting, Vitals
+from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall, Vitals
 
 LISTED_GONE = 64
 """Most members of other nodes in a view for one node. A view is then small, whatever the size of the job."""
@@ -48,6 +48,7 @@ class MemberView(Message, frozen=True):
     with 0 without a `Leave`)."""
     exit_code: ExitCode | None = None
     """As its launcher reported it."""
+    stall: Stall | None = None
 
 
 class Unlisted(Message, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 import weakref
 from collections import deque
@@ -23,6 +24,8 @@ from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.worker import preimport_list
 from dlrover_hooks.worker.preemption import Preemption
 from dlrover_hooks.worker.resource_usage import Sampler
+from dlrover_hooks.worker.stall_watch import StallWatch
+from dlrover_hooks.worker.thread_stack import stack_of
 
 if TYPE_CHECKING:
     from dlrover_hooks.client import Caller
@@ -49,9 +52,15 @@ class _Woken(NamedTuple):
 
 
 class Reporter:
-    """Owns the thread `dlrover-hooks-reporter`; the session calls `start` and `stop`."""
+    """Owns the thread `dlrover-hooks-reporter`; the session calls `start` and `stop`, all on the training thread.
 
-    def __init__(self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None) -> None:
+    step_timeout_s: see `StallWatch`.
+    """
+
+    def __init__(
+        self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None, *,
+        step_timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.error: HooksError | None = None
         self.generations = engine.begin_session() if engine is not None else GenerationTracker()
         self.generations.votes = True
@@ -73,6 +82,9 @@ class Reporter:
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
         self._vitals = Sampler()
+        self._stalls, self._step_timeout_s = StallWatch(step_timeout_s), step_timeout_s
+        self._stall: p.Stall | None = None
+        self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
         self._next_beat, self._ended = 0.0, False
         self._thread = BackgroundThread(
@@ -84,8 +96,9 @@ class Reporter:
             wake=lambda: self._notices.put(None),
         )
 
-    def start(self, cadence: p.Cadence) -> None:
-        """Start the thread, or set the cadence if it runs."""
+    def start(self, cadence: p.Cadence, begin: int = 0) -> None:
+        """Start the thread, or set the cadence if it runs. `begin`: the step from which training begins."""
+        self._stalls = StallWatch(self._step_timeout_s, begin)
         self.cadence, this = cadence, weakref.ref(self)
         step_for_last_words(lambda: one.step if (one := this()) is not None and one.step else -1)
         self._thread.start()
@@ -93,6 +106,10 @@ class Reporter:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Send what is left and end the thread; it is abandoned after `timeout_s`."""
         self._thread.stop(timeout_s)
+
+    def ends(self) -> None:
+        """Training is over: from now on no step is awaited."""
+        self._trains = False
 
     def met(self, error: HooksError) -> None:
         """Keep the error of a background thread until the session's next call; the first one counts. Any thread."""
@@ -220,11 +237,34 @@ class Reporter:
     def _beat(self) -> None:
         if self.step:  # by then, the imports of the first step have happened
             preimport_list.tell()
-        reply = self._call(p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample()), "beat")
+        stall = self._look_for_stall()
+        beat = p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample(), stall)
+        reply = self._call(beat, "beat")
         if isinstance(reply, p.Beat):
             if self.preemption is not None:
                 self.preemption.summon(reply.parting)
             self._heard(reply)
+
+    def _look_for_stall(self) -> p.Stall | None:
+        """Says once where the training thread is, and once that it goes on."""
+        idle_s = self._stalls.idle_s
+        if not (self._stalls.look(self.step, time.monotonic()) and self._trains):
+            if self._stall is not None:
+                after = f"makes steps again, after {idle_s:.0f} s without one" if self._trains else "ends its training"
+                log.warning("rank %d of job %s %s", self._rank, self._job, after)
+            self._stall = None
+            return None
+        stack = stack_of(self._training_thread)
+        if stack is None:
+            return None
+        if self._stall is None:
+            log.warning(
+                "rank %d of job %s has made no step for %.0f s (the longest pause before: %.0f s; step_timeout). It is "
+                "at %s:\n%s",
+                self._rank, self._job, self._stalls.idle_s, self._stalls.longest_s, stack.where, stack.text.rstrip(),
+            )  # fmt: skip
+        self._stall = p.Stall(self._stalls.idle_s, stack.where, stack.waits_in)
+        return self._stall
 
     def _heard(self, reply: p.Voted | p.Beat, counted: p.Generation | None = None) -> None:
         self.cadence = reply.cadence

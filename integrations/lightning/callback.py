@@ -78,6 +78,7 @@ class ElasticCallback(Callback):
         fresh: True starts a new run of the job, whatever was saved.
         preempt_signals: comma-separated names of the signals that announce a preemption.
         grace: time from such a signal until the worker is killed: a duration, or seconds.
+        step_timeout: time without a step after which the log says where the worker is; `"auto"` learns it.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
@@ -91,6 +92,8 @@ class ElasticCallback(Callback):
 
     _began_from: list[Any] | None = None
     """The `ckpt_path` with which this run began, and its step; None if it began without one."""
+    _driver: StepDriver | None = None
+    """From `setup` to `teardown`."""
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class ElasticCallback(Callback):
         fresh: bool | None = None,
         preempt_signals: str | None = None,
         grace: timedelta | str | float | None = None,
+        step_timeout: timedelta | str | float | None = None,
         sampler: bool = True,
         checkpoint: bool = True,
         recover: str = "process",
@@ -126,8 +130,6 @@ class ElasticCallback(Callback):
         lives = [given.pop(name) for name in ("recover", "on_recover", "on_resize")]
         self.config = settings.load(**given)
         self.fits = FitRounds(self.config, *lives, checkpoint=checkpoint)
-        self._driver: StepDriver | None = None
-        """From `setup` to `teardown`."""
         self._loaders: dict[str, ElasticLoader | EvenLoader] = {}
         self._own: OwnLoaders | None = None
         self._units: BatchUnits | None = None

@@ -15,7 +15,7 @@ import math
 import msgspec
 
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.protocol import Vitals
+from dlrover_hooks.protocol import Stall, Vitals
 
 Name = tuple[str, str]
 """(job, incarnation)."""
@@ -29,7 +29,8 @@ SILENT = "it never sent a heartbeat"
 class LivenessLease(msgspec.Struct):
     """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
-    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat.
+    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat. `judged`: there is a verdict on its
+    `stall`.
     """
 
     until: float
@@ -39,6 +40,8 @@ class LivenessLease(msgspec.Struct):
     beats: bool = False
     step: int = 0
     vitals: Vitals | None = None
+    stall: Stall | None = None
+    judged: bool = False
 
     @property
     def end(self) -> float:
@@ -56,12 +59,14 @@ class Nodes(msgspec.Struct):
     heap: list[tuple[float, str, str]] = []
 
 
-def beat(nodes: Nodes, name: Name, now: float, *, step: int = 0, vitals: Vitals | None = None) -> None:
+def beat(
+    nodes: Nodes, name: Name, now: float, *, step: int = 0, vitals: Vitals | None = None, stall: Stall | None = None
+) -> None:
     """A heartbeat: the lease starts again, a suspicion is dropped."""
     pulse = _pulse(nodes, name, now)
     pulse.until, pulse.suspect_until, pulse.beats = now + lease_of(nodes, pulse), math.inf, True
     pulse.step = max(pulse.step, step)
-    pulse.vitals = vitals or pulse.vitals
+    pulse.vitals, pulse.stall, pulse.judged = vitals or pulse.vitals, stall, pulse.judged and stall is not None
     _queue(nodes, name, pulse)
 
 

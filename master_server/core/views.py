@@ -190,6 +190,7 @@ def _member(nodes: Nodes, job: str, member: rendezvous.Member) -> MemberView:
         recovers=member.recovers,
         gone=member.gone or "",
         exit_code=member.exit_code,
+        stall=pulse.stall if pulse else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -274,6 +275,17 @@ def test_signals_that_say_that_this_worker_is_to_go() -> None:
         config.load({}, preempt_signals="SIGKILL")
     with pytest.raises(UsageError, match="no time to save"):
         config.load({}, grace=0)
+
+
+def test_the_time_without_a_step_that_is_reported() -> None:
+    assert config.load({}).step_timeout_s is None, "learned"
+    assert config.load({"DLROVER_HOOKS_STEP_TIMEOUT": "none"}).step_timeout_s == math.inf
+    assert [config.load({"DLROVER_HOOKS_STEP_TIMEOUT": text}).step_timeout_s for text in ("90", "2m")] == [90, 120]
+    assert config.load({}, step_timeout=timedelta(minutes=10)).step_timeout == "600s"
+    with pytest.raises(UsageError, match="step_timeout"):
+        config.load({}, step_timeout="soon")
+    with pytest.raises(UsageError, match="no time for a step"):
+        config.load({}, step_timeout=0)
 
 
 def test_the_shared_keywords_are_those_of_config() -> None:

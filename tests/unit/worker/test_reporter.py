@@ -196,3 +196,37 @@ def test_an_unexpected_error_is_kept_for_the_session_and_the_thread_goes_on(
     line.away = None
     reporter.notice(hashed(1))
     line.wait(lambda: line.votes)
+
+
+def test_a_stall_is_said_once_and_shown_while_it_lasts(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "BEAT_S", 0.01)
+    made = Reporter(line, "j", ("w", 0, 1), None, step_timeout_s=0.2)
+
+    def stall() -> p.Stall | None:
+        return line.master.call(p.ShowJob("j")).members[0].stall
+
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        made.start(p.Cadence())
+        line.wait(lambda: made._stalls._looked_at is not None)
+        made.step = 1  # the first step
+        line.wait(lambda: made._stalls._step == 1)
+        line.wait(stall)
+        shown = stall()
+        assert shown is not None
+        assert shown.where.startswith("test_reporter.py:"), "this thread is the training thread"
+        line.wait(lambda: (again := stall()) is not None and again.seconds > shown.seconds + 0.1)
+        made.step = 2
+        line.wait(lambda: stall() is None)
+        line.wait(stall)
+        made.ends()
+        line.wait(lambda: stall() is None)
+        made.stop()
+    said = [record.getMessage().partition("(")[0] for record in caplog.records]
+    assert [text.partition(" for ")[0].partition(",")[0] for text in said] == [
+        "rank 0 of job j has made no step",
+        "rank 0 of job j makes steps again",
+        "rank 0 of job j has made no step",
+        "rank 0 of job j ends its training",
+    ]

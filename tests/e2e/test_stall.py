@@ -1,0 +1,69 @@
+"""A rank that makes no more steps while its process lives: the log says where each rank is, and nothing is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launched import Launched
+
+SCRIPT = """
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from dlrover_hooks import AsyncCheckpointer, elastic_loader
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, Dataset
+
+    def read_shard(file):
+        while not Path(file).exists():
+            threading.Event().wait(0.01)
+
+    class Shards(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            if dist.get_rank() == 1 and saves.step in (4, 6):
+                read_shard(f"go-{saves.step}")
+            return torch.ones(1)
+
+    def main():
+        global saves
+        dist.init_process_group("gloo")
+        net = DistributedDataParallel(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader = elastic_loader(DataLoader(Shards(), batch_size=2), optimizer=optimizer)
+        with AsyncCheckpointer(model=net, optimizer=optimizer, loader=loader, step_timeout="3s") as saves:
+            for batch in loader:
+                optimizer.zero_grad()
+                net(batch).sum().backward()
+                optimizer.step()
+            print("ended at step", saves.step, file=sys.stderr, flush=True)
+
+    main()
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_rank_that_holds_up_the_others_is_named(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    job = launch(SCRIPT, "--nproc-per-node", "2")
+    verdict = f"job {job.job}: no rank has made a step for"
+    assert job.says(verdict, 120.0)
+    (tmp_path / "go-4").touch()
+    assert job.says(f"rank 1 of job {job.job} makes steps again")
+    (tmp_path / "go-6").touch()
+    code, said = job.end()
+    assert code == 0, said
+    line = next(line for line in said.splitlines() if verdict in line)
+    assert "s: rank 1 at script.py:" in line
+    assert ", in read_shard; rank 0 in backward (script.py:" in line
+    assert ", in main)" in line
+    assert f"rank 1 of job {job.job} has made no step for" in said
+    assert "in read_shard\n" in said, "the whole stack is shown"
+    assert said.count("ended at step 16") == 2, "nothing was killed or repeated"
