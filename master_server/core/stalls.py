@@ -24,14 +24,13 @@ def found(nodes: Nodes, job: str, speaker: str, current: Round | None) -> str:
     member = current.members.get(speaker) if current is not None and current.phase is Phase.TRAINING else None
     if current is None or member is None or member.rank != 0:
         return ""
-    live = [(one.rank, nodes.pulses.get((job, name))) for name, one in current.members.items() if one.live]
-    stalls = [(rank, pulse.stall) for rank, pulse in live if pulse is not None and pulse.stall is not None]
-    if len(stalls) < len(live) or all(pulse.judged for _, pulse in live if pulse is not None):
+    live = {one.rank: nodes.pulses.get((job, name)) for name, one in current.members.items() if one.live}
+    stalled = {rank: pulse for rank, pulse in live.items() if pulse is not None and pulse.stall is not None}
+    if len(stalled) < len(live) or all(pulse.judged for pulse in stalled.values()):
         return ""
-    for _, pulse in live:
-        if pulse is not None:
-            pulse.judged = True
-    return verdict(stalls)
+    for pulse in stalled.values():
+        pulse.judged = True
+    return verdict((rank, pulse.stall) for rank, pulse in stalled.items() if pulse.stall is not None)
 
 
 def verdict(stalls: Iterable[tuple[int, Stall]]) -> str:

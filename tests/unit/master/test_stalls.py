@@ -1,4 +1,4 @@
-"""The verdict on a round whose ranks make no more steps."""
+"""The verdict on a round in which no rank makes steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LOADS = Stall(61.0, "data.py:41, in load")
 WAITS = Stall(62.0, "train.py:92, in main", "all_reduce")
 
 
-class Ranks:
-    """A round in training, whose ranks send heartbeats."""
+class StalledRound:
+    """A round, and the heartbeats of its ranks."""
 
     def __init__(self, *ranks: int, phase: Phase = Phase.TRAINING) -> None:
         members = {f"w{rank}": Member(f"w{rank}", "a", "n", rank, rank) for rank in ranks}
@@ -51,7 +51,7 @@ def test_a_thousand_ranks_are_one_short_line() -> None:
 
 
 def test_one_verdict_once_all_live_ranks_stall() -> None:
-    ranks = Ranks(0, 1, 2)
+    ranks = StalledRound(0, 1, 2)
     assert [ranks.beat(name, WAITS) for name in ("w2", "w0", "stranger")] == ["", "", ""]
     assert ranks.beat("w1", LOADS) == ""
     assert "rank 1 at" in ranks.beat("w0", WAITS)
@@ -59,7 +59,7 @@ def test_one_verdict_once_all_live_ranks_stall() -> None:
 
 
 def test_there_is_another_verdict_after_another_step() -> None:
-    ranks = Ranks(0, 1)
+    ranks = StalledRound(0, 1)
     ranks.beat("w1", LOADS)
     assert ranks.beat("w0", WAITS)
     assert ranks.beat("w1", None) == ranks.beat("w0", WAITS) == ""
@@ -68,7 +68,7 @@ def test_there_is_another_verdict_after_another_step() -> None:
 
 
 def test_a_rank_that_is_done_is_not_waited_for() -> None:
-    ranks = Ranks(0, 1, 2)
+    ranks = StalledRound(0, 1, 2)
     ranks.round.members["w2"].gone = Departure.DONE.value
     ranks.beat("w1", LOADS)
     assert ranks.beat("w0", WAITS)
@@ -76,7 +76,7 @@ def test_a_rank_that_is_done_is_not_waited_for() -> None:
 
 def test_a_round_that_restores_or_is_broken_does_not_stall() -> None:
     for phase in (Phase.ATTACHING, Phase.RESTORING, Phase.BROKEN):
-        ranks = Ranks(0, phase=phase)
+        ranks = StalledRound(0, phase=phase)
         assert ranks.beat("w0", LOADS) == ""
     heartbeats.beat(ranks.nodes, ("job", "w0"), 0.0, stall=LOADS)
     assert stalls.found(ranks.nodes, "job", "w0", None) == ""

@@ -181,7 +181,9 @@ def test_stopping_delivers_what_is_left(reporter: Reporter, line: Line) -> None:
 
 
 def test_stopping_one_that_never_started_is_fine(line: Line) -> None:
-    Reporter(line, "j", ("w", 0, 1), None).stop()
+    made = Reporter(line, "j", ("w", 0, 1), None)
+    made.stop()
+    assert not made._thread.started
 
 
 def test_an_unexpected_error_is_kept_for_the_session_and_the_thread_goes_on(
@@ -218,7 +220,7 @@ def test_a_stall_is_said_once_and_shown_while_it_lasts(
         assert shown.where.startswith("test_reporter.py:"), "this thread is the training thread"
         line.wait(lambda: (again := stall()) is not None and again.seconds > shown.seconds + 0.1)
         made.step = 2
-        line.wait(lambda: stall() is None)
+        line.wait(lambda: "makes steps again" in caplog.text)  # the view shows it only until the next stall
         line.wait(stall)
         made.ends()
         line.wait(lambda: stall() is None)
