@@ -43,7 +43,7 @@ SCRIPT = """
                 optimizer.zero_grad()
                 net(batch).sum().backward()
                 optimizer.step()
-            os.write(2, f"ended at step {saves.step}\n".encode())  # `print` of two ranks would be mixed
+            os.write(2, f"ended at step {saves.step}\\n".encode())  # `print` of two ranks would be mixed
 
     main()
     """
