@@ -88,7 +88,7 @@ class Session:
         self._caller = session_collaborators.caller(config, self._incarnation, self.membership)
         self._engine = session_collaborators.engine(config, place, self, self.membership) if checkpoint else None
         seat = (self._incarnation, place.rank, place.world_size)
-        self._reporter = Reporter(self._caller, config.job, seat, self._engine, step_timeout_s=config.step_timeout_s)
+        self._reporter = Reporter(self._caller, config.job, seat, self._engine, config)
         self._surface = DeferredErrors(config, place, self._engine, self._reporter)
         self.parting = PreemptionSave(
             config, place, seat[0], self._reporter, self.membership and self.membership.parting

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from dlrover_hooks.master.clock import Uptime
 from dlrover_hooks.master.core import heartbeats, stalls
-from dlrover_hooks.master.core.events import Lost
+from dlrover_hooks.master.core.events import EndStalled, Lost
 from dlrover_hooks.master.core.heartbeats import GRACE_S, Name, Nodes
 from dlrover_hooks.master.core.job import Job, knows
 from dlrover_hooks.master.core.job_registry import Master
@@ -98,13 +98,14 @@ class Liveness:
         name, now = (request.job, request.incarnation), self._now()
         heartbeats.beat(self._nodes, name, now, step=request.step, vitals=request.vitals, stall=request.stall)
         job = self._state().jobs.get(request.job)
-        current = job.rounds.round if job is not None else None
-        if verdict := stalls.found(self._nodes, *name, current):
-            log.warning("job %s: %s", request.job, verdict)
+        if job is not None and (verdict := stalls.found(self._nodes, job, request.incarnation)) is not None:
+            log.warning("job %s: %s", request.job, verdict.text)
+            if verdict.ends is not None:
+                self._inform(verdict.ends)
         self._arm()
 
     def heard_of(self, event: Message) -> None:
-        """An event shows that its sender is alive; `Leave` and `Exited` end the tracking of a process."""
+        """An event shows that its sender is alive; others end the tracking of a process."""
         if isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, OpenLedger):
@@ -116,6 +117,9 @@ class Liveness:
             heartbeats.forget(self._nodes, (event.job, event.incarnation))
         elif isinstance(event, Exited):
             heartbeats.forget(self._nodes, (event.job, event.worker))
+        elif isinstance(event, EndStalled):
+            for incarnation in event.incarnations:
+                heartbeats.forget(self._nodes, (event.job, incarnation))
 
     def waits(self, request: Poll, for_s: float) -> None:
         """A long-poll begins. A `Watch` stays open until `waited` is called.

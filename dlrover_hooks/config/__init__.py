@@ -9,6 +9,7 @@ from dlrover_hooks.config.duration import Duration as Duration, interval as inte
 from dlrover_hooks.config.settings import (
     LAST_WORDS as LAST_WORDS,
     PREFIX as PREFIX,
+    STACK_SIGNAL as STACK_SIGNAL,
     Config as Config,
     Place as Place,
     TaskPlace as TaskPlace,

@@ -7,9 +7,11 @@ Kubernetes are read here too, so that identity (job, node, rank) has one source.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import math
 import os
+import signal
 import socket
 import stat
 import sys
@@ -27,12 +29,15 @@ from dlrover_hooks.config.duration import interval, retention, seconds
 from dlrover_hooks.config.spelling import refuse_unknown, warn_of_unknown
 from dlrover_hooks.config.validation import WANTED, check
 from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
-from dlrover_hooks.protocol import AGAIN, NodeType, Retention
+from dlrover_hooks.protocol import AGAIN, NodeType, Retention, StallPolicy
 from dlrover_hooks.protocol.base_messages import Rank
 
 PREFIX = "DLROVER_HOOKS_"
 LAST_WORDS = PREFIX + "LAST_WORDS"
 """The pipe for a worker's final error: its descriptor and inode, see `launcher.processes.worker_errors`."""
+STACK_SIGNAL = signal.SIGRTMIN + 6
+"""With this signal the launcher asks a silent worker for its stacks, before it kills the worker. C code writes them to
+the same pipe, so the worker need not get the GIL."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +92,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: str = "auto"
     """Time without a step after which the log says where this worker is: a duration, `"auto"` (learned: five times the
     longest pause between two steps, at least a minute), or `"none"`."""
+    on_stall: str = "dump"
+    """What to do when no rank has made a step for that time: `"warn"` logs one line for each rank, `"dump"` adds the
+    stacks, `"restart-rank"` also replaces the rank that the others wait for, `"restart-round"` restarts all ranks."""
 
     @property
     def signals(self) -> list[str]:
@@ -105,6 +113,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         if self.step_timeout == "auto":
             return None
         return math.inf if self.step_timeout == "none" else float(self.step_timeout.removesuffix("s"))
+
+    @property
+    def stall_policy(self) -> StallPolicy:
+        """What the master is asked to restart."""
+        restarts = {"restart-rank": StallPolicy.RANK, "restart-round": StallPolicy.ROUND}
+        return restarts.get(self.on_stall, StallPolicy.NONE)
 
     @property
     def linger_s(self) -> float:
@@ -227,6 +241,8 @@ def tell_launcher() -> None:
     """
     if not _LastWords.installed:  # torch installs its own hook over it in each `init_process_group`
         sys.excepthook, _LastWords.installed = _LastWords(sys.excepthook), True
+        if (fd := _error_pipe()) is not None:
+            faulthandler.register(STACK_SIGNAL, fd)
 
 
 class _LastWords:
@@ -281,26 +297,34 @@ def step_for_last_words(step: Callable[[], int]) -> None:
 
 
 def _say_last(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
-    """Writes the error to the launcher's pipe. The inode check skips another file with that number, in a grandchild.
+    """Writes the error to the launcher's pipe.
 
     True: the traceback went there, too, and is not printed here. The traceback of a worker whose peer is gone would
     hide the first failure on the screen; the launcher prints it if there is no other one.
     """
-    fd, _, rest = os.environ.get(LAST_WORDS, "").partition(":")
-    inode, _, prints = rest.partition(":")
+    fd, prints = _error_pipe(), os.environ.get(LAST_WORDS, "").endswith(":prints")
     echo = not prints and of_lost_peer(error)
     whole = "".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARACTERS:] if echo else ""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name}" if trace else ""
     text = f"{kind.__name__}: {error}".partition("\n")[0][:1000]
-    with contextlib.suppress(OSError, ValueError):
-        found = os.fstat(int(fd))
-        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
-            said = {"error": text, "where": where[:1000], "trace": whole, "step": _LastWords.step()}
-            os.write(int(fd), msgspec.json.encode(said))
-            return echo
+    if fd is None:
+        return False
+    with contextlib.suppress(OSError):
+        said = {"error": text, "where": where[:1000], "trace": whole, "step": _LastWords.step()}
+        os.write(fd, msgspec.json.encode(said))
+        return echo
     return False
+
+
+def _error_pipe() -> int | None:
+    """The descriptor of the launcher's pipe. The inode check excludes another file of that number, in a grandchild."""
+    with contextlib.suppress(OSError, ValueError):
+        fd, inode = map(int, os.environ.get(LAST_WORDS, "").split(":")[:2])
+        found = os.fstat(fd)
+        return fd if stat.S_ISFIFO(found.st_mode) and found.st_ino == inode else None
+    return None
 
 
 def _parsed(name: str, text: str, kind: Any) -> Any:

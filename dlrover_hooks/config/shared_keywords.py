@@ -30,3 +30,4 @@ class SharedKeywords(TypedDict, total=False):
     preempt_signals: str | None
     grace: timedelta | str | float | None
     step_timeout: timedelta | str | float | None
+    on_stall: str | None

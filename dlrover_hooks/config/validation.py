@@ -29,6 +29,7 @@ WANTED = {
     "preempt_signals": 'names of signals, such as "SIGTERM,SIGUSR1", or "none"',
     "grace": 'seconds, or a duration such as "25s"',
     "step_timeout": '"auto", "none", seconds, or a duration such as "10m"',
+    "on_stall": '"warn", "dump", "restart-rank" or "restart-round"',
 }
 
 
@@ -62,6 +63,8 @@ def check(config: Config, said: Mapping[str, str]) -> None:
         refuse("grace", "leaves no time to save", 'give the time from the signal to the kill, such as "25s"')
     if config.step_timeout_s is not None and not config.step_timeout_s > 0:
         refuse("step_timeout", "leaves no time for a step", f"give {WANTED['step_timeout']}")
+    if config.on_stall not in ("warn", "dump", "restart-rank", "restart-round"):
+        refuse("on_stall", "is unknown", f"use {WANTED['on_stall']}")
     if not set(config.signals) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
         refuse("preempt_signals", "names no signals", f"give {WANTED['preempt_signals']}")
     if config.on_error not in ("raise", "warn"):

@@ -78,10 +78,23 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
+    def signal_alone(self, number: int) -> None:
+        """Send `number` to the process without its descendants."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def state(self) -> str:
+        """What the kernel says the process does, such as "running", "sleeping", "stopped" or "disk-sleep" (psutil)."""
+        import psutil
+
+        try:
+            return str(psutil.Process(self.pid).status())
+        except psutil.NoSuchProcess:
+            return "gone"
+
     def ask_to_end(self) -> None:
         """Send SIGTERM to the process alone: if its DataLoader workers died too, the step that it saves would fail."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
+        self.signal_alone(signal.SIGTERM)
 
     def end(self, grace_s: float = 0.0) -> int:
         """SIGTERM, then SIGKILL to the whole session after `grace_s`. Returns the exit code. Closes the pidfd."""

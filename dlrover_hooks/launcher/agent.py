@@ -21,6 +21,8 @@ from dlrover_hooks.host.child_process import Child
 from dlrover_hooks.launcher.failures import (
     DONE,
     GAVE_UP,
+    MADE_NO_STEPS,
+    SILENT,
     USER_ERROR,
     WorkerExit,
     counted,
@@ -41,14 +43,15 @@ from dlrover_hooks.launcher.round_diagnosis import (
     all_ended,
     elsewhere,
     ended_early,
+    hung,
     is_restart,
     left_only,
     live_on,
     living,
     missing,
     needed_again,
-    silent,
 )
+from dlrover_hooks.worker.thread_stack import line_of_dump
 
 log = logging.getLogger("dlrover_hooks.run")
 
@@ -229,11 +232,8 @@ class Agent:
         if view is not None and (view.parting.nodes or left_by_itself(ends)) and self._part(ends, view):
             return True
         if view is not None:
-            for key in silent(view, self.workers.running()):
-                child = self.workers.running()[key]
-                child.signal(signal.SIGKILL)
-                child.wait(_LAST_WORDS_S)
-                ends[key] = WorkerExit(child.name, None)
+            for key, stalled in hung(view, self.workers.running()).items():
+                ends[key] = self._end_hung(key, stalled=stalled)
             self._missing = missing(view, self._address.node)
             if live_on(view, ends, self._round):
                 self._leaving_until = None
@@ -260,6 +260,21 @@ class Agent:
 
     def _end_of(self, key: str, child: Child) -> WorkerExit:
         return end_of(child, self.workers.final_errors[key].hear())
+
+    def _end_hung(self, key: str, *, stalled: bool) -> WorkerExit:
+        """Kill a worker that hangs. `stalled`: it has logged its stack; else it is asked for its stacks first."""
+        child, why = self.workers.running()[key], MADE_NO_STEPS
+        if not stalled:
+            state = child.state()
+            stacks = self.workers.final_errors[key].stacks(child) if state != "stopped" else ""
+            where = line_of_dump(stacks)
+            why = SILENT + (f", at {where}" if where else f"; its process is {state}")
+            if stacks:
+                log.warning("job %s: %s sends no heartbeats (process state: %s). Its threads:\n%s",
+                            self.job, child.name, state, stacks.rstrip())  # fmt: skip
+        child.signal(signal.SIGKILL)
+        child.wait(_LAST_WORDS_S)
+        return WorkerExit(child.name, None, why_lost=why)
 
     def _part(self, ends: dict[str, WorkerExit], view: p.JobView) -> bool:
         """A node is preempted: its launcher ends with 75 once its workers have left (raises Over).

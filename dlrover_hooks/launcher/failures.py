@@ -19,6 +19,9 @@ _PASSED_ON = {REQUEUE: "it is preempted; start it again to go on", BAD_NODE: "th
 """A worker's exit codes that its own launcher returns, too; no other launcher does."""
 
 
+SILENT, MADE_NO_STEPS = "silent for too long", "it made no steps for too long"
+
+
 class FailureVerdict(msgspec.Struct, frozen=True):
     """`code`: the run's exit code; None: restart the workers."""
 
@@ -39,6 +42,8 @@ class WorkerExit(msgspec.Struct, frozen=True):
     reported: WorkerError | None = None
     """Its own report, if an exception ended it."""
     left: bool = False
+    why_lost: str = SILENT
+    """Why the master ended it, if `exit_code` is None."""
 
     @property
     def has_cause(self) -> bool:
@@ -47,7 +52,7 @@ class WorkerExit(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.exit_code is None:
-            return f"{self.name} " + (_LEFT if self.left else "was lost (silent for too long)")
+            return f"{self.name} " + (_LEFT if self.left else f"was lost ({self.why_lost})")
         if self.exit_code == 0:
             return f"{self.name} ended with exit code 0 before the others were done"
         return f"{self.name} died ({described(self.exit_code)})"
@@ -56,7 +61,7 @@ class WorkerExit(msgspec.Struct, frozen=True):
     def why(self) -> str:
         """The reason in a few words."""
         if self.exit_code is None:
-            return _LEFT if self.left else "lost: silent for too long"
+            return _LEFT if self.left else f"lost: {self.why_lost}"
         return described(self.exit_code) + (", before the others were done" if not self.exit_code else "")
 
 

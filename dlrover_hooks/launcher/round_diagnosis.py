@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from dlrover_hooks.host.child_process import Child
-from dlrover_hooks.launcher.failures import WorkerExit
+from dlrover_hooks.launcher.failures import MADE_NO_STEPS, SILENT, WorkerExit
 from dlrover_hooks.protocol import Departure, JobView
 
-_LOST, _EXITED, _REPLACED = "lost", "exited", "replaced"
-_DIED = (_LOST, Departure.FAILED.value, _EXITED)
+_LOST, _STALLED, _EXITED, _REPLACED = "lost", "stalled", "exited", "replaced"
+_DIED = (_LOST, _STALLED, Departure.FAILED.value, _EXITED)
 """Values of `MemberView.gone`. Members with another value left in order, or their agent restarts them."""
 _DONE, _LEFT = Departure.DONE.value, Departure.FAILED.value
 
@@ -54,9 +54,13 @@ def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], 
     return len(live - set(ends)) + view.unlisted.alive + len(ends) < least
 
 
-def silent(view: JobView, running: Collection[str]) -> list[str]:
-    """Those of the `running` processes that the master has declared lost: they hang, and the others wait no longer."""
-    return [one.incarnation for one in view.members if one.incarnation in running and one.gone == _LOST]
+def hung(view: JobView, running: Collection[str]) -> dict[str, bool]:
+    """Those of the `running` processes that the master has ended, so that the others wait no longer.
+
+    True: it made no steps. False: it was silent.
+    """
+    members = (one for one in view.members if one.incarnation in running)
+    return {one.incarnation: one.gone == _STALLED for one in members if one.gone in (_LOST, _STALLED)}
 
 
 def left_only(view: JobView) -> bool:
@@ -92,7 +96,13 @@ def is_restart(view: JobView) -> bool:
 def elsewhere(view: JobView, node: str) -> list[WorkerExit]:
     """How members on other nodes ended."""
     return [
-        WorkerExit(f"worker {one.rank} on node {one.node}", one.exit_code, here=False, left=one.gone == _LEFT)
+        WorkerExit(
+            f"worker {one.rank} on node {one.node}",
+            None if one.gone == _STALLED else one.exit_code,
+            here=False,
+            left=one.gone == _LEFT,
+            why_lost=MADE_NO_STEPS if one.gone == _STALLED else SILENT,
+        )
         for one in view.members
         if one.node != node and one.gone in _DIED
     ]

@@ -95,6 +95,7 @@ from dlrover_hooks.protocol.membership_messages import (
     Seat as Seat,
     Seated as Seated,
     Stall as Stall,
+    StallPolicy as StallPolicy,
     Vitals as Vitals,
     Watch as Watch,
 )

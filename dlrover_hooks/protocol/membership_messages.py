@@ -97,12 +97,21 @@ class Vitals(Message, frozen=True):
     gpu_memory_bytes: Size | None = None
 
 
+class StallPolicy(enum.Enum):
+    """What to restart once no rank makes steps: nothing, the rank that the others wait for, or all ranks."""
+
+    NONE = "none"
+    RANK = "rank"
+    ROUND = "round"
+
+
 class Stall(Message, frozen=True):
     """A rank that makes no more steps. `where`: the line of its script; `waits_in`: the collective, if it is in one."""
 
     seconds: Seconds
     where: str
     waits_in: str = ""
+    restart: StallPolicy = StallPolicy.NONE
 
 
 class Heartbeat(Message, frozen=True):

@@ -44,8 +44,8 @@ class MemberView(Message, frozen=True):
     recovers: bool = False
     """See `Attach`."""
     gone: str = ""
-    """How it left: a `Departure`, `lost`, `replaced` (its agent joined again for it), or `exited` (its process ended
-    with 0 without a `Leave`)."""
+    """How it left: a `Departure`, `lost`, `stalled` (it made no steps, and the master ended it), `replaced` (its agent
+    joined again for it), or `exited` (its process ended with 0 without a `Leave`)."""
     exit_code: ExitCode | None = None
     """As its launcher reported it."""
     stall: Stall | None = None

@@ -18,7 +18,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
 from dlrover_hooks.checkpoint.save.generation_tracker import GenerationTracker
-from dlrover_hooks.config import step_for_last_words
+from dlrover_hooks.config import Config, step_for_last_words
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.worker import preimport_list
@@ -54,12 +54,13 @@ class _Woken(NamedTuple):
 class Reporter:
     """Owns the thread `dlrover-hooks-reporter`; the session calls `start` and `stop`, all on the training thread.
 
-    step_timeout_s: see `StallWatch`.
+    Args:
+        config: its `step_timeout` and `on_stall` apply; None: their defaults.
     """
 
     def __init__(
-        self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None, *,
-        step_timeout_s: float | None = None,
+        self, caller: Caller, job: str, place_: tuple[str, int, int], engine: Checkpointer | None,
+        config: Config | None = None,
     ) -> None:  # fmt: skip
         self.error: HooksError | None = None
         self.generations = engine.begin_session() if engine is not None else GenerationTracker()
@@ -82,7 +83,8 @@ class Reporter:
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
         self._vitals = Sampler()
-        self._stalls, self._step_timeout_s = StallWatch(step_timeout_s), step_timeout_s
+        self._config = config or Config()
+        self._stalls = StallWatch(self._config.step_timeout_s)
         self._stall: p.Stall | None = None
         self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
@@ -98,7 +100,7 @@ class Reporter:
 
     def start(self, cadence: p.Cadence, begin: int = 0) -> None:
         """Start the thread, or set the cadence if it runs. `begin`: the step from which training begins."""
-        self._stalls = StallWatch(self._step_timeout_s, begin)
+        self._stalls, self._stall = StallWatch(self._config.step_timeout_s, begin), None
         self.cadence, this = cadence, weakref.ref(self)
         step_for_last_words(lambda: one.step if (one := this()) is not None and one.step else -1)
         self._thread.start()
@@ -260,10 +262,11 @@ class Reporter:
         if self._stall is None:
             log.warning(
                 "rank %d of job %s has made no step for %.0f s (the longest pause before: %.0f s; step_timeout). It is "
-                "at %s:\n%s",
-                self._rank, self._job, self._stalls.idle_s, self._stalls.longest_s, stack.where, stack.text.rstrip(),
+                "at %s%s",
+                self._rank, self._job, self._stalls.idle_s, self._stalls.longest_s, stack.where,
+                f":\n{stack.text.rstrip()}" if self._config.on_stall != "warn" else "",
             )  # fmt: skip
-        self._stall = p.Stall(self._stalls.idle_s, stack.where, stack.waits_in)
+        self._stall = p.Stall(self._stalls.idle_s, stack.where, stack.waits_in, self._config.stall_policy)
         return self._stall
 
     def _heard(self, reply: p.Voted | p.Beat, counted: p.Generation | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -17,6 +18,10 @@ _BACKWARD = "_engine_run_backward"
 """torch's entry into the C++ engine, in which DistributedDataParallel reduces gradients and waits for other ranks."""
 _LONGEST = 300
 """Most characters of a line that is sent to the master."""
+
+
+_DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+"""A frame, as CPython's `faulthandler` writes it."""
 
 
 class ThreadStack(NamedTuple):
@@ -45,6 +50,18 @@ def stack_of(ident: int) -> ThreadStack | None:
         f"{os.path.basename(at.filename)}:{at.lineno}, in {at.name}"[:_LONGEST],
         _waits_in(frames)[:_LONGEST],
     )
+
+
+def line_of_dump(text: str) -> str:
+    """The user's innermost line in the main thread's part of a `faulthandler` dump, as `ThreadStack.where`; or empty.
+
+    The main thread is the last one of the dump, and its innermost frame is the first one.
+    """
+    frames = _DUMPED.findall(text.rpartition("most recent call first")[2])
+    own = [one for one in frames if not one[0].startswith((*_NOT_THE_USERS, "<"))]
+    if not (at := next(iter(own or frames), None)):
+        return ""
+    return f"{os.path.basename(at[0])}:{at[1]}, in {at[2]}"[:_LONGEST]
 
 
 def _waits_in(frames: traceback.StackSummary) -> str:

@@ -79,6 +79,7 @@ class ElasticCallback(Callback):
         preempt_signals: comma-separated names of the signals that announce a preemption.
         grace: time from such a signal until the worker is killed: a duration, or seconds.
         step_timeout: time without a step after which the log says where the worker is; `"auto"` learns it.
+        on_stall: what to do then: `"warn"`, `"dump"`, `"restart-rank"` or `"restart-round"`.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
@@ -117,6 +118,7 @@ class ElasticCallback(Callback):
         preempt_signals: str | None = None,
         grace: timedelta | str | float | None = None,
         step_timeout: timedelta | str | float | None = None,
+        on_stall: str | None = None,
         sampler: bool = True,
         checkpoint: bool = True,
         recover: str = "process",

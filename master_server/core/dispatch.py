@@ -14,7 +14,7 @@ import msgspec
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.checkpoints import restore_choice, save_votes
 from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
-from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
+from dlrover_hooks.master.core.events import CommitFailed, Committed, EndStalled, FinishWritten, Key, Lost, Tick
 from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.ps_clusters import task_requests
@@ -156,6 +156,7 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Connected: task_requests.connected,
     EndTasks: task_requests.end_tasks,
     Lost: member_changes.lost,
+    EndStalled: member_changes.end_stalled,
     Tick: member_changes.tick,
     Committed: _committed,
     CommitFailed: _commit_failed,

@@ -21,6 +21,18 @@ class Lost(Message, frozen=True):
     reason: str = ""
 
 
+class EndStalled(Message, frozen=True):
+    """A verdict of `stalls`: the members `incarnations` of `round` made no steps, and are to be replaced.
+
+    `step`: the greatest one that the job had made.
+    """
+
+    job: str
+    round: int
+    incarnations: tuple[str, ...]
+    step: int
+
+
 class Tick(Message, frozen=True):
     """A `Deadline` of this job is reached."""
 
@@ -54,7 +66,15 @@ class ForgetFinished(Message, frozen=True):
     before: float
 
 
-INTERNAL: tuple[type[Message], ...] = (Lost, Tick, Committed, CommitFailed, FinishWritten, ForgetFinished)
+INTERNAL: tuple[type[Message], ...] = (
+    Lost,
+    EndStalled,
+    Tick,
+    Committed,
+    CommitFailed,
+    FinishWritten,
+    ForgetFinished,
+)
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind for kind in (*(route.request for route in ROUTES if route.event), *INTERNAL)
 }

@@ -69,6 +69,13 @@ class Leaving(msgspec.Struct):
     step: int | None = None
 
 
+class StallRestarts(msgspec.Struct):
+    """How often members were ended because they made no steps; `step`: the job's greatest one at the last time."""
+
+    count: int = 0
+    step: int = -1
+
+
 class Job(msgspec.Struct):
     """All journaled state of one job."""
 
@@ -99,6 +106,7 @@ class Job(msgspec.Struct):
     """An agent has given up the job for all nodes. Cleared when the job is launched again."""
     failures: int = 0
     """See `JobView`: the launchers count their restart budget by it."""
+    stalls: StallRestarts = msgspec.field(default_factory=StallRestarts)
     replies: dict[str, dict[str, Remembered]] = {}
     """By incarnation and channel."""
     alarm: float = math.inf

@@ -1,36 +1,91 @@
-"""The verdict on a round that makes no more steps: which rank holds up the others. Pure; nothing of it is journaled.
+"""The verdict on a round that makes no more steps: which rank holds up the others. Pure.
 
 Each rank reports its own stall with its heartbeats. The others wait for the rank at fault in a collective, so a rank
-that stalls outside of all collectives is named first.
+that stalls outside of all collectives is named first, and is the one to be replaced. Of
+all this only `EndStalled` is journaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from dlrover_hooks.master.core.heartbeats import Nodes
-from dlrover_hooks.master.core.rounds.rendezvous import Round
-from dlrover_hooks.protocol import Phase, Stall
+import msgspec
 
+from dlrover_hooks.master.core.events import EndStalled
+from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
+from dlrover_hooks.master.core.job import Job, StallRestarts
+from dlrover_hooks.protocol import Phase, Stall, StallPolicy
+
+MOST_RESTARTS = 3
+"""Restarts of a job because of stalls. A false alarm, such as an evaluation that is longer than the learned limit,
+therefore cannot repeat for ever. They do not count as failures (`--max-restarts`), so it cannot end the job either.
+"""
 _LISTED = 8
 """Most groups of ranks, and most ranks of a group, that a verdict lists."""
 
 
-def found(nodes: Nodes, job: str, speaker: str, current: Round | None) -> str:
-    """The verdict once all live ranks of the round stall, else empty; again only after a rank has made a step.
+class StallVerdict(msgspec.Struct, frozen=True):
+    """`text`: for the log. `ends`: the event that ends the members to be replaced, if the policy asks for that."""
+
+    text: str
+    ends: EndStalled | None = None
+
+
+class _Stalled(NamedTuple):
+    """A member that stalls."""
+
+    rank: int
+    incarnation: str
+    pulse: LivenessLease
+    stall: Stall
+
+
+def found(nodes: Nodes, job: Job, speaker: str) -> StallVerdict | None:
+    """The verdict once all live ranks of the round stall; the next one only after a rank has made a step.
 
     `speaker` has sent a heartbeat. Only those of rank 0 are followed by a look at all ranks: O(ranks) once a second.
     """
+    current = job.rounds.round
     member = current.members.get(speaker) if current is not None and current.phase is Phase.TRAINING else None
     if current is None or member is None or member.rank != 0:
-        return ""
-    live = {one.rank: nodes.pulses.get((job, name)) for name, one in current.members.items() if one.live}
-    stalled = {rank: pulse for rank, pulse in live.items() if pulse is not None and pulse.stall is not None}
-    if len(stalled) < len(live) or all(pulse.judged for pulse in stalled.values()):
-        return ""
-    for pulse in stalled.values():
-        pulse.judged = True
-    return verdict((rank, pulse.stall) for rank, pulse in stalled.items() if pulse.stall is not None)
+        return None
+    stalled: list[_Stalled] = []
+    for one in current.members.values():
+        pulse = nodes.pulses.get((job.name, one.incarnation))
+        if one.live and (pulse is None or pulse.stall is None):
+            return None
+        if one.live and pulse is not None and pulse.stall is not None:
+            stalled.append(_Stalled(one.rank, one.incarnation, pulse, pulse.stall))
+    if all(one.pulse.judged for one in stalled):
+        return None
+    for one in stalled:
+        one.pulse.judged = True
+    text = verdict((one.rank, one.stall) for one in stalled)
+    replaced, why = _replaced(sorted(stalled), job.stalls)
+    if not replaced:
+        return StallVerdict(text + why)
+    step = max(one.pulse.step for one in stalled)
+    names = tuple(one.incarnation for one in replaced)
+    return StallVerdict(text + why, EndStalled(job.name, current.number, names, step))
+
+
+def _replaced(stalled: list[_Stalled], before: StallRestarts) -> tuple[list[_Stalled], str]:
+    """The members to be replaced, by the policy of rank 0, and an addition to the verdict. `stalled`: by rank."""
+    policy = stalled[0].stall.restart
+    if policy is StallPolicy.NONE:
+        return [], ""
+    chosen = stalled
+    if policy is StallPolicy.RANK:
+        chosen = [one for one in stalled if not one.stall.waits_in] or stalled
+        if len(chosen) == len(stalled) and not stalled[0].stall.waits_in:
+            return [], ". Nothing is restarted: no rank waits for another one"
+    if before.count >= MOST_RESTARTS:
+        return [], f". Nothing is restarted: this job has used up its {MOST_RESTARTS} restarts because of stalls"
+    if max(one.pulse.step for one in stalled) <= before.step:
+        return [], ". Nothing is restarted: no step was made since the last restart because of a stall"
+    whom = "all ranks" if len(chosen) == len(stalled) else _ranks([one.rank for one in chosen])
+    return chosen, f". Restarting {whom} ({before.count + 1} of {MOST_RESTARTS} restarts because of stalls)"
 
 
 def verdict(stalls: Iterable[tuple[int, Stall]]) -> str:

@@ -12,7 +12,17 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterError
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.effects import CommitGeneration, Effect, WriteFinished
-from dlrover_hooks.master.core.events import CommitFailed, Committed, Envelope, FinishWritten, Key, Lost, Tick, encode
+from dlrover_hooks.master.core.events import (
+    CommitFailed,
+    Committed,
+    EndStalled,
+    Envelope,
+    FinishWritten,
+    Key,
+    Lost,
+    Tick,
+    encode,
+)
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.journal import Journal
 from dlrover_hooks.protocol.ranges import Ranges
@@ -113,13 +123,16 @@ class World(RuleBasedStateMachine):
         self.now += seconds
         self.send(Tick(job="job"))
 
-    @rule(data=st.data(), how=st.sampled_from(["lost", "exited", "failed", "stopped"]))
+    @rule(data=st.data(), how=st.sampled_from(["lost", "stalled", "exited", "failed", "stopped"]))
     def die(self, data: st.DataObject, how: str) -> None:
         if not self.everybody:
             return
         name = data.draw(st.sampled_from(self.everybody[-8:]))
         if how == "lost":
             self.send(Lost(job="job", incarnation=name))
+        elif how == "stalled":
+            number = self.job.rounds.number if self.job is not None else 1
+            self.send(EndStalled(job="job", round=number, incarnations=tuple(self.everybody[-2:]), step=7))
         elif how == "exited":
             self.send(p.Exited(job="job", incarnation=name.split(".")[0], worker=name, exit_code=-9))
         else:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import time
 
 import msgspec
 
-from dlrover_hooks.config import last_words_to
+from dlrover_hooks.config import STACK_SIGNAL, last_words_to
+from dlrover_hooks.host.child_process import Child
+
+_STACKS_S = 2.0
+_QUIET_S = 0.2
+"""Within this time after the last bytes of the stacks, more would have come."""
 
 
 class WorkerError(msgspec.Struct, frozen=True):
@@ -43,6 +50,23 @@ class FinalErrors:
         with contextlib.suppress(BlockingIOError, msgspec.DecodeError):
             return msgspec.json.decode(os.read(self._read, 65536), type=WorkerError)
         return None
+
+    def stacks(self, child: Child) -> str:
+        """The stacks of all Python threads of a worker that is silent, even if a thread holds the GIL.
+
+        Empty if the worker has not loaded its settings yet, or is stopped. Blocks for at most `_STACKS_S`. A script
+        without hooks is ended by this signal: call it only for a worker that is killed next.
+        """
+        child.signal_alone(STACK_SIGNAL)
+        text, deadline = b"", time.monotonic() + _STACKS_S
+        while (left := deadline - time.monotonic()) > 0:
+            if not select.select([self._read], [], [], min(left, _QUIET_S) if text else left)[0]:
+                break
+            more = os.read(self._read, 65536)
+            if not more:
+                break
+            text += more
+        return text.decode(errors="replace")
 
     def close(self) -> None:
         """Idempotent."""

@@ -10,12 +10,13 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.checkpoints import save_votes
 from dlrover_hooks.master.core.checkpoints.restore_sources import Offers
 from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
-from dlrover_hooks.master.core.events import Lost, Tick
+from dlrover_hooks.master.core.events import EndStalled, Lost, Tick
 from dlrover_hooks.master.core.job import (
     Choice,
     Effects,
     Job,
     Leaving,
+    StallRestarts,
     arm,
     finishing,
     knows,
@@ -61,6 +62,8 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     job.failures = 0 if relaunched else job.failures + broken
     if launched:
         job.ending = None
+    if relaunched:
+        job.stalls = StallRestarts()
     exited = job.rounds.round is not None and job.rounds.round.exited > 0
     if rendezvous.add(job.rounds, event, now):
         job.failures += exited and not launched and not broken  # the others cannot continue without the exited one
@@ -116,6 +119,16 @@ def lost(job: Job, event: Lost, now: float, effects: Effects) -> Done:
     return _part(job, event.incarnation, rendezvous.LOST, now, effects)
 
 
+def end_stalled(job: Job, event: EndStalled, now: float, effects: Effects) -> Done:
+    """Members make no steps and are to be replaced. No effect if their round is over by now."""
+    current = job.rounds.round
+    if current is not None and current.number == event.round and current.phase is Phase.TRAINING:
+        job.stalls = StallRestarts(job.stalls.count + 1, event.step)
+        for incarnation in event.incarnations:
+            _part(job, incarnation, rendezvous.STALLED, now, effects)
+    return Done()
+
+
 def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     """A launcher reports the exit of its worker. Raises Stale, BadRequest."""
     if event.worker in job.ledgers.free:  # its launcher holds no ranks either, so it is unknown here
@@ -153,17 +166,20 @@ def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
 _POLITE = {0: rendezvous.DONE, REQUEUE: Departure.PREEMPTED.value}
 """Exit codes that do not count as failures."""
 _DEATHS = (rendezvous.LOST, Departure.FAILED.value)
-"""Departures whose cause may be a held lease. Of a round's members only the first counts: the break ends the others."""
+"""Departures that count as failures of the job. Of a round's members only the first counts: the break ends the others.
+"""
+_LOSSES = (*_DEATHS, rendezvous.STALLED)
+"""Departures whose cause may be a held lease."""
 
 
 def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
-    if how == rendezvous.LOST:
+    if how in (rendezvous.LOST, rendezvous.STALLED):
         job.replies.pop(incarnation, None)
     current = job.rounds.round
     was_broken = current is not None and current.phase is Phase.BROKEN
     broken = rendezvous.part(job.rounds, incarnation, how)
     job.failures += broken and how in _DEATHS  # counted once per round: the break ends the other members
-    counts = how in _DEATHS and not (was_broken and incarnation not in job.ledgers.free)
+    counts = how in _LOSSES and not (was_broken and incarnation not in job.ledgers.free)
     job_ledgers.part(job, incarnation, effects, lost=counts)
     preemption_agreement.part(job, incarnation, effects)
     task_requests.part(job, incarnation, now, effects, lost=how == rendezvous.LOST)

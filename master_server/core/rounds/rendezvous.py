@@ -13,6 +13,8 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.protocol import Departure, Join, Phase, Seat, Seated
 
 LOST = "lost"
+STALLED = "stalled"
+"""The master ended it because it made no steps; its process may still be alive."""
 REPLACED = "replaced"
 """Its agent has joined again without this member."""
 DONE = Departure.DONE.value

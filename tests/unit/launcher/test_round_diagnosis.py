@@ -9,11 +9,11 @@ from dlrover_hooks.launcher.failures import USAGE, BadNodes, FailureVerdict, Wor
 from dlrover_hooks.launcher.round_diagnosis import (
     all_ended,
     elsewhere,
+    hung,
     left_only,
     live_on,
     missing,
     needed_again,
-    silent,
 )
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView, MemberView, Parting, Phase
 
@@ -58,11 +58,17 @@ def test_before_all_have_attached_to_a_whole_start_all_start_again() -> None:
     assert live_on(none_yet, (), 1), "survivors whose new round has just been formed are ended"
 
 
-def test_a_process_that_the_master_has_lost_is_silent() -> None:
+def test_a_process_that_the_master_has_ended_hangs() -> None:
     """One that said that it leaves ends by itself."""
-    job = view(member("w0", gone="lost"), member("w1", gone="failed"), member("w2"), member("w3", gone="done"))
-    assert silent(job, {"w0", "w1", "w2", "w3"}) == ["w0"]
-    assert silent(job, {"w2"}) == []
+    job = view(
+        member("w0", gone="lost"),
+        member("w1", gone="failed"),
+        member("w2"),
+        member("w3", gone="done"),
+        member("w4", gone="stalled"),
+    )
+    assert hung(job, {"w0", "w1", "w2", "w3", "w4"}) == {"w0": False, "w4": True}
+    assert hung(job, {"w2"}) == {}
 
 
 def test_who_left_by_an_exception_may_be_done() -> None:
@@ -96,11 +102,12 @@ def test_ends_on_other_nodes_are_those_that_nobody_asked_for() -> None:
     job = view(
         member("w0", gone="lost", code=-9), member("w1", node="b", gone="lost", code=-9),
         member("w2", node="b", gone="replaced"), member("w3", node="c", gone="done"),
-        member("w4", node="c", gone="lost"),
+        member("w4", node="c", gone="lost"), member("w5", node="c", gone="stalled", code=-9),
     )  # fmt: skip
     assert [str(end) for end in elsewhere(job, "a")] == [
         "worker 1 on node b died (SIGKILL)",
         "worker 4 on node c was lost (silent for too long)",
+        "worker 5 on node c was lost (it made no steps for too long)",
     ]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
+from dlrover_hooks.config import Config
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, StorageFailed
 from dlrover_hooks.testing import MasterFake
 from dlrover_hooks.worker import reporter as reporter_module
@@ -204,7 +205,7 @@ def test_a_stall_is_said_once_and_shown_while_it_lasts(
     line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporter_module, "BEAT_S", 0.01)
-    made = Reporter(line, "j", ("w", 0, 1), None, step_timeout_s=0.2)
+    made = Reporter(line, "j", ("w", 0, 1), None, Config(step_timeout="0.2s"))
 
     def stall() -> p.Stall | None:
         return line.master.call(p.ShowJob("j")).members[0].stall

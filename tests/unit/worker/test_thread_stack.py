@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrover_hooks.worker.thread_stack import stack_of
+from dlrover_hooks.worker.thread_stack import line_of_dump, stack_of
 
 
 def held_in(call: Any) -> Any:
@@ -62,3 +64,26 @@ def test_a_thread_that_has_ended_is_nowhere() -> None:
     thread.join()
     assert thread.ident is not None
     assert stack_of(thread.ident) is None
+
+
+def test_the_line_of_a_dump_is_the_main_threads(tmp_path: Path) -> None:
+    """A real dump, of a process with two threads; its main thread waits deep in the standard library."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        """
+import faulthandler, sys, threading
+
+def load():
+    event.wait(0)
+    faulthandler.dump_traceback(all_threads=True)
+
+event = threading.Event()
+other = threading.Thread(target=threading.Event().wait, args=(60,), daemon=True)
+other.start()
+load()
+"""
+    )
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True).stderr
+    assert said.count("most recent call first") == 2
+    assert line_of_dump(said) == "waits.py:6, in load"
+    assert line_of_dump("Thread 0x1 (most recent call first):\n  <no Python frame>\n") == ""
