@@ -106,12 +106,16 @@ class StallPolicy(enum.Enum):
 
 
 class Stall(Message, frozen=True):
-    """A rank that makes no more steps. `where`: the line of its script; `waits_in`: the collective, if it is in one."""
+    """A rank that makes no more steps. `where`: the line of its script; `waits_in`: the collective, if it is in one.
+
+    `busy`: its process does something, and its limit is a learned one, so it is not restarted yet.
+    """
 
     seconds: Seconds
     where: str
     waits_in: str = ""
     restart: StallPolicy = StallPolicy.NONE
+    busy: bool = False
 
 
 class Heartbeat(Message, frozen=True):

@@ -23,6 +23,7 @@ from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, S
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.worker import preimport_list
 from dlrover_hooks.worker.preemption import Preemption
+from dlrover_hooks.worker.process_activity import ProcessActivity
 from dlrover_hooks.worker.resource_usage import Sampler
 from dlrover_hooks.worker.stall_watch import StallWatch
 from dlrover_hooks.worker.thread_stack import stack_of
@@ -86,6 +87,7 @@ class Reporter:
         self._config = config or Config()
         self._stalls = StallWatch(self._config.step_timeout_s)
         self._stall: p.Stall | None = None
+        self._activity = ProcessActivity()
         self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
         self._next_beat, self._ended = 0.0, False
@@ -250,7 +252,8 @@ class Reporter:
     def _look_for_stall(self) -> p.Stall | None:
         """Says once where the training thread is, and once that it goes on."""
         idle_s = self._stalls.idle_s
-        if not (self._stalls.look(self.step, time.monotonic()) and self._trains):
+        now = time.monotonic()
+        if not (self._stalls.look(self.step, now, active=self._activity.look(now)) and self._trains):
             if self._stall is not None:
                 after = f"makes steps again, after {idle_s:.0f} s without one" if self._trains else "ends its training"
                 log.warning("rank %d of job %s %s", self._rank, self._job, after)
@@ -266,7 +269,8 @@ class Reporter:
                 self._rank, self._job, self._stalls.idle_s, self._stalls.longest_s, stack.where,
                 f":\n{stack.text.rstrip()}" if self._config.on_stall != "warn" else "",
             )  # fmt: skip
-        self._stall = p.Stall(self._stalls.idle_s, stack.where, stack.waits_in, self._config.stall_policy)
+        policy, busy = self._config.stall_policy, self._stalls.busy
+        self._stall = p.Stall(self._stalls.idle_s, stack.where, stack.waits_in, policy, busy)
         return self._stall
 
     def _heard(self, reply: p.Voted | p.Beat, counted: p.Generation | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 FLOOR_S = 60.0
 """A learned limit is never shorter: a pause of less than a minute is common (evaluation, a checkpoint, a slow disk)."""
 FACTOR = 5.0
@@ -10,6 +12,12 @@ LEARN_STEPS = 3
 """Steps after the first one before there is a learned limit."""
 LONGEST_LOOK_S = 5.0
 """Most seconds that count between two looks: this process, or the thread that looks, may have been stopped itself."""
+
+
+BUSY_FACTOR = 10.0
+"""A process that is active may take this multiple of a learned limit: ten minutes at least, as NCCL's own timeout."""
+ACTIVE_S = 10.0
+"""A process counts as active for so long after a look at which it was."""
 
 
 class StallWatch:
@@ -29,11 +37,20 @@ class StallWatch:
         self.idle_s = 0.0
         """Seconds since the last step."""
         self._limit_s, self._step, self._steps = limit_s, begin, 0
+        self._active_ago_s = math.inf
         self._looked_at: float | None = None
 
-    def look(self, step: int, now: float) -> bool:
-        """Whether the rank stalls. `step`: the number of its last step; `now`: monotonic seconds."""
-        self.idle_s += min(now - self._looked_at, LONGEST_LOOK_S) if self._looked_at is not None else 0.0
+    def look(self, step: int, now: float, *, active: bool = False) -> bool:
+        """Whether the rank stalls.
+
+        Args:
+            step: the number of its last step.
+            now: monotonic seconds.
+            active: its process has done something since the last look, see `ProcessActivity`.
+        """
+        since_s = min(now - self._looked_at, LONGEST_LOOK_S) if self._looked_at is not None else 0.0
+        self.idle_s += since_s
+        self._active_ago_s = 0.0 if active else self._active_ago_s + since_s
         self._looked_at = now
         if step > self._step:
             if self._steps:  # the first pause ends with the first step
@@ -43,10 +60,19 @@ class StallWatch:
         return self.idle_s > self.limit_s
 
     @property
+    def busy(self) -> bool:
+        """It stalls, but does something, such as an evaluation longer than all pauses before: restart nothing yet.
+
+        Never true for a limit that the user has set.
+        """
+        learned = self._limit_s is None and self.idle_s <= BUSY_FACTOR * self.limit_s
+        return learned and self._active_ago_s < ACTIVE_S
+
+    @property
     def limit_s(self) -> float:
         """Seconds without a step that count as a stall now."""
         if not self._steps:
-            return float("inf")
+            return math.inf
         if self._limit_s is not None:
             return self._limit_s
-        return max(FLOOR_S, FACTOR * self.longest_s) if self._steps > LEARN_STEPS else float("inf")
+        return max(FLOOR_S, FACTOR * self.longest_s) if self._steps > LEARN_STEPS else math.inf

@@ -9,6 +9,7 @@ kernel reports a real death at once, so silence alone (C code that holds the GIL
 
 from __future__ import annotations
 
+import enum
 import heapq
 import math
 
@@ -26,11 +27,19 @@ GRACE_S = 300.0
 SILENT = "it never sent a heartbeat"
 
 
+class Judged(enum.Enum):
+    """NO: there is no verdict on this stall. TOLD: it is logged, and a restart may follow. YES: it is settled."""
+
+    NO = "no"
+    TOLD = "told"
+    YES = "yes"
+
+
 class LivenessLease(msgspec.Struct):
     """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
-    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat. `judged`: there is a verdict on its
-    `stall`.
+    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat. `judged`: how far the
+    verdict on its `stall` is.
     """
 
     until: float
@@ -41,7 +50,7 @@ class LivenessLease(msgspec.Struct):
     step: int = 0
     vitals: Vitals | None = None
     stall: Stall | None = None
-    judged: bool = False
+    judged: Judged = Judged.NO
 
     @property
     def end(self) -> float:
@@ -66,7 +75,9 @@ def beat(
     pulse = _pulse(nodes, name, now)
     pulse.until, pulse.suspect_until, pulse.beats = now + lease_of(nodes, pulse), math.inf, True
     pulse.step = max(pulse.step, step)
-    pulse.vitals, pulse.stall, pulse.judged = vitals or pulse.vitals, stall, pulse.judged and stall is not None
+    pulse.vitals, pulse.stall = vitals or pulse.vitals, stall
+    if stall is None:
+        pulse.judged = Judged.NO
     _queue(nodes, name, pulse)
 
 

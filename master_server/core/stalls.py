@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from dlrover_hooks.master.core.events import EndStalled
-from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
+from dlrover_hooks.master.core.heartbeats import Judged, LivenessLease, Nodes
 from dlrover_hooks.master.core.job import Job, StallRestarts
 from dlrover_hooks.protocol import Phase, Stall, StallPolicy
 
@@ -57,33 +57,37 @@ def found(nodes: Nodes, job: Job, speaker: str) -> StallVerdict | None:
             return None
         if one.live and pulse is not None and pulse.stall is not None:
             stalled.append(_Stalled(one.rank, one.incarnation, pulse, pulse.stall))
-    if all(one.pulse.judged for one in stalled):
+    told = all(one.pulse.judged is not Judged.NO for one in stalled)
+    if told and not any(one.pulse.judged is Judged.TOLD for one in stalled):
+        return None
+    chosen, then = _replaced(sorted(stalled), job.stalls)
+    if chosen is None and told:
         return None
     for one in stalled:
-        one.pulse.judged = True
-    text = verdict((one.rank, one.stall) for one in stalled)
-    replaced, why = _replaced(sorted(stalled), job.stalls)
-    if not replaced:
-        return StallVerdict(text + why)
+        one.pulse.judged = Judged.TOLD if chosen is None else Judged.YES
+    text = verdict((one.rank, one.stall) for one in stalled) + then
+    if not chosen:
+        return StallVerdict(text)
     step = max(one.pulse.step for one in stalled)
-    names = tuple(one.incarnation for one in replaced)
-    return StallVerdict(text + why, EndStalled(job.name, current.number, names, step))
+    names = tuple(one.incarnation for one in chosen)
+    return StallVerdict(text, EndStalled(job.name, current.number, names, step))
 
 
-def _replaced(stalled: list[_Stalled], before: StallRestarts) -> tuple[list[_Stalled], str]:
-    """The members to be replaced, by the policy of rank 0, and an addition to the verdict. `stalled`: by rank."""
+def _replaced(stalled: list[_Stalled], before: StallRestarts) -> tuple[list[_Stalled] | None, str]:
+    """The members to be replaced, and an addition to the verdict. None: not yet known. `stalled`: by rank."""
     policy = stalled[0].stall.restart
     if policy is StallPolicy.NONE:
         return [], ""
-    chosen = stalled
-    if policy is StallPolicy.RANK:
-        chosen = [one for one in stalled if not one.stall.waits_in] or stalled
-        if len(chosen) == len(stalled) and not stalled[0].stall.waits_in:
-            return [], ". Nothing is restarted: no rank waits for another one"
+    outside = [one for one in stalled if not one.stall.waits_in]
+    if policy is StallPolicy.RANK and len(outside) == len(stalled):
+        return [], ". Nothing is restarted: no rank waits for another one"
     if before.count >= MOST_RESTARTS:
         return [], f". Nothing is restarted: this job has used up its {MOST_RESTARTS} restarts because of stalls"
     if max(one.pulse.step for one in stalled) <= before.step:
         return [], ". Nothing is restarted: no step was made since the last restart because of a stall"
+    if busy := [one.rank for one in outside if one.stall.busy]:
+        return None, f". Nothing is restarted yet: {_ranks(busy)} {'is' if len(busy) == 1 else 'are'} active"
+    chosen = outside if policy is StallPolicy.RANK and outside else stalled
     whom = "all ranks" if len(chosen) == len(stalled) else _ranks([one.rank for one in chosen])
     return chosen, f". Restarting {whom} ({before.count + 1} of {MOST_RESTARTS} restarts because of stalls)"
 

@@ -167,3 +167,17 @@ def test_a_verdict_on_a_round_that_is_over_ends_nothing() -> None:
     ranks.send(events.EndStalled("job", 7, ("w1",), 5))
     assert ranks.gone() == {0: None, 1: None}
     assert ranks.job.stalls.count == 0
+
+
+def test_a_rank_that_is_active_is_given_longer_and_that_is_said_once() -> None:
+    """Rank 1 evaluates, and the others wait for it."""
+    ranks = StalledRound(3)
+    busy = msgspec.structs.replace(LOADS, busy=True)
+    said = ranks.stall(StallPolicy.RANK, WAITS, busy, WAITS)
+    assert said.endswith("in all_reduce (train.py:92, in main). Nothing is restarted yet: rank 1 is active")
+    assert ranks.stall(StallPolicy.RANK, WAITS, busy, WAITS) == ""
+    said = ranks.stall(StallPolicy.RANK, WAITS, LOADS, WAITS)
+    assert said.endswith("Restarting rank 1 (1 of 3 restarts because of stalls)")
+    ranks = StalledRound(2)
+    spins = msgspec.structs.replace(WAITS, busy=True)  # as NCCL does
+    assert "Restarting rank 1 " in ranks.stall(StallPolicy.RANK, spins, LOADS)

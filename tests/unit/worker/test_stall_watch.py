@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover_hooks.worker.stall_watch import FACTOR, FLOOR_S, LONGEST_LOOK_S, StallWatch
+from dlrover_hooks.worker.stall_watch import BUSY_FACTOR, FACTOR, FLOOR_S, LONGEST_LOOK_S, StallWatch
 
 
 class Clock:
@@ -90,3 +90,28 @@ def test_a_resumed_run_has_made_no_step_yet() -> None:
     assert clock.pass_s(1000) is None
     clock.steps(0)
     assert clock.pass_s(100) == 6
+
+
+def test_an_active_rank_is_busy_up_to_ten_times_the_learned_limit() -> None:
+    clock = Clock(StallWatch())
+    clock.steps(*[0] * 20)
+    busy = []
+    for _ in range(700):
+        clock.now += 1.0
+        clock.watch.look(clock.step, clock.now, active=True)
+        busy.append(clock.watch.busy)
+    assert busy == [True] * int(BUSY_FACTOR * FLOOR_S) + [False] * 100
+
+
+def test_a_rank_is_not_busy_long_after_its_last_activity() -> None:
+    clock = Clock(StallWatch())
+    clock.steps(*[0] * 20)
+    for second in range(100):
+        clock.now += 1.0
+        clock.watch.look(clock.step, clock.now, active=second < 70)
+    assert not clock.watch.busy
+    clock = Clock(StallWatch(5.0))
+    clock.steps(0)
+    clock.now += 1.0
+    clock.watch.look(clock.step, clock.now, active=True)
+    assert not clock.watch.busy, "the user has said how long a step may take"
