@@ -1,0 +1,72 @@
+"""Does the log blame the right rank, how fast, and is anything restarted without need? `make bench-health`.
+
+Faults are injected into real jobs (`hang_world`); jobs without a fault run in virtual time (`stall_load`). Takes about
+ten minutes with 20 rounds of each fault. Writes build/bench/health.json. BENCH_ARGS: `--rounds N`, `--seed N`,
+`--only GROUP`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from tests.benchmarks import hang_world, stall_load
+from tests.benchmarks.hang_world import Blame
+from tests.benchmarks.report import Figures, report
+
+BARS = {"false_restarts": 0.0}
+AT_LEAST = {"blame_right_pct": 95.0}
+CALM_JOBS = 200
+
+
+def _rate(blames: list[Blame]) -> float:
+    return 100.0 * statistics.mean(one.right for one in blames)
+
+
+def _hangs(rounds: int, seed: int) -> Figures:
+    """Faults in real jobs."""
+    silent, stalls, errors = (
+        measure(rounds, seed) for measure in (hang_world.silent, hang_world.stalls, hang_world.user_errors)
+    )
+    return {
+        "blame_right_pct": _rate([*silent, *stalls, *errors]),
+        "blame_right_silent_pct": _rate(silent),
+        "blame_right_stalls_pct": _rate(stalls),
+        "blame_right_user_errors_pct": _rate(errors),
+        "detect_hang_s": statistics.median(one.seconds for one in silent),
+        "detect_stall_s": statistics.median(one.seconds for one in stalls),
+        "user_error_ends_s": statistics.median(one.seconds for one in errors),
+        "user_error_ends_max_s": max(one.seconds for one in errors),
+    }
+
+
+def _calm(rounds: int, seed: int) -> Figures:
+    """Jobs without a fault."""
+    del rounds
+    found = stall_load.calm(CALM_JOBS, seed)
+    hours = CALM_JOBS * stall_load.HOUR_S / 3600
+    return {"calm_hours": hours, "false_restarts": found.restarts, "false_reports_per_hour": found.reports / hours}
+
+
+GROUPS: dict[str, Callable[[int, int], Figures]] = {"calm": _calm, "hangs": _hangs}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=20, help="of each fault")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=GROUPS)
+    asked = parser.parse_args()
+    figures: Figures = {}
+    for name in [asked.only] if asked.only else GROUPS:
+        began = time.monotonic()
+        figures |= GROUPS[name](asked.rounds, asked.seed)
+        print(f"{name}: measured in {time.monotonic() - began:.0f} s", flush=True)
+    conditions = {"rounds": asked.rounds, "seed": asked.seed}
+    return report("health", "Health: who is blamed, and when", conditions, figures, BARS, AT_LEAST)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
