@@ -159,7 +159,11 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--slurm", is_flag=True, help="Take nodes, ranks, address and job from SLURM: "
               "srun dlrover-hooks run --slurm SCRIPT.")  # fmt: skip
 @_flag("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
-              help="Give up (exit 77) when the job, on all its nodes, has failed more often than that.")  # fmt: skip
+              help="Give up (exit 77) when the job, on all its nodes, has failed more often than that within "
+              "--restart-window.")  # fmt: skip
+@_flag("--restart-window", "restart_window_s", type=_Duration(), default="1h", show_default=True,
+              help="Older failures do not count for --max-restarts, so a long run is not ended by rare failures of its "
+              "machines.")  # fmt: skip
 @_flag("--standby", type=click.IntRange(min=0),
               help="Keep so many idle processes on each node that have imported what the workers did: one takes the "
               "rank of a worker that died at once. 0: none, replacements start cold.  [default: one for each worker, "
@@ -270,6 +274,7 @@ _SAME = (
         "hang_timeout_s",
         "master_away_s",
         "max_restarts",
+        "restart_window_s",
         "job",
         "fresh",
         "node_rank",

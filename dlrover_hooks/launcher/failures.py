@@ -104,9 +104,10 @@ def judge(
     node: str,
     failures: int,
     max_restarts: int,
+    window_s: float,
     again: bool = False,
 ) -> FailureVerdict:
-    """What follows from `cause`, the newest of `failures` failures of the job, for the launcher of `node`.
+    """What follows from `cause`, the newest of `failures` failures of the job within `window_s`, for `node`'s launcher.
 
     An exit code from the script is judged on its own node only.
 
@@ -132,7 +133,7 @@ def judge(
             where = "the same failure as before" if step > began_at else where
             return FailureVerdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
     if failures > max_restarts:
-        return FailureVerdict(GAVE_UP, gave_up(what, max_restarts))
+        return FailureVerdict(GAVE_UP, gave_up(what, max_restarts, window_s))
     return FailureVerdict(None, what)
 
 
@@ -168,9 +169,13 @@ class RepeatedFailures:
         return same
 
 
-def gave_up(what: str, max_restarts: int) -> str:
+def gave_up(what: str, max_restarts: int, window_s: float) -> str:
     """The message when the restarts of the job are used up."""
-    return f"{what}; gave up after {counted(max_restarts, 'restart')} (--max-restarts) of the job, on whatever node"
+    most = counted(max_restarts, "restart")
+    return (
+        f"{what}; gave up after {most} (--max-restarts) of the job within {window_s:g} s (--restart-window), "
+        "on whatever node"
+    )
 
 
 class BadNodes:

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,13 @@ _LAST_CALL_S, _GATHER_S = 0.3, 2.0
 """Extra waiting time after the last join, for more than enough workers; the second at the launch of several nodes."""
 _POLL_S = 0.5
 """Longest delay of a signal during a request to the master."""
+
+
+class FailureCount(NamedTuple):
+    """Failures of the job: all since its launch, and those within `--restart-window` before the newest one."""
+
+    total: int = 0
+    recent: int = 0
 
 
 class AgentAddress(msgspec.Struct, frozen=True):
@@ -87,7 +94,7 @@ class MasterRequests:
             return None
 
     def _show(self) -> p.ShowJob:
-        return p.ShowJob(self._address.job, self._address.node)
+        return p.ShowJob(self._address.job, self._address.node, self._options.restart_window_s)
 
     def is_known(self, number: int) -> bool:
         """Whether the master has a round `number`. A master whose journal was deleted counts from 1 again."""
@@ -186,10 +193,12 @@ class MasterRequests:
             log.debug("job %s: the end of %s: %s", self._address.job, exited.worker, error.message)
         return True
 
-    def failures(self, known: int) -> int:
+    def failures(self, known: FailureCount) -> FailureCount:
         """Failures of the job, on all nodes, once all ends are reported. `known`: without the newest one."""
         view = self.view()
-        return max(known, view.failures) if view is not None else known + 1
+        if view is None:
+            return FailureCount(known.total + 1, known.recent + 1)
+        return FailureCount(max(known.total, view.failures), view.recent_failures)
 
     def leave(self, reason: p.Departure, ending: p.Ending | None = None) -> None:
         """This agent leaves the job. `ending`: all other agents end, too."""

@@ -148,7 +148,8 @@ class Launcher:
                  counted(counts.workers, "worker"), self._client.url)  # fmt: skip
         supervisor = TaskSupervisor(
             self.job, counts, self._client, processes, self._selector, self._look,
-            max_restarts=self.options.max_restarts, ready_s=self.options.ready_s,
+            max_restarts=self.options.max_restarts, restart_window_s=self.options.restart_window_s,
+            ready_s=self.options.ready_s,
         )  # fmt: skip
         return supervisor.run()
 

@@ -57,6 +57,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout_s: float = 60.0
     master_away_s: float = 120.0
     max_restarts: int = 10
+    """Failures of the job within `restart_window_s` that are followed by a restart."""
+    restart_window_s: float = 3600.0
     job: str = ""
     fresh: bool = False
     endpoint: str = ""

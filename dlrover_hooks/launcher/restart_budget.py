@@ -17,7 +17,7 @@ from dlrover_hooks.launcher.failures import (
     gave_up,
     judge,
 )
-from dlrover_hooks.launcher.master_requests import MasterRequests
+from dlrover_hooks.launcher.master_requests import FailureCount, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 
@@ -46,27 +46,35 @@ class Budget:
     """The restart budget, as one agent sees it. Main thread only."""
 
     def __init__(self, options: LaunchOptions, node: str, requests: MasterRequests) -> None:
-        self.restarts = 0
+        self._failures = FailureCount()
         """Of the job, on all nodes, as far as the master has reported."""
         self.record = FailureRecord(node)
         """Failures, for the final summary."""
         self.began_at = 0
         """Step of the job when the workers of this node were started."""
         self._repeats = RepeatedFailures()
-        self._most, self._node, self._requests, self._blame = options.max_restarts, node, requests, BadNodes(node)
+        self._most, self._window_s = options.max_restarts, options.restart_window_s
+        self._node, self._requests, self._blame = node, requests, BadNodes(node)
+
+    @property
+    def restarts(self) -> int:
+        """Failures of the job since its launch."""
+        return self._failures.total
 
     def started(self, view: JobView | None) -> None:
         """Call when workers are about to be started."""
         self.began_at = view.step if view is not None else 0
-        self.restarts = max(self.restarts, view.failures if view is not None else 0)
+        if view is not None and view.failures >= self._failures.total:
+            self._failures = FailureCount(view.failures, view.recent_failures)
 
     def charge_unexplained(self, number: int, then: str) -> None:
         """Count a restart for round `number`, which broke without a known cause: that is limited, too. Raises Over."""
-        self.restarts = max(self._requests.failures(self.restarts), self.restarts + 1)
+        before, found = self._failures, self._requests.failures(self._failures)
+        self._failures = FailureCount(max(found.total, before.total + 1), max(found.recent, 1))
         what = f"round {number} broke, and no worker is known to have failed"
-        if self.restarts > self._most:
-            raise Over(GAVE_UP, gave_up(what, self._most), for_all=True)
-        log.warning("%s; %s (%d of %d restarts)", what, then, self.restarts, self._most)
+        if self._failures.recent > self._most:
+            raise Over(GAVE_UP, gave_up(what, self._most, self._window_s), for_all=True)
+        log.warning("%s; %s (%s)", what, then, self._spent())
 
     def charge(self, ends: list[WorkerExit], view: JobView | None, then: str) -> None:
         """Judge a failure whose `ends` were reported to the master. Raises Over if it ends the run.
@@ -80,9 +88,12 @@ class Budget:
             return
         began_at = self.began_at if view is None or view.begun_step is None else view.begun_step
         cause, node = culprit(ends), self._node
-        self.restarts = self._requests.failures(self.restarts)
+        self._failures = self._requests.failures(self._failures)
         again = self._repeats.seen(cause, view)
-        verdict = judge(cause, view, began_at, node=node, failures=self.restarts, max_restarts=self._most, again=again)
+        verdict = judge(
+            cause, view, began_at, node=node, failures=self._failures.recent, max_restarts=self._most,
+            window_s=self._window_s, again=again,
+        )  # fmt: skip
         if verdict.code is None and (bad := self._blame.falls(cause, view)):
             verdict = FailureVerdict(BAD_NODE, bad)
         self.record.failed(cause, view, then if verdict.code is None else "")
@@ -93,5 +104,8 @@ class Budget:
         echoes = [end for end in ends if end is not cause and end.reported is not None and end.reported.trace]
         if verdict.code is not None:
             raise Over(verdict.code, verdict.text, for_all=verdict.code not in (REQUEUE, BAD_NODE), echoes=echoes)
-        log.warning("%s; %s (%d of %d restarts)", verdict.text, then, self.restarts, self._most)
+        log.warning("%s; %s (%s)", verdict.text, then, self._spent())
         say_echoes(echoes)
+
+    def _spent(self) -> str:
+        return f"{self._failures.recent} of {self._most} restarts"

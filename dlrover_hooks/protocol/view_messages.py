@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Step
+from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall, Vitals
 
@@ -19,10 +19,14 @@ class Jobs(Message, frozen=True):
 
 
 class ShowJob(Message, frozen=True):
-    """The state of a job. `node`: for a process of that node, see `JobView.members`; the others are not listed then."""
+    """The state of a job. `node`: for a process of that node, see `JobView.members`; the others are not listed then.
+
+    `window_s`: see `JobView.recent_failures`.
+    """
 
     job: str
     node: str = ""
+    window_s: Seconds = 1e9
 
 
 class DeleteJob(Message, frozen=True):
@@ -90,3 +94,5 @@ class JobView(Message, frozen=True):
     """Set once an agent has ended the job."""
     failures: Count = 0
     """Since the launch: rounds that broke because a worker died, and replacements that died before they had a rank."""
+    recent_failures: Count = 0
+    """Those of them that happened within `ShowJob.window_s` before the newest one; at most 1000."""

@@ -15,7 +15,17 @@ from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.checkpoints import restore_choice, save_votes
 from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, EndStalled, FinishWritten, Key, Lost, Tick
-from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
+from dlrover_hooks.master.core.job import (
+    MOST_FAILURE_TIMES,
+    Effects,
+    Job,
+    Remembered,
+    arm_for_persist,
+    committing,
+    in_round,
+    knows,
+    seat,
+)
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, member_changes, preemption_agreement
@@ -63,8 +73,12 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Event
     if key is not None and (reply := _repeated(job, event, key)) is not None:
         return EventOutcome(reply=reply, repeated=True)
     effects: Effects = []
+    failures = job.failures
     reply = _TABLE[type(event)](job, event, now, effects)
     job.changed_at = now
+    if job.failures != failures:
+        before = job.failed_at if job.failures > failures else []
+        job.failed_at = [*before, *[now] * (job.failures - failures)][-MOST_FAILURE_TIMES:]
     if key is not None and (knows(job, key.incarnation) or isinstance(event, Leave)):
         # a sender that leaves is unknown afterwards but may repeat its request; a join without a rank is applied again
         channels = job.replies.setdefault(key.incarnation, {})

@@ -69,6 +69,9 @@ class Leaving(msgspec.Struct):
     step: int | None = None
 
 
+MOST_FAILURE_TIMES = 1000
+
+
 class StallRestarts(msgspec.Struct):
     """How often members were ended because they made no steps; `step`: the job's greatest one at the last time."""
 
@@ -106,6 +109,8 @@ class Job(msgspec.Struct):
     """An agent has given up the job for all nodes. Cleared when the job is launched again."""
     failures: int = 0
     """See `JobView`: the launchers count their restart budget by it."""
+    failed_at: list[float] = []
+    """When the newest of these failures happened; at most `MOST_FAILURE_TIMES`."""
     stalls: StallRestarts = msgspec.field(default_factory=StallRestarts)
     replies: dict[str, dict[str, Remembered]] = {}
     """By incarnation and channel."""

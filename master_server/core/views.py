@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,13 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         parting=preemption_agreement.told(job),
         ending=job.ending,
         failures=job.failures,
+        recent_failures=_recent(job.failed_at, request.window_s),
     )
+
+
+def _recent(times: list[float], window_s: float) -> int:
+    """How many of the failures at `times` (sorted) happened at most `window_s` before the newest one."""
+    return len(times) - bisect.bisect_left(times, times[-1] - window_s) if times else 0
 
 
 def _listed(current: rendezvous.Round, node: str) -> tuple[list[rendezvous.Member], Unlisted]:

@@ -182,3 +182,16 @@ def test_a_master_that_has_gone_is_not_waited_for(launch: Callable[..., Launched
     assert time.monotonic() - began < 60, "two minutes are the default, ten a round's"
     assert a.leftovers() == []
     master.close()
+
+
+def test_failures_before_the_window_do_not_end_the_job(node: Node) -> None:
+    """With a window of an instant each failure is the only one: three are followed by a restart, of a budget of one."""
+    a = node("a", STAY, "--max-restarts", "1", "--restart-window", "1ms")
+    for life in range(3):
+        lives = a.wait_for(lambda lives, life=life: len(lives) == life + 1)
+        os.kill(lives[-1]["pid"], signal.SIGKILL)
+    a.wait_for(lambda lives: len(lives) == 4)
+    a.process.send_signal(signal.SIGINT)
+    code, errors = a.end()
+    assert code == 130, errors
+    assert errors.count("(1 of 1 restarts)") == 3

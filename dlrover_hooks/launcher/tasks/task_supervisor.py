@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -14,7 +15,7 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.child_process import Child, described
-from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR
+from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
 from dlrover_hooks.launcher.restart_budget import Over
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses, task_name
 from dlrover_hooks.protocol import AGAIN
@@ -44,7 +45,7 @@ class TaskSupervisor:
         processes: starts and ends processes.
         selector: wakes on ends of processes, services and signals.
         look: called at every turn: handles signals (raises Over), restarts services.
-        max_restarts: of all tasks together; after one more failure the run is given up.
+        max_restarts: of all tasks together, within `restart_window_s`; after one more failure the run is given up.
         ready_s: a new task must be ready within so many seconds.
     """
 
@@ -58,12 +59,13 @@ class TaskSupervisor:
         look: Callable[[], None],
         *,
         max_restarts: int,
+        restart_window_s: float,
         ready_s: float,
     ) -> None:
         self._job, self._counts, self._client = job, counts, client
         self._processes, self._selector, self._look = processes, selector, look
-        self._most, self._ready_s = max_restarts, ready_s
-        self._restarts, self._problem = 0, ""
+        self._most, self._window_s, self._ready_s = max_restarts, restart_window_s, ready_s
+        self._failed_at, self._problem = list[float](), ""
         self._due = False
         """A task waits for a warm standby."""
         self._acknowledged = 0
@@ -179,10 +181,11 @@ class TaskSupervisor:
             raise Over(USER_ERROR, f"the chief failed with {described(code)} before it was connected: see above")
 
     def _charge(self, what: str) -> None:
-        self._restarts += 1
-        if self._restarts > self._most:
-            raise Over(GAVE_UP, f"{what}; given up after {self._most} restarts (--max-restarts)")
-        log.warning("%s; it is replaced (%d of %d restarts)", what, self._restarts, self._most)
+        now = time.monotonic()
+        self._failed_at = [*(at for at in self._failed_at if at >= now - self._window_s), now]
+        if len(self._failed_at) > self._most:
+            raise Over(GAVE_UP, gave_up(what, self._most, self._window_s))
+        log.warning("%s; it is replaced (%d of %d restarts)", what, len(self._failed_at), self._most)
 
     def _fenced(self, task: p.Task, code: int) -> None:
         self._gone.add(task.id)

@@ -45,10 +45,10 @@ def test_another_failure_in_between_begins_anew() -> None:
 
 
 def test_a_repeated_failure_is_not_tried_again() -> None:
-    verdict = judge(failure(step=6), view(5), 4, node="n", failures=2, max_restarts=10, again=True)
+    verdict = judge(failure(step=6), view(5), 4, node="n", failures=2, max_restarts=10, window_s=60, again=True)
     assert verdict.code == USER_ERROR
     assert "at step 6, the same failure as before: not restarted" in verdict.text
-    assert judge(failure(step=6), view(5), 4, node="n", failures=2, max_restarts=10).code is None
+    assert judge(failure(step=6), view(5), 4, node="n", failures=2, max_restarts=10, window_s=60).code is None
 
 
 class DistBackendError(RuntimeError):

@@ -34,7 +34,7 @@ def view(*members: MemberView, number: int = 2, step: int = 7) -> JobView:
 def judge(
     cause: WorkerExit, job: JobView | None, began_at: int = 0, *, failures: int = 1, most: int = 1
 ) -> FailureVerdict:
-    return judged(cause, job, began_at, node="a", failures=failures, max_restarts=most)
+    return judged(cause, job, began_at, node="a", failures=failures, max_restarts=most, window_s=60)
 
 
 def test_the_living_live_on_if_all_of_them_keep_their_process() -> None:
@@ -141,7 +141,7 @@ def test_what_a_script_says_is_judged_on_its_own_node() -> None:
     assert judge(WorkerExit("far", None, here=False), view()).code is None
     spent = judge(WorkerExit("far", None, here=False), view(), failures=2)
     assert spent.code == 77
-    assert "gave up after 1 restart (--max-restarts) of the job" in spent.text
+    assert "gave up after 1 restart (--max-restarts) of the job within 60 s (--restart-window), on" in spent.text
     assert judge(WorkerExit("near", AGAIN), view(step=0)).code is None
 
 

@@ -206,3 +206,19 @@ def test_who_has_not_attached_is_its_launchers_to_watch() -> None:
         liveness.close()
 
     asyncio.run(lives())
+
+
+def test_failures_before_the_window_are_not_recent() -> None:
+    """A failure each hour: the total counts up, and within an hour before the newest there are two at most."""
+    master = MasterFake()
+    for life in range(5):
+        master.call(join("a", 1, lives=f"w{life}-", low=1, high=1))
+        master.advance(3600.0 if life else 0.0)
+        master.call(p.Exited("job", "a", f"w{life}-0", -9))
+    windows = {3000.0: 1, 3700.0: 2, 1e9: 5}
+    found = {window_s: master.call(p.ShowJob("job", window_s=window_s)) for window_s in windows}
+    assert {window_s: one.recent_failures for window_s, one in found.items()} == windows
+    assert {one.failures for one in found.values()} == {5}
+    master.call(p.Leave("job", "a", p.Departure.STOPPED))
+    master.call(join("b", 1, lives="again", low=1, high=1, again=True))
+    assert master.call(p.ShowJob("job")).recent_failures == 0, "a job that is launched again has its full budget"
