@@ -109,7 +109,8 @@ class Launcher:
             workers = Workers(command, newcomer_command(command), environment, self._selector, standbys, logs)
             self._workers = workers
             self._take_signals(owned)
-            temporary = (preload, *self.options.temporary)
+            found = owned.enter_context(listed(self.job, self._client.url, token))
+            temporary = (preload, found, *self.options.temporary)
             self._services = Services(self.job, self._node, token, served, temporary, self._selector)
             owned.callback(self._services.end)
             owned.callback(self._client.close)
@@ -142,11 +143,11 @@ class Launcher:
             self.options.command, environment, "127.0.0.1", self._selector, standbys
         )
         self._take_signals(owned)
-        self._services = Services(self.job, self._node, token, served, (preload,), self._selector, keeper=False)
+        found = owned.enter_context(listed(self.job, self._client.url, token, tasks=True))
+        self._services = Services(self.job, self._node, token, served, (preload, found), self._selector, keeper=False)
         owned.callback(self._services.end)
         owned.callback(self._client.close)
         owned.callback(processes.end)
-        owned.enter_context(listed(self.job, self._client.url, token))
         owned.callback(self._eviction.close)
         counts = TaskCounts(ps, self.options.workers.most)
         log.info("job %s: chief, %s, %s, master at %s", self.job, counted(ps, "parameter server"),

@@ -57,9 +57,9 @@ class NodeReports:
         self._thread.start()
 
     def stop(self) -> None:
-        """End both threads. Idempotent."""
+        """End both threads; one that waits for the master or for a file system is abandoned. Idempotent."""
         self._disk.stop(_STOP_S)
-        self._thread.stop(_PATIENCE_S + _STOP_S)
+        self._thread.stop(_STOP_S)
 
     def follow(self, workers: Mapping[str, int]) -> None:
         """Report the processes of these workers (process id by incarnation) from now on. Any thread; not copied."""
