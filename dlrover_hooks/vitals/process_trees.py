@@ -76,7 +76,8 @@ class ProcessTrees:
         before = self._before.get(pid)
         if before is not None and before.started == process.started:
             return process.ticks - before.ticks
-        return process.ticks if self._at is not None and process.started >= self._at * _TICKS_PER_S else 0
+        started_since = self._at is not None and process.started >= int(self._at * _TICKS_PER_S)
+        return process.ticks if started_since else 0
 
     def _read(self, pid: int) -> _ProcessStat | None:
         """From /proc/PID/stat, see proc(5); None if it has ended meanwhile."""
