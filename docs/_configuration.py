@@ -25,7 +25,7 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
-_COMMANDS = ("run", "scale", "rehearse", "forget")
+_COMMANDS = ("run", "vitals", "scale", "rehearse", "forget")
 
 
 def tables() -> dict[str, str]:
@@ -36,10 +36,7 @@ def tables() -> dict[str, str]:
     below = _context(ckpt, "ckpt", root)
     return {
         "settings_table": settings_table(),
-        **{
-            f"{name}_table": flag_table(main.commands[name], name, root)
-            for name in ("run", "scale", "rehearse", "forget")
-        },
+        **{f"{name}_table": flag_table(main.commands[name], name, root) for name in _COMMANDS},
         "ckpt_table": _table(
             ("command", "flag", "variable", "default", "meaning"),
             ((f"`{name}`", *row) for name in ckpt.commands for row in flag_rows(ckpt.commands[name], name, below)),

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 
 from dlrover_hooks.master.clock import Uptime
-from dlrover_hooks.master.core import heartbeats, stalls
-from dlrover_hooks.master.core.events import EndStalled, Lost
+from dlrover_hooks.master.core import heartbeats, node_vitals, stalls
+from dlrover_hooks.master.core.events import EndStalled, ForgetFinished, Lost
 from dlrover_hooks.master.core.heartbeats import GRACE_S, Name, Nodes
 from dlrover_hooks.master.core.job import Job, knows
 from dlrover_hooks.master.core.job_registry import Master
@@ -22,11 +22,13 @@ from dlrover_hooks.protocol import (
     AwaitCluster,
     AwaitPlan,
     AwaitTasks,
+    DeleteJob,
     Exited,
     Heartbeat,
     Join,
     Leave,
     Message,
+    NodeVitals,
     OpenLedger,
     Phase,
     RegisterTask,
@@ -73,6 +75,7 @@ class Liveness:
 
     def rolled_back(self) -> None:
         """Events were rolled back: expect the incarnations again that were forgotten because of these events."""
+        node_vitals.forget_all_but(self._nodes, self._state().jobs)
         for name, job in sorted(self._state().jobs.items()):
             self._expect_all(name, job, self._now())
         self._arm()
@@ -104,8 +107,17 @@ class Liveness:
                 self._inform(verdict.ends)
         self._arm()
 
+    def reported(self, report: NodeVitals) -> None:
+        """A node's report was answered."""
+        if report.job in self._state().jobs:  # it may be deleted by now
+            node_vitals.keep(self._nodes, report, self._now())
+
     def heard_of(self, event: Message) -> None:
-        """An event shows that its sender is alive; others end the tracking of a process."""
+        """An event shows that its sender is alive; others end the tracking of a process, or of a job's nodes."""
+        if isinstance(event, DeleteJob | ForgetFinished):
+            node_vitals.forget_all_but(self._nodes, self._state().jobs)
+        elif isinstance(event, Leave | Exited | Lost) and (job := self._state().jobs.get(event.job)) is not None:
+            node_vitals.parted(self._nodes, job, event.worker if isinstance(event, Exited) else event.incarnation)
         if isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, OpenLedger):
@@ -154,6 +166,8 @@ class Liveness:
         """The members of a new round must attach in time; an agent need not send anything until its next poll."""
         found = self._state().jobs.get(job)  # it may be deleted by now
         current = found.rounds.round if found is not None else None
+        if found is not None:
+            node_vitals.round_formed(self._nodes, found)
         now = self._now()
         for member in current.members.values() if current else ():
             heartbeats.heard(self._nodes, (job, member.incarnation), now, GRACE_S)

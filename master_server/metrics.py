@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dlrover_hooks.master.core import node_vitals
 from dlrover_hooks.master.core.heartbeats import Nodes
+from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.core.rounds.rendezvous import Member
+from dlrover_hooks.protocol import NodeUse, RankUse
 
 _BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
@@ -41,11 +47,16 @@ class Metrics:
         """All metrics; those of the jobs are computed from `state` and `nodes`."""
         registry = CollectorRegistry()
         registry.register(_Jobs(state, nodes))
+        registry.register(_Uses(state, nodes))
         return generate_latest(self.registry) + generate_latest(registry)
 
 
 SERIES = 500
 """Most unfinished jobs that get series of their own: those with the newest events. `dlrover_hooks_jobs` counts all."""
+
+
+USES = 256
+"""Most nodes, and most ranks, with series of what they use: those of unfinished jobs, by job, name and rank."""
 
 
 class _Jobs(Collector):
@@ -86,3 +97,45 @@ class _Jobs(Collector):
     def _is_connected(self, job: str, member: Member) -> bool:
         lease = self._nodes.pulses.get((job, member.incarnation))
         return member.live and lease is not None and lease.ears > 0
+
+
+class _Uses(Collector):
+    """What nodes and ranks use: a gauge for each number of the messages, with the names of the fields."""
+
+    def __init__(self, state: Master, nodes: Nodes) -> None:
+        self._state, self._nodes = state, nodes
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for job, use in islice(self._of_nodes(), USES):
+            for part in ("cpu", "memory", "disk", "network"):
+                _gauge(families, f"node_{part}", getattr(use, part), job=job, node=use.node)
+        for job, use in islice(self._of_ranks(), USES):
+            own, rank = use.vitals, str(use.rank)
+            _gauge(families, "rank_process", own, job=job, rank=rank)
+            _gauge(families, "rank_accelerator", own.accelerator if own is not None else None, job=job, rank=rank)
+            _gauge(families, "rank_tree", use.processes, job=job, rank=rank)
+        yield from families.values()
+
+    def _unfinished(self) -> Iterator[tuple[str, Job]]:
+        return ((name, job) for name, job in sorted(self._state.jobs.items()) if not job.finished)
+
+    def _of_nodes(self) -> Iterator[tuple[str, NodeUse]]:
+        for name, job in self._unfinished():
+            yield from ((name, use) for use in node_vitals.node_uses(self._nodes, job, 0.0))
+
+    def _of_ranks(self) -> Iterator[tuple[str, RankUse]]:
+        for name, job in self._unfinished():
+            yield from ((name, use) for use in node_vitals.rank_uses(self._nodes, job))
+
+
+def _gauge(families: dict[str, GaugeMetricFamily], prefix: str, use: msgspec.Struct | None, **labels: str) -> None:
+    """A sample in the family of each number in `use`; the unit is in its name."""
+    for field in msgspec.structs.fields(use) if use is not None else ():
+        value: Any = getattr(use, field.name)
+        if isinstance(value, int | float):
+            name = f"dlrover_hooks_{prefix}_{field.name}"
+            if name not in families:
+                text = f"See {type(use).__name__}.{field.name} in /openapi.json."
+                families[name] = GaugeMetricFamily(name, text, labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)

@@ -39,7 +39,7 @@ from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
-from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
+from dlrover_hooks.protocol import Attach, Heartbeat, Message, NodeVitals, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
@@ -366,13 +366,15 @@ class Runtime:
         reply = await self._ask(request)
         if isinstance(request, Heartbeat):
             self._liveness.beat(request)
+        elif isinstance(request, NodeVitals):
+            self._liveness.reported(request)
         assert reply is not None
         return reply
 
     async def _ask(self, request: Message) -> Message | None:
         while True:
             await self._intact()
-            reply = views.query(self.state, self.nodes, request)
+            reply = views.query(self.state, self.nodes, request, self._uptime.seconds())
             barrier = self._barrier
             if barrier is None or barrier.done():
                 return reply

@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command and its subcommands: `run`, `scale`, `rehearse`, `master`, `forget`, `ckpt`."""
+"""The `dlrover-hooks` command and its subcommands: `run`, `vitals`, `scale`, `rehearse`, `master`, `forget`, `ckpt`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dlrover_hooks.cli.forget_job import forget
 from dlrover_hooks.cli.rehearse import command as rehearse
 from dlrover_hooks.cli.run import run
 from dlrover_hooks.cli.scale import scale
+from dlrover_hooks.cli.vitals import vitals
 
 _USAGE, _CTRL_C = 78, 130
 
@@ -57,6 +58,7 @@ def main() -> None:
 
     \b
     dlrover-hooks run --nproc-per-node 2 --job mine train.py --lr 1e-3
+    dlrover-hooks vitals --watch mine
     dlrover-hooks rehearse --kill 3 --steps 50 train.py --lr 1e-3
     dlrover-hooks master --port 8780
     dlrover-hooks ckpt ls ckpt/
@@ -68,6 +70,7 @@ main.add_command(forget)
 main.add_command(run)
 main.add_command(rehearse)
 main.add_command(scale)
+main.add_command(vitals)
 
 
 @main.command(add_help_option=False, short_help="Serve the master.", context_settings={"ignore_unknown_options": True})

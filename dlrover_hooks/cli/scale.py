@@ -52,7 +52,7 @@ def scale(
 
     try:
         if master is None:
-            running = find(job)
+            running = find(job, tasks=True)
             job, master, token = running.job, running.master, running.token
         if "://" not in master:
             raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as Futur
 from typing import Any, Protocol
 
 from dlrover_hooks.errors import HooksError, MasterError
-from dlrover_hooks.master.core import heartbeats, job_registry, views
+from dlrover_hooks.master.core import heartbeats, job_registry, node_vitals, views
 from dlrover_hooks.master.core.effects import CommitGeneration, Deadline, Effect, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Tick
 from dlrover_hooks.master.core.heartbeats import Nodes
@@ -25,6 +25,7 @@ from dlrover_hooks.protocol import (
     Attach,
     Heartbeat,
     Message,
+    NodeVitals,
     Notice,
     Routes,
     Watch,
@@ -124,9 +125,11 @@ class InProcessMaster:
             elif row.waits:
                 reply = self._wait(request, timeout_s)
             else:
-                reply = views.query(self.state, self.nodes, request)
+                reply = views.query(self.state, self.nodes, request, self.clock.now())
                 if isinstance(request, Heartbeat):
                     self._beat(request)
+                elif isinstance(request, NodeVitals):
+                    node_vitals.keep(self.nodes, request, self.clock.now())
         self._tell()
         return reply
 

@@ -21,7 +21,6 @@ from dlrover_hooks.config.settings import (
     environment_of as environment_of,
     global_batch_size as global_batch_size,
     global_seed as global_seed,
-    gpu as gpu,
     last_words_to as last_words_to,
     load as load,
     of_lost_peer as of_lost_peer,

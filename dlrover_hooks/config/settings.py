@@ -475,18 +475,6 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdigit() and int(text) else None
 
 
-def gpu() -> str:
-    """The GPU of this process: its index or UUID for the driver; empty: none is visible.
-
-    `CUDA_VISIBLE_DEVICES` may list one GPU for each local rank, or one for this process alone.
-    """
-    local_rank, visible = int(os.environ.get("LOCAL_RANK") or 0), visible_gpus()
-    if visible is None:
-        return str(local_rank)
-    found = [one.strip() for one in visible.split(",")]
-    return found[local_rank] if local_rank < len(found) else found[0]
-
-
 def replace_environment(values: Mapping[str, str]) -> None:
     """Replace this process's environment by `values`."""
     os.environ.clear()

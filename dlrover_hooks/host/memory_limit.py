@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+from dlrover_hooks.host import cgroups
 
 _NO_LIMIT = 1 << 60
 _CGROUP_FILES = {
@@ -21,52 +22,45 @@ class Free(NamedTuple):
     where: str
 
 
+class Limit(NamedTuple):
+    """Bytes that the processes of a control group may use, and bytes in use, without inactive file pages."""
+
+    nbytes: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        """What may still be allocated."""
+        return max(self.nbytes - self.used, 0)
+
+
 def free(proc: str = "/proc") -> Free:
     """The smallest remaining allowance. Inactive file pages count as free, because the kernel reclaims them first."""
     with open(f"{proc}/meminfo") as file:
         rows = dict(line.split(":", 1) for line in file)
     found = [Free(int(rows["MemAvailable"].split()[0]) * 1024, "the machine")]
     with contextlib.suppress(OSError, ValueError):
-        found += _cgroups(proc)
+        for group in cgroups.around("memory", proc):
+            found += [Free(limit.left, f"cgroup {group.folder}") for limit in limits(group)]
     return min(found)
 
 
-def _cgroups(proc: str) -> Iterator[Free]:
-    """The remaining allowance of each enclosing memory cgroup: a limit may be set at any level of the tree."""
-    with open(f"{proc}/self/cgroup") as file:
-        groups = {names: path for _, names, path in (line.strip().split(":", 2) for line in file)}
-    for kind, root, mounted in _mounts(proc):
-        names = (names for names in groups if names == "" or "memory" in names.split(","))
-        path = next((groups[name] for name in names if bool(name) == (kind == "cgroup")), root)
-        below = path.removeprefix(root.rstrip("/")) if path.startswith(root) else ""
-        folder = os.path.normpath(f"{mounted}/{below}")
-        while folder.startswith(mounted):
-            yield from _rest(folder, *_CGROUP_FILES[kind])
-            if (above := os.path.dirname(folder)) == folder:
-                break
-            folder = above
-
-
-def _mounts(proc: str) -> Iterator[tuple[str, str, str]]:
-    """Kind, root and mount point of the cgroup trees that may limit memory."""
-    with open(f"{proc}/self/mountinfo") as file:
-        for line in file:
-            left, right = line.split(" - ", 1)
-            kind, _, options = right.split(" ", 2)
-            if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.strip().split(",")):
-                _, _, _, root, mounted, *_ = left.split()
-                yield kind, root, mounted
-
-
-def _rest(folder: str, limit_name: str, used_name: str, cached_name: str) -> Iterator[Free]:
+def limits(group: cgroups.Group) -> Iterator[Limit]:
+    """The memory limit of one control group, if it has one."""
+    limit_name, used_name, cached_name = _CGROUP_FILES[group.kind]
     with contextlib.suppress(OSError, ValueError):  # "max" means no limit; the root cgroup has no such files
-        limit = int(_read(f"{folder}/{limit_name}"))
-        rows = dict(line.split() for line in _read(f"{folder}/memory.stat").splitlines())
-        used = int(_read(f"{folder}/{used_name}")) - int(rows.get(cached_name, 0))
+        limit = int(group.read(limit_name))
+        used = int(group.read(used_name)) - group.table("memory.stat").get(cached_name, 0)
         if limit < _NO_LIMIT:
-            yield Free(max(limit - used, 0), f"cgroup {folder}")
+            yield Limit(limit, used)
 
 
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()
+def oom_kills(groups: Iterable[cgroups.Group]) -> int | None:
+    """How many processes of the innermost of `groups` that counts them the kernel has killed for want of memory.
+
+    None: no group counts them.
+    """
+    for group in groups:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return group.table("memory.events" if group.kind == "cgroup2" else "memory.oom_control")["oom_kill"]
+    return None

@@ -1,4 +1,4 @@
-"""How many processors of a kind this machine offers a job: CPUs that this process may use, GPUs that it may see."""
+"""The processors of this machine: CPUs that this process may use, NVIDIA GPUs that its driver knows."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import os
 
 import pynvml
 
+from dlrover_hooks.host.visible_gpus import visible
+
 
 def cpus() -> int:
     """CPUs that this process may run on, as `taskset` and cgroups' cpusets leave them."""
     return len(os.sched_getaffinity(0))
 
 
-def gpus(visible: str | None) -> int:
-    """NVIDIA GPUs that CUDA would show this process; 0 without a driver.
+def gpus(names: str | None) -> int:
+    """Number of NVIDIA GPUs that CUDA would show this process; 0 without a driver.
 
-    visible: CUDA_VISIBLE_DEVICES, None if it is not set. As CUDA does, what follows an unknown index is left out; names
-    (`GPU-...`, `MIG-...`) are not checked.
+    names: CUDA_VISIBLE_DEVICES, None if it is not set.
     """
     try:
         pynvml.nvmlInit()
-        there = pynvml.nvmlDeviceGetCount()
+        return len(visible(names, gpu_uuids()))
     except pynvml.NVMLError:
         return 0
-    if visible is None:
-        return there
-    found = 0
-    for name in filter(None, (part.strip() for part in visible.split(","))):
-        if name.lstrip("-").isdigit() and not 0 <= int(name) < there:
-            break
-        found += 1
-    return found
+
+
+def gpu_uuids() -> list[str]:
+    """UUIDs of the machine's NVIDIA GPUs, by the driver's index. Call `nvmlInit` before. Raises NVMLError."""
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    return [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]

@@ -15,6 +15,7 @@ import selectors
 import signal
 import sys
 import uuid
+from collections.abc import Callable
 from types import FrameType
 
 from dlrover_hooks import config as settings, protocol as p
@@ -38,6 +39,7 @@ from dlrover_hooks.launcher.running_jobs import listed
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses
 from dlrover_hooks.launcher.tasks.task_supervisor import TaskCounts, TaskSupervisor
 from dlrover_hooks.launcher.warm.standby_pool import Standbys
+from dlrover_hooks.vitals.node_reports import NodeReports
 from dlrover_hooks.worker import preimport_list
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -63,7 +65,9 @@ class Launcher:
         self._fresh = options.fresh or config.fresh
         self._node = settings.place().node
         self._signal: int | None = None
+        self._save_to = config.save_to
         self._workers: Workers | TaskProcesses
+        self._follow: Callable[[], None] = lambda: None
         self._seen: p.JobView | None = None
         self._failures: tuple[Failure, ...] = ()
         self._selector = selectors.DefaultSelector()
@@ -105,12 +109,14 @@ class Launcher:
             workers = Workers(command, newcomer_command(command), environment, self._selector, standbys, logs)
             self._workers = workers
             self._take_signals(owned)
-            temporary = (preload, *self.options.temporary)
+            found = owned.enter_context(listed(self.job, self._client.url, token))
+            temporary = (preload, found, *self.options.temporary)
             self._services = Services(self.job, self._node, token, served, temporary, self._selector)
             owned.callback(self._services.end)
             owned.callback(self._client.close)
             owned.callback(workers.end)
             owned.callback(self._eviction.close)
+            self._report_vitals(owned, workers)
             log.info("job %s: %s, %s", self.job, self._size(), self._where(master, served))
             agent = Agent(self.options, address, self._client, workers, self._selector, self._look,
                           fresh=self._fresh)  # fmt: skip
@@ -137,11 +143,11 @@ class Launcher:
             self.options.command, environment, "127.0.0.1", self._selector, standbys
         )
         self._take_signals(owned)
-        self._services = Services(self.job, self._node, token, served, (preload,), self._selector, keeper=False)
+        found = owned.enter_context(listed(self.job, self._client.url, token, tasks=True))
+        self._services = Services(self.job, self._node, token, served, (preload, found), self._selector, keeper=False)
         owned.callback(self._services.end)
         owned.callback(self._client.close)
         owned.callback(processes.end)
-        owned.enter_context(listed(self.job, self._client.url, token))
         owned.callback(self._eviction.close)
         counts = TaskCounts(ps, self.options.workers.most)
         log.info("job %s: chief, %s, %s, master at %s", self.job, counted(ps, "parameter server"),
@@ -152,6 +158,14 @@ class Launcher:
             ready_s=self.options.ready_s,
         )  # fmt: skip
         return supervisor.run()
+
+    def _report_vitals(self, owned: contextlib.ExitStack, workers: Workers) -> None:
+        reports = NodeReports(
+            self._client, self.job, self._client.incarnation, self._node, _local_folder(self._save_to)
+        )
+        self._follow = lambda: reports.follow(workers.pids())
+        owned.callback(reports.stop)
+        reports.start()
 
     def _standbys(self, owned: contextlib.ExitStack, preload: str, environment: dict[str, str]) -> Standbys | None:
         if not (count := self.options.standbys):
@@ -234,6 +248,7 @@ class Launcher:
             raise Over(after(self._signal, codes, self._seen))
         self._services.revive()
         self._workers.refill()
+        self._follow()
 
     # ---- signals ----------------------------------------------------------------------------------------------------
 
@@ -257,3 +272,9 @@ class Launcher:
 
     def _insist(self, number: int, frame: FrameType | None) -> None:
         self._workers.signal(signal.SIGKILL)
+
+
+def _local_folder(save_to: str | None) -> str:
+    """The folder of `save_to`; the working directory if that is not given in the environment, or no local folder."""
+    path = (save_to or "").removeprefix("file://")
+    return path if path and "://" not in path else os.getcwd()

@@ -1,6 +1,6 @@
-"""The parameter server jobs that launchers of this user run on this machine: where the master of each is.
+"""The jobs that launchers of this user run on this machine: where the master of each is.
 
-`dlrover-hooks scale` finds the address and the token there. A file per job, readable by this user alone.
+`dlrover-hooks scale` and `vitals` find address and token there. A file per launcher, readable by this user alone.
 """
 
 from __future__ import annotations
@@ -17,41 +17,43 @@ from dlrover_hooks.errors import UsageError
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """`token`: of the master; None: it needs none. `pid`: of the launcher."""
+    """`token`: of the master; None: it needs none. `pid`: of the launcher. `tasks`: a parameter server job."""
 
     job: str
     master: str
     token: str | None
     pid: int
+    tasks: bool = False
 
 
 @contextlib.contextmanager
-def listed(job: str, master: str, token: str | None) -> Iterator[None]:
-    """While it lasts, this launcher's job can be found."""
-    path = _path(job)
-    draft = f"{path}.{os.getpid()}"
+def listed(job: str, master: str, token: str | None, *, tasks: bool = False) -> Iterator[str]:
+    """While it lasts, this launcher's job can be found, by the file of the returned name."""
+    path = os.path.join(settings.runtime_dir(), f"job-{_digest(job)}-{os.getpid()}.json")
+    draft = f"{path}.draft"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(RunningJob(job, master, token, os.getpid())))
+        file.write(msgspec.json.encode(RunningJob(job, master, token, os.getpid(), tasks)))
     os.replace(draft, path)
     try:
-        yield
+        yield path
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)
 
 
-def find(job: str | None) -> RunningJob:
-    """The job of that name, or the only one. Raises UsageError."""
-    found = sorted(_running(), key=lambda one: one.job)
-    chosen = [one for one in found if job in (None, one.job)]
+def find(job: str | None, *, tasks: bool) -> RunningJob:
+    """The job of that name, or the only one. `tasks`: parameter server jobs alone. Raises UsageError."""
+    found = {one.job: one for one in _running() if one.tasks or not tasks}  # several launchers may run one job
+    chosen = [one for one in found.values() if job in (None, one.job)]
     if len(chosen) == 1:
         return chosen[0]
-    names = ", ".join(one.job for one in found) or "none"
-    what = f"no parameter server job {job!r} runs here" if job else "which job?"
+    names = ", ".join(sorted(found)) or "none"
+    kind = "parameter server job" if tasks else "job"
+    what = f"no {kind} {job!r} runs here" if job else "which job?"
     raise UsageError(
         f"{what} (running on this machine: {names})",
-        hint="give --job; for a job of another machine, --master and DLROVER_HOOKS_TOKEN, too",
+        hint="give the job's name; for a job of another machine, --master and DLROVER_HOOKS_TOKEN, too",
     )
 
 
@@ -59,7 +61,7 @@ def _running() -> Iterator[RunningJob]:
     """The jobs whose launchers are alive. Files of killed launchers are removed."""
     folder = settings.runtime_dir()
     for name in os.listdir(folder):
-        if not (name.startswith("tasks-") and name.endswith(".json")):
+        if not (name.startswith("job-") and name.endswith(".json")):
             continue
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -71,6 +73,5 @@ def _running() -> Iterator[RunningJob]:
                 os.remove(path)
 
 
-def _path(job: str) -> str:
-    name = hashlib.sha256(job.encode()).hexdigest()[:16]
-    return os.path.join(settings.runtime_dir(), f"tasks-{name}.json")
+def _digest(job: str) -> str:
+    return hashlib.sha256(job.encode()).hexdigest()[:16]

@@ -96,7 +96,6 @@ from dlrover_hooks.protocol.membership_messages import (
     Seated as Seated,
     Stall as Stall,
     StallPolicy as StallPolicy,
-    Vitals as Vitals,
     Watch as Watch,
 )
 from dlrover_hooks.protocol.ps_messages import (
@@ -126,8 +125,24 @@ from dlrover_hooks.protocol.view_messages import (
     DeleteJob as DeleteJob,
     Jobs as Jobs,
     JobView as JobView,
+    JobVitals as JobVitals,
     ListJobs as ListJobs,
     MemberView as MemberView,
+    NodeUse as NodeUse,
+    RankUse as RankUse,
     ShowJob as ShowJob,
+    ShowVitals as ShowVitals,
     Unlisted as Unlisted,
+)
+from dlrover_hooks.protocol.vitals_messages import (
+    MOST_WORKERS as MOST_WORKERS,
+    AcceleratorVitals as AcceleratorVitals,
+    CPUVitals as CPUVitals,
+    DiskVitals as DiskVitals,
+    MemoryVitals as MemoryVitals,
+    NetworkVitals as NetworkVitals,
+    NextVitals as NextVitals,
+    NodeVitals as NodeVitals,
+    Vitals as Vitals,
+    WorkerProcesses as WorkerProcesses,
 )

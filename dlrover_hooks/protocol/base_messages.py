@@ -39,7 +39,7 @@ ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 32) - 1)]
 Status = Annotated[int, msgspec.Meta(ge=100, le=599)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
-"""Positions per second."""
+"""Positions or bytes per second."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):

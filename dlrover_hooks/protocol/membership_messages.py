@@ -6,8 +6,9 @@ import enum
 
 import msgspec
 
-from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Passed, Port, Rank, Seconds, Size, Step
+from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Passed, Port, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Cadence, Generation
+from dlrover_hooks.protocol.vitals_messages import Vitals
 
 
 class Seat(Message, frozen=True):
@@ -90,13 +91,6 @@ class Seated(Message, frozen=True):
     store_prefix: str = ""
 
 
-class Vitals(Message, frozen=True):
-    cpu_percent: float = 0.0
-    memory_bytes: Size = 0
-    gpu_percent: float | None = None
-    gpu_memory_bytes: Size | None = None
-
-
 class StallPolicy(enum.Enum):
     """What to restart once no rank makes steps: nothing, the rank that the others wait for, or all ranks."""
 
@@ -119,7 +113,7 @@ class Stall(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Refreshes the lease; never journaled. `stall`: while the rank stalls."""
+    """Refreshes the lease; never journaled. `vitals`: if they are new. `stall`: while the rank stalls."""
 
     job: str
     incarnation: str

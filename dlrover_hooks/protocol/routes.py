@@ -65,7 +65,8 @@ from dlrover_hooks.protocol.ps_messages import (
     Task,
     Tasks,
 )
-from dlrover_hooks.protocol.view_messages import DeleteJob, Jobs, JobView, ListJobs, ShowJob
+from dlrover_hooks.protocol.view_messages import DeleteJob, Jobs, JobView, JobVitals, ListJobs, ShowJob, ShowVitals
+from dlrover_hooks.protocol.vitals_messages import NextVitals, NodeVitals
 
 
 class Route(Message, frozen=True):
@@ -101,6 +102,14 @@ ROUTES: tuple[Route, ...] = (
     Route(method="POST", path="/v1/locate", request=Locate, reply=Located, summary="Ask who holds an image."),
     Route(method="POST", path="/v1/loaded", request=Loaded, reply=Done, event=True, summary="Report the restore."),
     Route(method="POST", path="/v1/heartbeat", request=Heartbeat, reply=Beat, summary="Refresh the lease."),
+    Route(method="POST", path="/v1/vitals", request=NodeVitals, reply=NextVitals, summary="Report a node's use."),
+    Route(
+        method="GET",
+        path="/v1/jobs/{job}/vitals",
+        request=ShowVitals,
+        reply=JobVitals,
+        summary="What nodes and ranks use.",
+    ),
     Route(method="POST", path="/v1/watch", request=Watch, reply=Notice, waits=True, summary="The liveness connection."),
     Route(method="POST", path="/v1/exited", request=Exited, reply=Done, event=True, summary="A worker was reaped."),
     Route(method="POST", path="/v1/preempt", request=Preempt, reply=Parting, event=True, summary="A node is to go."),

@@ -1,10 +1,18 @@
-"""Views of the master's jobs, and the request to delete one."""
+"""Views of the master's jobs and of what they use, and the request to delete one."""
 
 from __future__ import annotations
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
-from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall, Vitals
+from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall
+from dlrover_hooks.protocol.vitals_messages import (
+    CPUVitals,
+    DiskVitals,
+    MemoryVitals,
+    NetworkVitals,
+    Vitals,
+    WorkerProcesses,
+)
 
 LISTED_GONE = 64
 """Most members of other nodes in a view for one node. A view is then small, whatever the size of the job."""
@@ -44,7 +52,6 @@ class MemberView(Message, frozen=True):
     attached: bool
     alive: bool
     step: Step = 0
-    vitals: Vitals | None = None
     recovers: bool = False
     """See `Attach`."""
     gone: str = ""
@@ -96,3 +103,41 @@ class JobView(Message, frozen=True):
     """Since the launch: rounds that broke because a worker died, and replacements that died before they had a rank."""
     recent_failures: Count = 0
     """Those of them that happened within `ShowJob.window_s` before the newest one; at most 1000."""
+
+
+class ShowVitals(Message, frozen=True):
+    """What the nodes and ranks of a job use."""
+
+    job: str
+
+
+class NodeUse(Message, frozen=True):
+    """The last report of a node that has workers or waits for ranks. `age_s`: seconds since it arrived."""
+
+    node: str
+    age_s: Seconds
+    cpu: CPUVitals
+    memory: MemoryVitals
+    network: NetworkVitals
+    disk: DiskVitals | None = None
+
+
+class RankUse(Message, frozen=True):
+    """A live member of the round. `processes`: from its node's report. `stall`: while it makes no steps."""
+
+    rank: Rank
+    local_rank: Rank
+    node: str
+    incarnation: str
+    step: Step = 0
+    vitals: Vitals | None = None
+    processes: WorkerProcesses | None = None
+    stall: Stall | None = None
+
+
+class JobVitals(Message, frozen=True):
+    job: str
+    nodes: tuple[NodeUse, ...] = ()
+    """By name."""
+    ranks: tuple[RankUse, ...] = ()
+    """By rank."""

@@ -83,7 +83,7 @@ class Reporter:
         self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | None] = queue.SimpleQueue()
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
-        self._vitals = Sampler()
+        self._vitals = Sampler(f"rank {self._rank} of job {job}")
         self._config = config or Config()
         self._stalls = StallWatch(self._config.step_timeout_s)
         self._stall: p.Stall | None = None
@@ -110,6 +110,7 @@ class Reporter:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Send what is left and end the thread; it is abandoned after `timeout_s`."""
         self._thread.stop(timeout_s)
+        self._vitals.stop()
 
     def ends(self) -> None:
         """Training is over: from now on no step is awaited."""

@@ -1,45 +1,49 @@
-"""Resources used by this process: CPU, memory, GPU. Sampled with each heartbeat."""
+"""What this worker uses: its process and its accelerator. Sent with its heartbeats."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 import psutil
 
 from dlrover_hooks import config as settings
-from dlrover_hooks.protocol import Vitals
+from dlrover_hooks.protocol import AcceleratorVitals, Vitals
+from dlrover_hooks.vitals.background_sample import EVERY_S, BackgroundSample
+
+_STOP_S = 1.0
 
 
 class Sampler:
-    """Samples one process; `cpu_percent` is the mean since the last sample. Not thread-safe: one thread owns it."""
+    """Samples this process. Not thread-safe: one thread owns it, and `stop` is called after its end.
 
-    def __init__(self) -> None:
+    where: the job and rank that warnings name.
+    """
+
+    def __init__(self, where: str) -> None:
         self._process = psutil.Process()
         self._process.cpu_percent()
-        self._gpu = _gpu_handle()
+        self._accelerator = BackgroundSample(
+            "dlrover-hooks-accelerator", _accelerator, where=where, what="the accelerator"
+        )
+        self._due = 0.0
 
-    def sample(self) -> Vitals:
+    def sample(self) -> Vitals | None:
+        """`cpu_percent` is the mean since the last sample; None: the last sample is not `EVERY_S` old yet."""
+        if time.monotonic() < self._due:
+            return None
+        self._due = time.monotonic() + EVERY_S
+        self._accelerator.start()
         memory = self._process.memory_info().rss
-        return Vitals(self._process.cpu_percent(), memory, *_gpu_use(self._gpu))
+        return Vitals(self._process.cpu_percent(), memory, self._accelerator.value)
+
+    def stop(self) -> None:
+        """No more samples of the accelerator. Idempotent."""
+        self._accelerator.stop(_STOP_S)
 
 
-def _gpu_handle() -> object | None:
-    """NVML's handle of this process's GPU; None without a GPU or driver."""
-    import pynvml
+def _accelerator() -> Callable[[], AcceleratorVitals] | None:
+    from dlrover_hooks.vitals import accelerators
 
-    own = settings.gpu()
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByIndex(int(own)) if own.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(own)
-    except pynvml.NVMLError:
-        return None
-
-
-def _gpu_use(handle: object | None) -> tuple[float | None, int | None]:
-    if handle is None:
-        return None, None
-    import pynvml
-
-    try:
-        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-        return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), int(used)
-    except pynvml.NVMLError:
-        return None, None
+    found = accelerators.find(settings.place().local_rank, settings.visible_gpus())
+    return None if found is None else found.sample

@@ -16,7 +16,7 @@ import math
 import msgspec
 
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.protocol import Stall, Vitals
+from dlrover_hooks.protocol import NodeVitals, Stall, Vitals
 
 Name = tuple[str, str]
 """(job, incarnation)."""
@@ -58,14 +58,23 @@ class LivenessLease(msgspec.Struct):
         return min(self.until, self.suspect_until)
 
 
+class NodeReport(msgspec.Struct, frozen=True):
+    """See `node_vitals`. `at`: when it arrived."""
+
+    report: NodeVitals
+    at: float
+
+
 class Nodes(msgspec.Struct):
-    """All pulses. Times are seconds of a monotonic clock."""
+    """All pulses, and the reports of nodes. Times are seconds of a monotonic clock."""
 
     lease_s: float = 10.0
     suspicion_s: float = 0.5
     open_lease_s: float = 60.0
     pulses: dict[Name, LivenessLease] = {}
     heap: list[tuple[float, str, str]] = []
+    reports: dict[str, dict[str, NodeReport]] = {}
+    """The last one of each node, by job and node."""
 
 
 def beat(

@@ -141,13 +141,13 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
 
 
 def _check_name(job: str) -> None:
-    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...` and `/v1/jobs/NAME/tasks`.
+    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...`, `.../tasks` and `.../vitals`.
 
     Raises BadRequest.
     """
-    if not job.isprintable() or "/ledgers/" in job or job.endswith("/tasks"):
+    if not job.isprintable() or "/ledgers/" in job or job.endswith(("/tasks", "/vitals")):
         raise BadRequest(
-            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with '/tasks'.",
+            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with '/tasks' or '/vitals'.",
             hint="Give --job another name.",
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import GivenUp, Stale
+from dlrover_hooks.master.core import node_vitals
 from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
     cluster_topic,
@@ -37,6 +38,7 @@ from dlrover_hooks.protocol import (
     Heartbeat,
     Jobs,
     JobView,
+    JobVitals,
     KeyNames,
     KeyValues,
     Leases,
@@ -47,6 +49,8 @@ from dlrover_hooks.protocol import (
     Located,
     MemberView,
     Message,
+    NextVitals,
+    NodeVitals,
     Notice,
     Parting,
     Phase,
@@ -56,6 +60,7 @@ from dlrover_hooks.protocol import (
     ShowJob,
     ShowLedger,
     ShowTasks,
+    ShowVitals,
     Tasks,
     Unlisted,
     Watch,
@@ -64,8 +69,15 @@ from dlrover_hooks.protocol import (
 Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | Watch
 
 
-def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
-    """The current answer; None: wait for a `Wake` on one of `topics(state, request)`. Raises a MasterError."""
+def query(state: Master, nodes: Nodes, request: Message, now: float = 0.0) -> Message | None:
+    """The current answer; None: wait for a `Wake` on one of `topics(state, request)`. Raises a MasterError.
+
+    `now`: on the clock of `nodes`; only the age of `ShowVitals`' reports depends on it.
+    """
+    if isinstance(request, ShowVitals):
+        job = job_named(state, request.job)
+        uses = tuple(node_vitals.node_uses(nodes, job, now)), tuple(node_vitals.rank_uses(nodes, job))
+        return JobVitals(job.name, *uses)
     return _TABLE[type(request)](state, nodes, request)
 
 
@@ -193,7 +205,6 @@ def _member(nodes: Nodes, job: str, member: rendezvous.Member) -> MemberView:
         attached=member.attached,
         alive=member.live,
         step=pulse.step if pulse else 0,
-        vitals=pulse.vitals if pulse else None,
         recovers=member.recovers,
         gone=member.gone or "",
         exit_code=member.exit_code,
@@ -255,6 +266,11 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         parting=preemption_agreement.summons(job),
         waiting=job.rounds.newcomers,
     )
+
+
+def _node_vitals(state: Master, nodes: Nodes, request: NodeVitals) -> NextVitals:
+    del nodes
+    return node_vitals.accepted(job_named(state, request.job), request)
 
 
 def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
@@ -337,6 +353,7 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     AwaitPlan: _plan,
     Locate: _locate,
     Heartbeat: _beat,
+    NodeVitals: _node_vitals,
     Watch: _watch,
     AwaitShards: _shards,
     AwaitKeys: _keys,

@@ -13,7 +13,7 @@ import pytest
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.host import memory_limit
+from dlrover_hooks.host import cgroups
 from dlrover_hooks.protocol import Generation
 from tests.e2e.kept import RUN, Kept, state
 from tests.waiting import until
@@ -41,7 +41,7 @@ def group() -> Iterator[Path]:
     """A memory cgroup below this process's own, with another one inside that has no limit."""
     folder = None
     with contextlib.suppress(OSError, StopIteration):
-        folder = next(mine()) / f"dlrover-hooks-test-{os.getpid()}"
+        folder = Path(next(cgroups.around("memory")).folder) / f"dlrover-hooks-test-{os.getpid()}"
         (folder / "inner").mkdir(parents=True)
         name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
         (folder / name).write_text(str(LIMIT))
@@ -65,14 +65,6 @@ def in_cgroup(group: Path, kept: Kept) -> Limited:
 @pytest.fixture(params=["limited", "in_cgroup"])
 def small(request: pytest.FixtureRequest) -> Limited:
     return request.getfixturevalue(request.param)
-
-
-def mine() -> Iterator[Path]:
-    rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    for kind, root, mounted in memory_limit._mounts("/proc"):
-        for _, names, path in rows:
-            if (kind == "cgroup" and "memory" in names.split(",")) or (kind == "cgroup2" and not names):
-                yield Path(mounted + path.removeprefix(root.rstrip("/")))
 
 
 def test_what_does_not_fit_is_refused(small: Limited, kept: Kept) -> None:

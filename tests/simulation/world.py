@@ -211,8 +211,14 @@ class World:
 
 
 class _Vitals:
+    def __init__(self, where: str) -> None:
+        pass
+
     def sample(self) -> p.Vitals:
         return p.Vitals()
+
+    def stop(self) -> None:
+        pass
 
 
 class _Time:

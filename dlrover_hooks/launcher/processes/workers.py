@@ -141,6 +141,10 @@ class Workers:
         """Those whose end was not returned by `dead` yet, by incarnation."""
         return {key: child for key, child in self.children.items() if key not in self._told}
 
+    def pids(self) -> dict[str, int]:
+        """Process ids of those that run, by incarnation."""
+        return {key: child.pid for key, child in self.running().items()}
+
     def signal(self, number: signal.Signals) -> None:
         """Send it to every worker's session."""
         for child in self.children.values():

@@ -395,6 +395,19 @@ def knows(rounds: Rounds, incarnation: str) -> bool:
     return incarnation in current.agents if member is None else member.live
 
 
+def lives(rounds: Rounds, node: str) -> bool:
+    """True if `node` has a live member in the current round. O(members of the node)."""
+    current = rounds.round
+    return current is not None and any(current.members[name].live for name in current.at.get(node, ()))
+
+
+def node_of(rounds: Rounds, incarnation: str) -> str | None:
+    """The node of a member or an agent of the current round, also of one that has left it."""
+    current = rounds.round
+    mine = _spoken_for(current, incarnation) if current is not None else ()
+    return current.members[mine[0]].node if current is not None and mine else None
+
+
 def count_newcomers(rounds: Rounds) -> int:
     """Number of seats that could be added to the training round: those of complete joins, up to max_workers."""
     current = rounds.round

@@ -16,6 +16,7 @@ from dlrover_hooks.host import processors
 from dlrover_hooks.launcher import node_supervisor
 from dlrover_hooks.launcher.options import Bounds, LaunchOptions
 from dlrover_hooks.master.__main__ import command
+from dlrover_hooks.testing.nvml_fake import GPUFake, driver
 
 
 @pytest.fixture
@@ -115,10 +116,9 @@ def test_workers_for_each_processor(
     ("visible", "found"),
     [(None, 4), ("", 0), ("0,2", 2), ("1,9,2", 1), ("-1", 0), ("GPU-1,GPU-2", 2)],
 )
-def test_visible_gpus(visible: str | None, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
-    assert processors.gpus(visible) == found
+def test_visible_gpus(visible: str | None, found: int) -> None:
+    with driver(*(GPUFake(f"GPU-{index}") for index in range(4))):
+        assert processors.gpus(visible) == found
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

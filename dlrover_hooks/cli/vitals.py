@@ -1,0 +1,179 @@
+"""`dlrover-hooks vitals`: shows what the nodes and ranks of a job use."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from dlrover_hooks.errors import HooksError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from dlrover_hooks.protocol import AcceleratorVitals, JobVitals, NodeUse, RankUse
+
+_USAGE, _FAILED = 78, 1
+_PATIENCE_S = 30.0
+_EVERY_S = 2.0
+_SILENT_S = 20.0
+"""A report this old is marked: three were missed."""
+
+
+@click.command(short_help="Show what nodes and ranks use.")
+@click.argument("job", required=False)
+@click.option("--master", envvar="DLROVER_HOOKS_MASTER",
+              help="The master's address, for a job that was not started on this machine.")  # fmt: skip
+@click.option("--token", envvar="DLROVER_HOOKS_TOKEN", help="The master's bearer token.")
+@click.option("--json", "as_json", is_flag=True, help="Print the master's answer, a line of JSON.")
+@click.option("--watch", is_flag=True, help=f"Show it every {_EVERY_S:g} seconds until Ctrl-C.")
+def vitals(job: str | None, master: str | None, token: str | None, as_json: bool, watch: bool) -> None:
+    """Show what the nodes and ranks of JOB use: CPU, memory and its limit, accelerator, and ranks that stall.
+
+    JOB may be left out if it is the only one on this machine.
+
+    Exit codes: 0 done, 1 the master refused or did not answer, 78 wrong address or options, 130 ended with Ctrl-C.
+    """
+    from dlrover_hooks.client import MasterClient
+    from dlrover_hooks.launcher.running_jobs import find
+    from dlrover_hooks.protocol import ShowVitals
+
+    try:
+        if master is None:
+            running = find(job, tasks=False)
+            job, master, token = running.job, running.master, running.token
+        if "://" not in master:
+            raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
+        if job is None:
+            raise UsageError("--master needs a job", hint="give its name")
+        request, client = ShowVitals(job), MasterClient(master, token, incarnation=f"vitals-{uuid.uuid4().hex}")
+        try:
+            _show(lambda: client.call(request, timeout_s=_PATIENCE_S), as_json=as_json, watch=watch)
+        finally:
+            client.close()
+    except HooksError as error:
+        click.echo(f"dlrover-hooks vitals: {error}", err=True)
+        sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
+
+
+def _show(ask: Callable[[], JobVitals], *, as_json: bool, watch: bool) -> None:
+    import msgspec
+    from rich.console import Console
+    from rich.live import Live
+
+    pause = threading.Event()
+    if as_json:
+        click.echo(msgspec.json.encode(ask()))
+        while watch:
+            pause.wait(_EVERY_S)
+            click.echo(msgspec.json.encode(ask()))
+    elif watch:
+        with Live(_tables(ask()), auto_refresh=False) as live:
+            while True:
+                pause.wait(_EVERY_S)
+                live.update(_tables(ask()), refresh=True)
+    else:
+        Console().print(_tables(ask()))
+
+
+def _tables(found: JobVitals) -> RenderableType:
+    from rich.console import Group
+
+    if not found.nodes and not found.ranks:
+        return f"job {found.job}: no node and no rank of it runs"
+    return Group(*([_nodes(found)] if found.nodes else []), *([_ranks(found)] if found.ranks else []))
+
+
+def _nodes(found: JobVitals) -> Table:
+    table = _table(f"job {found.job}", "node", "CPU", "load", "memory", "limit", "disk free", "in/s", "out/s", "")
+    for use in found.nodes:
+        memory, disk = use.memory, use.disk
+        table.add_row(
+            use.node,
+            f"{use.cpu.busy_cores:.1f}/{use.cpu.cores}",
+            f"{use.cpu.load[0]:.1f}",
+            _part(memory.used_bytes, memory.total_bytes),
+            _part(memory.limit_used_bytes, memory.limit_bytes),
+            _size(disk.free_bytes) if disk is not None else "no answer",
+            _size(use.network.received_bytes_per_s),
+            _size(use.network.sent_bytes_per_s),
+            _node_note(use),
+        )
+    return table
+
+
+def _ranks(found: JobVitals) -> Table:
+    table = _table("", "rank", "node", "step", "CPU", "memory", "processes")
+    devices = {use.rank: use.vitals.accelerator for use in found.ranks if use.vitals and use.vitals.accelerator}
+    if devices:
+        for column in ("GPU", "its memory", "°C", "W"):
+            table.add_column(column, justify="right")
+    table.add_column()
+    for use in found.ranks:
+        figures = use.processes or use.vitals
+        cells = [str(use.rank), use.node, str(use.step), "", "", ""]
+        if figures is not None:
+            cells[3:5] = f"{figures.cpu_percent:.0f} %", _size(figures.memory_bytes)
+        if use.processes is not None:
+            cells[5] = str(use.processes.processes)
+        if devices:
+            cells += _device_cells(devices.get(use.rank))
+        table.add_row(*cells, _rank_note(use, devices.get(use.rank)))
+    return table
+
+
+def _device_cells(device: AcceleratorVitals | None) -> list[str]:
+    if device is None:
+        return ["", "", "", ""]
+    numbers = [(device.use_percent, " %"), (device.temperature_c, ""), (device.power_w, "")]
+    use, temperature, power = (f"{value:.0f}{unit}" if value is not None else "" for value, unit in numbers)
+    return [use, _part(device.memory_used_bytes, device.memory_total_bytes), temperature, power]
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 or column in ("node", "") else "right")
+    return table
+
+
+def _node_note(use: NodeUse) -> str:
+    cpu, kills = use.cpu, use.memory.oom_kills or 0
+    notes = [
+        f"silent for {use.age_s:.0f} s" if use.age_s > _SILENT_S else "",
+        f"CPU limit {cpu.limit_cores:g}" if cpu.limit_cores is not None else "",
+        f"throttled in {cpu.throttled_percent:.0f} % of periods" if cpu.throttled_percent else "",
+        f"{kills} OOM kills" if kills else "",
+    ]
+    return ", ".join(filter(None, notes))
+
+
+def _rank_note(use: RankUse, device: AcceleratorVitals | None) -> str:
+    notes = [f"no step for {use.stall.seconds:.0f} s: {use.stall.where}"] if use.stall is not None else []
+    if device is not None:
+        notes += [f"throttled: {', '.join(device.throttled_by)}"] if device.throttled_by else []
+        notes += [f"{device.ecc_errors} ECC errors"] if device.ecc_errors else []
+        notes += [f"Xid {device.xid}"] if device.xid is not None else []
+    return ", ".join(notes)
+
+
+def _part(used: int | None, total: int | None) -> str:
+    """Such as "3.0/25 GB"; empty if one of them is not known."""
+    if used is None or total is None:
+        return ""
+    (number, unit), of = _size(used).split(), _size(total)
+    return f"{number}/{of}" if of.endswith(f" {unit}") else f"{number} {unit}/{of}"
+
+
+def _size(nbytes: float) -> str:
+    from dlrover_hooks.checkpoint.storage.free_space import size
+
+    return size(int(nbytes))

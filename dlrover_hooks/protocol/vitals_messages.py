@@ -1,0 +1,117 @@
+"""What nodes, worker processes and accelerators use. A field that is absent, or None, is not known there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from dlrover_hooks.protocol.base_messages import Count, Message, Rank, Rate, Seconds, Size
+
+Percent = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+"""Of one core where CPU time is meant, so it may exceed 100."""
+Cores = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+Celsius = Annotated[float, msgspec.Meta(ge=-300.0, le=1e4)]
+Watts = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
+MOST_WORKERS = 1024
+"""Worker processes of one node in a report."""
+
+
+class AcceleratorVitals(Message, frozen=True):
+    """A GPU or another accelerator, of one rank. `device` identifies it for the driver, for NVIDIA by its UUID."""
+
+    name: str
+    device: str = ""
+    use_percent: Percent | None = None
+    """Share of the driver's last measuring interval in which a kernel ran."""
+    memory_used_bytes: Size | None = None
+    """By all processes."""
+    memory_total_bytes: Size | None = None
+    temperature_c: Celsius | None = None
+    power_w: Watts | None = None
+    ecc_errors: Count | None = None
+    """Uncorrected memory errors since the driver was loaded."""
+    xid: Count | None = None
+    """NVIDIA's number of the last critical error since the process started."""
+    throttled_by: tuple[str, ...] = ()
+    """Why its clock is lower than it could be."""
+
+
+class Vitals(Message, frozen=True):
+    """Of one worker: its own process, without its children, and its accelerator."""
+
+    cpu_percent: Percent = 0.0
+    memory_bytes: Size = 0
+    accelerator: AcceleratorVitals | None = None
+
+
+class CPUVitals(Message, frozen=True):
+    cores: Rank
+    """Of the machine."""
+    busy_cores: Cores
+    """Mean over all processes of the machine, since the last report."""
+    load: tuple[Cores, Cores, Cores]
+    """Over 1, 5 and 15 minutes."""
+    limit_cores: Cores | None = None
+    """The smallest CPU quota of the control groups around the launcher."""
+    throttled_percent: Percent | None = None
+    """Share of the quota's periods since the last report in which processes had to wait for the next one."""
+
+
+class MemoryVitals(Message, frozen=True):
+    total_bytes: Size
+    used_bytes: Size
+    """Of the machine, without what the kernel can reclaim."""
+    limit_bytes: Size | None = None
+    """Of the control group around the launcher in which least is left, and what is used in it."""
+    limit_used_bytes: Size | None = None
+    oom_kills: Count | None = None
+    """Processes that the kernel has killed in the launcher's own control group because its memory was full."""
+
+
+class DiskVitals(Message, frozen=True):
+    """The file system of `save_to` if that is a local folder, else of the launcher's working directory."""
+
+    path: str
+    free_bytes: Size
+    total_bytes: Size
+    read_bytes_per_s: Rate | None = None
+    """Of its block device, mean since the last report; None for a file system without one, such as NFS or overlayfs."""
+    written_bytes_per_s: Rate | None = None
+
+
+class NetworkVitals(Message, frozen=True):
+    """All network interfaces but loopback, and without RDMA; mean since the last report."""
+
+    received_bytes_per_s: Rate
+    sent_bytes_per_s: Rate
+
+
+class WorkerProcesses(Message, frozen=True):
+    """The process tree of one worker: itself, its DataLoader workers and all other descendants."""
+
+    incarnation: str
+    processes: Rank
+    cpu_percent: Percent
+    memory_bytes: Size
+    """Resident; memory that they share counts once for each of them."""
+
+
+class NodeVitals(Message, frozen=True):
+    """From a node's agent, at the interval that the last reply gave; never journaled."""
+
+    job: str
+    incarnation: str
+    node: str
+    cpu: CPUVitals
+    memory: MemoryVitals
+    network: NetworkVitals
+    disk: DiskVitals | None = None
+    """None if the file system gave an error, or no answer."""
+    workers: Annotated[tuple[WorkerProcesses, ...], msgspec.Meta(max_length=MOST_WORKERS)] = ()
+
+
+class NextVitals(Message, frozen=True):
+    """When the next report is due."""
+
+    within_s: Seconds

@@ -1,0 +1,89 @@
+"""The last report of each node about what it uses. Like `heartbeats` not journaled: a restarted master gets new ones.
+
+A report is kept while its node has live members in the round or waits for ranks: O(1) per report, and O(workers of the
+node) when one of them leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dlrover_hooks.errors import Stale
+from dlrover_hooks.master.core.heartbeats import NodeReport, Nodes
+from dlrover_hooks.master.core.job import Job
+from dlrover_hooks.master.core.rounds import rendezvous
+from dlrover_hooks.protocol import (
+    NextVitals,
+    NodeUse,
+    NodeVitals,
+    RankUse,
+)
+
+EVERY_S = 5.0
+"""Interval of the reports."""
+
+
+def accepted(job: Job, report: NodeVitals) -> NextVitals:
+    """The reply to a report. Raises Stale if the node, or the agent, is not one of the job's."""
+    known = rendezvous.knows(job.rounds, report.incarnation)
+    if known and _belongs(job, report.node):
+        return NextVitals(EVERY_S)
+    raise Stale(f"Node {report.node!r} has no workers in job {job.name!r}.", hint=rendezvous.REJOIN)
+
+
+def keep(nodes: Nodes, report: NodeVitals, now: float) -> None:
+    """Replace the node's last report by this one, which was accepted."""
+    nodes.reports.setdefault(report.job, {})[report.node] = NodeReport(report, now)
+
+
+def parted(nodes: Nodes, job: Job, incarnation: str) -> None:
+    """An agent or a worker has left: forget its node's report if nobody else is there."""
+    node = rendezvous.node_of(job.rounds, incarnation)
+    if node is not None and not _belongs(job, node):
+        nodes.reports.get(job.name, {}).pop(node, None)
+
+
+def round_formed(nodes: Nodes, job: Job) -> None:
+    """Forget the reports of nodes that the new round has left behind."""
+    kept = nodes.reports.get(job.name, {})
+    for node in [node for node in kept if not _belongs(job, node)]:
+        del kept[node]
+
+
+def forget_all_but(nodes: Nodes, jobs: dict[str, Job]) -> None:
+    """Forget the reports of jobs that the master keeps no more."""
+    for name in nodes.reports.keys() - jobs.keys():
+        del nodes.reports[name]
+
+
+def node_uses(nodes: Nodes, job: Job, now: float) -> Iterator[NodeUse]:
+    """What the job's nodes use, by name. `now`: on the clock of `nodes`."""
+    for node, kept in sorted(nodes.reports.get(job.name, {}).items()):
+        if _belongs(job, node):
+            report, age_s = kept.report, max(0.0, now - kept.at)
+            yield NodeUse(node, age_s, report.cpu, report.memory, report.network, report.disk)
+
+
+def rank_uses(nodes: Nodes, job: Job) -> Iterator[RankUse]:
+    """What the live members of the round use, by rank."""
+    reports, current = nodes.reports.get(job.name, {}), job.rounds.round
+    for member in sorted(current.members.values() if current is not None else (), key=lambda member: member.rank):
+        if not member.live:
+            continue
+        pulse, kept = nodes.pulses.get((job.name, member.incarnation)), reports.get(member.node)
+        trees = kept.report.workers if kept is not None else ()
+        yield RankUse(
+            rank=member.rank,
+            local_rank=member.local_rank,
+            node=member.node,
+            incarnation=member.incarnation,
+            step=pulse.step if pulse else 0,
+            vitals=pulse.vitals if pulse else None,
+            processes=next((tree for tree in trees if tree.incarnation == member.incarnation), None),
+            stall=pulse.stall if pulse else None,
+        )
+
+
+def _belongs(job: Job, node: str) -> bool:
+    rounds = job.rounds
+    return node in rounds.waiting_at or rendezvous.lives(rounds, node)
