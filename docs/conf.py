@@ -18,6 +18,7 @@ from sphinx.ext.napoleon import Config as NapoleonConfig, GoogleDocstring  # noq
 
 import dlrover_hooks  # noqa: E402
 import dlrover_hooks.protocol  # noqa: E402
+from dlrover_hooks.launcher.failures.causes import CAUSES  # noqa: E402
 
 project = "dlrover-hooks"
 author = "The dlrover-hooks authors"
@@ -68,12 +69,25 @@ def routes() -> str:
     return "\n".join(rows)
 
 
+def causes() -> str:
+    """The launcher's table of causes."""
+    rows = [
+        "| cause | seen as | what follows | where a restart is in vain | on the last screen |",
+        "|---|---|---|---|---|",
+    ]
+    for row in CAUSES:
+        in_vain = row.in_vain.value if row.in_vain is not None else ""
+        rows.append(f"| {row.name} | {row.seen_as} | {row.action.value} | {in_vain} | {row.hint} |")
+    return "\n".join(rows)
+
+
 cli = ("-c", "from dlrover_hooks.cli.main import main; main(prog_name='dlrover-hooks')")
 myst_substitutions = {
     "run_help": help_of(*cli, "run"),
     "rehearse_help": help_of(*cli, "rehearse"),
     "master_help": help_of("-m", "dlrover_hooks.master"),
     "routes": routes(),
+    "causes": causes(),
     **_configuration.tables(),
     **_compatibility.tables(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,6 +14,10 @@ _CGROUP_FILES = {
     "cgroup2": ("memory.max", "memory.current", "inactive_file"),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+
+
+RECENT_S = 5.0
+"""A worker whose end is found so long after a kill for want of memory is taken for its victim."""
 
 
 class Free(NamedTuple):
@@ -53,6 +58,26 @@ def limits(group: cgroups.Group) -> Iterator[Limit]:
         used = int(group.read(used_name)) - group.table("memory.stat").get(cached_name, 0)
         if limit < _NO_LIMIT:
             yield Limit(limit, used)
+
+
+class MemoryKills:
+    """Notices that the kernel has killed a process of this control group for want of memory. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._groups = list[cgroups.Group]()
+        with contextlib.suppress(OSError, ValueError):
+            self._groups = list(cgroups.around("memory"))
+        self._counted, self._seen_at = oom_kills(self._groups), -math.inf
+
+    def recent(self, now: float) -> bool:
+        """A look at `now` (monotonic seconds), or one in the `RECENT_S` before, has found a new kill.
+
+        Call it about once a second: the time of a kill is that of the look that finds it.
+        """
+        before, self._counted = self._counted, oom_kills(self._groups)
+        if self._counted is not None and before is not None and self._counted > before:
+            self._seen_at = now
+        return now - self._seen_at <= RECENT_S
 
 
 def oom_kills(groups: Iterable[cgroups.Group]) -> int | None:

@@ -18,11 +18,23 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import GivenUp, HooksError, MasterAway, Stale
 from dlrover_hooks.host.child_process import Child
-from dlrover_hooks.launcher.failures import (
+from dlrover_hooks.host.memory_limit import MemoryKills
+from dlrover_hooks.launcher.failures.restart_budget import Budget, Over, say_echoes
+from dlrover_hooks.launcher.failures.round_diagnosis import (
+    all_ended,
+    elsewhere,
+    ended_early,
+    hung,
+    is_restart,
+    left_only,
+    live_on,
+    living,
+    missing,
+    needed_again,
+)
+from dlrover_hooks.launcher.failures.verdict import (
     DONE,
     GAVE_UP,
-    MADE_NO_STEPS,
-    SILENT,
     USER_ERROR,
     WorkerExit,
     counted,
@@ -38,19 +50,6 @@ from dlrover_hooks.launcher.master_events import MasterEvents
 from dlrover_hooks.launcher.master_requests import FORM_S, AgentAddress, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.launcher.processes.workers import Workers
-from dlrover_hooks.launcher.restart_budget import Budget, Over, say_echoes
-from dlrover_hooks.launcher.round_diagnosis import (
-    all_ended,
-    elsewhere,
-    ended_early,
-    hung,
-    is_restart,
-    left_only,
-    live_on,
-    living,
-    missing,
-    needed_again,
-)
 from dlrover_hooks.worker.thread_stack import line_of_dump
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -95,6 +94,7 @@ class Agent:
         self.options, self.job, self.workers = options, address.job, workers
         self._address, self._selector, self._look, self._fresh = address, selector, look, fresh
         self._events = MasterEvents(client, self.job, selector)
+        self._memory = MemoryKills()
         self._requests = MasterRequests(options, address, client, look, lambda: self._events.away_since)
         self._local_ranks = list(range(options.workers.most))
         self.budget = Budget(options, address.node, self._requests)
@@ -139,6 +139,7 @@ class Agent:
 
     def _turn(self) -> None:
         self._selector.select(timeout=1.0)
+        self._memory.recent(time.monotonic())
         self._look()
         self._requests.tell_again()
         if not self._job_over:
@@ -259,22 +260,22 @@ class Agent:
         return now < self._leaving_until or not living(view)
 
     def _end_of(self, key: str, child: Child) -> WorkerExit:
-        return end_of(child, self.workers.final_errors[key].hear())
+        return end_of(child, self.workers.final_errors[key].hear(), out_of_memory=self._memory.recent(time.monotonic()))
 
     def _end_hung(self, key: str, *, stalled: bool) -> WorkerExit:
         """Kill a worker that hangs. `stalled`: it has logged its stack; else it is asked for its stacks first."""
-        child, why = self.workers.running()[key], MADE_NO_STEPS
+        child, where = self.workers.running()[key], ""
         if not stalled:
             state = child.state()
             stacks = self.workers.final_errors[key].stacks(child) if state != "stopped" else ""
-            where = line_of_dump(stacks)
-            why = SILENT + (f", at {where}" if where else f"; its process is {state}")
+            line = line_of_dump(stacks)
+            where = f", at {line}" if line else f"; its process is {state}"
             if stacks:
                 log.warning("job %s: %s sends no heartbeats (process state: %s). Its threads:\n%s",
                             self.job, child.name, state, stacks.rstrip())  # fmt: skip
         child.signal(signal.SIGKILL)
         child.wait(_LAST_WORDS_S)
-        return WorkerExit(child.name, None, why_lost=why)
+        return WorkerExit(child.name, None, stalled=stalled, where=where)
 
     def _part(self, ends: dict[str, WorkerExit], view: p.JobView) -> bool:
         """A node is preempted: its launcher ends with 75 once its workers have left (raises Over).

@@ -24,7 +24,7 @@ from dlrover_hooks.errors import (
     UsageError,
 )
 from dlrover_hooks.host.ports import held_port
-from dlrover_hooks.launcher.failures import WorkerExit
+from dlrover_hooks.launcher.failures.verdict import WorkerExit
 from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.worker.round_join import deserted
 

@@ -24,8 +24,9 @@ from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.ports import listen
 from dlrover_hooks.launcher import requeue
 from dlrover_hooks.launcher.agent import Agent
-from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, FailureSummary, again, screen
-from dlrover_hooks.launcher.failures import counted, farewell
+from dlrover_hooks.launcher.failures.restart_budget import Over
+from dlrover_hooks.launcher.failures.summary import Failure, FailureRecord, FailureSummary, again, screen
+from dlrover_hooks.launcher.failures.verdict import counted, farewell
 from dlrover_hooks.launcher.interruption import Eviction, after, last_code
 from dlrover_hooks.launcher.launcher_lock import sole
 from dlrover_hooks.launcher.master_endpoint import Endpoint, endpoint, own_host, serve, url_of
@@ -34,7 +35,6 @@ from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.launcher.processes.log_files import Logs
 from dlrover_hooks.launcher.processes.services import Served, Services, temporary_file, temporary_journal
 from dlrover_hooks.launcher.processes.workers import Workers, newcomer_command
-from dlrover_hooks.launcher.restart_budget import Over
 from dlrover_hooks.launcher.running_jobs import listed
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses
 from dlrover_hooks.launcher.tasks.task_supervisor import TaskCounts, TaskSupervisor

@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -27,13 +27,17 @@ REPOSITORY = Path(__file__).parents[2]
 class Launched:
     """A launcher under test, and what its workers wrote: one JSON line per life in `lives`."""
 
-    def __init__(self, folder: Path, script: str, *options: str, job: str = "", **environment: str) -> None:
+    def __init__(
+        self, folder: Path, script: str, *options: str, job: str = "", before: Sequence[str] = (), **environment: str
+    ) -> None:
+        """`before`: a command that runs its arguments."""
         self.job = job or f"launch-{uuid.uuid4().hex[:8]}"
         self.lives = folder / "lives.jsonl"
         self.lives.touch()
         path = folder / "script.py"
         path.write_text("import json, os, signal, sys, time, threading\n" + textwrap.dedent(script))
         command = [
+            *before,
             sys.executable,
             "-m",
             "dlrover_hooks",

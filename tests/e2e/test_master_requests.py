@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.launcher.agent import Agent
-from dlrover_hooks.launcher.failures import WorkerExit
+from dlrover_hooks.launcher.failures.verdict import WorkerExit
 from dlrover_hooks.launcher.master_requests import AgentAddress
 from dlrover_hooks.launcher.options import LaunchOptions
 from tests.e2e.job_script import attach, join

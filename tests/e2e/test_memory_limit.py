@@ -1,11 +1,11 @@
-"""A keeper refuses what its memory does not hold, instead of being killed by it. Also in a real cgroup."""
+"""A keeper refuses what its memory does not hold, also in a real cgroup; a worker that the kernel kills is named."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.host import cgroups
 from dlrover_hooks.protocol import Generation
 from tests.e2e.kept import RUN, Kept, state
+from tests.e2e.launched import Launched
 from tests.waiting import until
 
 LIMIT = 96 << 20
@@ -104,3 +105,22 @@ def test_a_state_that_grows_gives_old_slots_up_but_the_newest_complete_one(
     assert {6, 7} <= {held.generation.step for held in trainer.held()}
     assert small.keeper.poll() is None
     kept.close()
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_named(
+    launch: Callable[..., Launched], group: Path
+) -> None:
+    """It allocates more than its group's limit; a restart before any progress would not help."""
+    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / name).write_text(str(600 << 20))
+    script = """
+        taken = []
+        while True:
+            taken.append(bytearray(os.urandom(1)) * (16 << 20))
+        """
+    enter = ("sh", "-c", f'echo $$ > {group}/inner/cgroup.procs && exec "$@"', "sh")
+    code, said = launch(script, "--nproc-per-node", "1", "--standby", "0", before=enter).end()
+    assert code == 1, said
+    died = "worker 0 died (SIGKILL: out of memory) at step 0, before any progress: not restarted, a higher memory limit"
+    assert died in said
+    assert "why    SIGKILL: out of memory\n" in said

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, HooksError, JournalFailed, MasterAway
-from dlrover_hooks.launcher.round_diagnosis import all_ended
+from dlrover_hooks.launcher.failures.round_diagnosis import all_ended
 from tests.simulation.client import Client
 from tests.simulation.loop import Process
 from tests.simulation.survivor import Chair

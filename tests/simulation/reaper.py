@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.launcher.round_diagnosis import hung, live_on
+from dlrover_hooks.launcher.failures.round_diagnosis import hung, live_on
 from tests.simulation.agent import Agent
 from tests.simulation.survivor import Chair
 from tests.simulation.swarm import Level

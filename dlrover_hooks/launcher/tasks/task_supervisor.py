@@ -15,8 +15,8 @@ from dlrover_hooks.client import MasterClient
 from dlrover_hooks.errors import MasterAway
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.child_process import Child, described
-from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
-from dlrover_hooks.launcher.restart_budget import Over
+from dlrover_hooks.launcher.failures.restart_budget import Over
+from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, gave_up
 from dlrover_hooks.launcher.tasks.task_processes import TaskProcesses, task_name
 from dlrover_hooks.protocol import AGAIN
 

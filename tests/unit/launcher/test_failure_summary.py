@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_hooks.launcher.failure_summary import Failure, FailureRecord, FailureSummary, again, screen
-from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit
+from dlrover_hooks.launcher.failures.summary import Failure, FailureRecord, FailureSummary, again, screen
+from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit
 from dlrover_hooks.launcher.interruption import after
 from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView, Phase

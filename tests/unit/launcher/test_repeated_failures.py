@@ -6,7 +6,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.config import of_lost_peer
-from dlrover_hooks.launcher.failures import USER_ERROR, RepeatedFailures, WorkerExit, judge
+from dlrover_hooks.launcher.failures.verdict import USER_ERROR, RepeatedFailures, WorkerExit, judge
 from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.launcher.warm.fork_server import opens_gpu
 

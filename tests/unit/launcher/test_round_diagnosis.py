@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dlrover_hooks.launcher.failures import USAGE, BadNodes, FailureVerdict, WorkerExit, culprit, judge as judged
-from dlrover_hooks.launcher.round_diagnosis import (
+from dlrover_hooks.launcher.failures.round_diagnosis import (
     all_ended,
     elsewhere,
     hung,
@@ -14,6 +13,14 @@ from dlrover_hooks.launcher.round_diagnosis import (
     live_on,
     missing,
     needed_again,
+)
+from dlrover_hooks.launcher.failures.verdict import (
+    USAGE,
+    BadNodes,
+    FailureVerdict,
+    WorkerExit,
+    culprit,
+    judge as judged,
 )
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView, MemberView, Parting, Phase
 

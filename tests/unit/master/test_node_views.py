@@ -9,7 +9,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterError
-from dlrover_hooks.launcher import round_diagnosis as diagnosis
+from dlrover_hooks.launcher.failures import round_diagnosis as diagnosis
 from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import attach, join
 

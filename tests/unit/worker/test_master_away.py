@@ -12,7 +12,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.config import Config, Place
 from dlrover_hooks.errors import MasterAway, Stale
 from dlrover_hooks.launcher import master_requests
-from dlrover_hooks.launcher.failures import farewell
+from dlrover_hooks.launcher.failures.verdict import farewell
 from dlrover_hooks.launcher.master_requests import AgentAddress, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.worker import round_join as seat, surviving_process

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dlrover_hooks.launcher.failures import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit, counted, reached
+from dlrover_hooks.launcher.failures.causes import cause_of
+from dlrover_hooks.launcher.failures.verdict import DONE, GAVE_UP, USAGE, USER_ERROR, WorkerExit, counted, reached
 from dlrover_hooks.protocol import BAD_NODE, REQUEUE, JobView
 
 WIDTH = 80
@@ -91,6 +92,7 @@ def screen(story: FailureSummary, *, colour: bool = False) -> str:
     first, later = story.failures[0], story.failures[1:]
     rows = [("who", _who(first)), ("why", _why(first)), ("", _where(first)), ("when", _when(first))]
     rows += [("lost", _lost(first)), ("done", first.then or _NOTHING.get(story.code, "")), *_later(later)]
+    rows.append(("try", cause_of(first.end).hint))
     rows.append(("end", _ENDS.get(story.code, f"exit code {story.code}")))
     title = f"job {story.job}: the first failure" + " (the job is done)" * (story.code == DONE)
     lines = ["-" * WIDTH, f"\x1b[1;31m{title}\x1b[0m" if colour else title]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from dlrover_hooks.host.child_process import Child
-from dlrover_hooks.launcher.failures import MADE_NO_STEPS, SILENT, WorkerExit
+from dlrover_hooks.launcher.failures.verdict import WorkerExit
 from dlrover_hooks.protocol import Departure, JobView
 
 _LOST, _STALLED, _EXITED, _REPLACED = "lost", "stalled", "exited", "replaced"
@@ -101,7 +101,7 @@ def elsewhere(view: JobView, node: str) -> list[WorkerExit]:
             None if one.gone == _STALLED else one.exit_code,
             here=False,
             left=one.gone == _LEFT,
-            why_lost=MADE_NO_STEPS if one.gone == _STALLED else SILENT,
+            stalled=one.gone == _STALLED,
         )
         for one in view.members
         if one.node != node and one.gone in _DIED

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from dlrover_hooks.errors import HooksError
 from dlrover_hooks.host.child_process import Child, described
+from dlrover_hooks.launcher.failures.causes import USAGE as USAGE, Action, cause_of
 from dlrover_hooks.launcher.options import LaunchOptions
 from dlrover_hooks.launcher.processes.worker_errors import WorkerError
 from dlrover_hooks.protocol import AGAIN, BAD_NODE, REQUEUE, JobView
 
-DONE, USER_ERROR, GAVE_UP, USAGE = 0, 1, 77, 78
+DONE, USER_ERROR, GAVE_UP = 0, 1, 77
 _PASSED_ON = {REQUEUE: "it is preempted; start it again to go on", BAD_NODE: "this node is bad; replace it"}
 """A worker's exit codes that its own launcher returns, too; no other launcher does."""
-
-
-SILENT, MADE_NO_STEPS = "silent for too long", "it made no steps for too long"
 
 
 class FailureVerdict(msgspec.Struct, frozen=True):
@@ -42,8 +41,12 @@ class WorkerExit(msgspec.Struct, frozen=True):
     reported: WorkerError | None = None
     """Its own report, if an exception ended it."""
     left: bool = False
-    why_lost: str = SILENT
-    """Why the master ended it, if `exit_code` is None."""
+    stalled: bool = False
+    """The master ended it because it made no steps."""
+    where: str = ""
+    """The line at which a worker was that sent no heartbeats, or the state of its process; empty: unknown."""
+    out_of_memory: bool = False
+    """The kernel has killed it, or a process of its DataLoader, for want of memory."""
 
     @property
     def has_cause(self) -> bool:
@@ -52,25 +55,35 @@ class WorkerExit(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.exit_code is None:
-            return f"{self.name} " + (_LEFT if self.left else f"was lost ({self.why_lost})")
+            return f"{self.name} " + (_LEFT if self.left else f"was lost ({self._why_lost})")
         if self.exit_code == 0:
             return f"{self.name} ended with exit code 0 before the others were done"
-        return f"{self.name} died ({described(self.exit_code)})"
+        return f"{self.name} died ({described(self.exit_code)}{_MEMORY if self.out_of_memory else ''})"
 
     @property
     def why(self) -> str:
         """The reason in a few words."""
         if self.exit_code is None:
-            return _LEFT if self.left else f"lost: {self.why_lost}"
-        return described(self.exit_code) + (", before the others were done" if not self.exit_code else "")
+            return _LEFT if self.left else f"lost: {self._why_lost}"
+        if self.exit_code == 0:
+            return f"{described(self.exit_code)}, before the others were done"
+        return described(self.exit_code) + (_MEMORY if self.out_of_memory else "")
+
+    @property
+    def _why_lost(self) -> str:
+        return "it made no steps for too long" if self.stalled else "silent for too long" + self.where
 
 
-_LEFT = "left training by an exception or sys.exit"
+_KILLED_LOADER = "killed by signal: Killed"
+"""Part of torch's message if a process of a DataLoader ends by SIGKILL."""
+_LEFT, _MEMORY = "left training by an exception or sys.exit", ": out of memory"
 
 
-def end_of(child: Child, reported: WorkerError | None = None) -> WorkerExit:
-    """The end of a worker of this node."""
-    return WorkerExit(child.name, child.exit_code(), reported=reported)
+def end_of(child: Child, reported: WorkerError | None = None, *, out_of_memory: bool = False) -> WorkerExit:
+    """The end of a worker of this node. `out_of_memory`: the kernel has just killed a process for want of memory."""
+    code = child.exit_code()
+    killed = code == -signal.SIGKILL or (reported is not None and _KILLED_LOADER in reported.error)
+    return WorkerExit(child.name, code, reported=reported, out_of_memory=out_of_memory and killed)
 
 
 def left_by_itself(ends: Mapping[str, WorkerExit]) -> bool:
@@ -128,18 +141,22 @@ def judge(
     if view is not None:
         step = reached(cause, view)
         what += f" at step {step}"
-        if _of_script(cause) and (again or step <= began_at):
+        row = cause_of(cause)
+        if cause.here and row.action is Action.REPLACE_NODE and _others(view, node):
+            return FailureVerdict(BAD_NODE, f"{what}: {row.hint}; replace this node")
+        if cause.here and row.in_vain is Action.FAIL and (again or step <= began_at):
             where = "no further than where it started" if began_at else "before any progress"
             where = "the same failure as before" if step > began_at else where
-            return FailureVerdict(USER_ERROR, f"{what}, {where}: not restarted, see its traceback above")
+            then = row.hint if cause.out_of_memory else "see its traceback above"
+            return FailureVerdict(USER_ERROR, f"{what}, {where}: not restarted, {then}")
     if failures > max_restarts:
         return FailureVerdict(GAVE_UP, gave_up(what, max_restarts, window_s))
     return FailureVerdict(None, what)
 
 
-def _of_script(cause: WorkerExit) -> bool:
-    """The script itself ended with an error, on this node."""
-    return cause.here and (cause.exit_code or -1) > 0 and cause.exit_code not in (AGAIN, REQUEUE)
+def _others(view: JobView, node: str) -> bool:
+    """Other nodes have members, too, so `node` can be told from the script."""
+    return view.unlisted.alive > 0 or any(member.node != node for member in view.members)
 
 
 def reached(cause: WorkerExit, view: JobView) -> int:
@@ -159,7 +176,7 @@ class RepeatedFailures:
 
     def seen(self, cause: WorkerExit, view: JobView | None) -> bool:
         """`cause` is the newest failure. True: it repeats the last one, and the job was no further than then."""
-        if view is None or not _of_script(cause):
+        if view is None or not cause.here or cause_of(cause).in_vain is not Action.FAIL:
             self._last = None
             return False
         reported = cause.reported or WorkerError("")
@@ -193,11 +210,9 @@ class BadNodes:
 
     def falls(self, cause: WorkerExit, view: JobView | None) -> str:
         """Why this node is to be replaced after `cause`; empty if it is not."""
-        others = view is not None and (
-            view.unlisted.alive > 0 or any(member.node != self._node for member in view.members)
-        )
+        others = view is not None and _others(view, self._node)
         step = view.step if view is not None else 0
-        if not step or not others or not cause.here or (cause.exit_code or -1) > 0:
+        if not step or not others or not cause.here or cause_of(cause).in_vain is not Action.REPLACE_NODE:
             self._times = 0
             return ""
         self._times = 1 if step > self._step else self._times + 1

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dlrover_hooks.launcher.failure_summary import FailureRecord
-from dlrover_hooks.launcher.failures import (
+from dlrover_hooks.launcher.failures.summary import FailureRecord
+from dlrover_hooks.launcher.failures.verdict import (
     GAVE_UP,
     BadNodes,
     FailureVerdict,
