@@ -137,7 +137,7 @@ def test_an_unexpected_error_ends_no_heartbeats_and_is_surfaced(
     """A worker whose heartbeats have ended is declared dead, and nobody would know why."""
     vitals, failed = reporter._vitals.sample, threading.Event()
 
-    def broken() -> p.Vitals:
+    def broken() -> p.Vitals | None:
         if failed.is_set():
             return vitals()
         failed.set()
