@@ -30,9 +30,9 @@ _SILENT_S = 20.0
 @click.option("--master", envvar="DLROVER_HOOKS_MASTER",
               help="The master's address, for a job that was not started on this machine.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", help="The master's bearer token.")
-@click.option("--json", "as_json", is_flag=True, help="Print the master's answer, a line of JSON.")
+@click.option("--json", is_flag=True, help="Print the master's answer, a line of JSON.")
 @click.option("--watch", is_flag=True, help=f"Show it every {_EVERY_S:g} seconds until Ctrl-C.")
-def vitals(job: str | None, master: str | None, token: str | None, as_json: bool, watch: bool) -> None:
+def vitals(job: str | None, master: str | None, token: str | None, json: bool, watch: bool) -> None:
     """Show what the nodes and ranks of JOB use: CPU, memory and its limit, accelerator, and ranks that stall.
 
     JOB may be left out if it is the only one on this machine.
@@ -53,7 +53,7 @@ def vitals(job: str | None, master: str | None, token: str | None, as_json: bool
             raise UsageError("--master needs a job", hint="give its name")
         request, client = ShowVitals(job), MasterClient(master, token, incarnation=f"vitals-{uuid.uuid4().hex}")
         try:
-            _show(lambda: client.call(request, timeout_s=_PATIENCE_S), as_json=as_json, watch=watch)
+            _show(lambda: client.call(request, timeout_s=_PATIENCE_S), as_json=json, watch=watch)
         finally:
             client.close()
     except HooksError as error:

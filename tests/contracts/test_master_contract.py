@@ -182,6 +182,25 @@ def test_one_job_as_it_stands(caller_of: CallerOf, job: str) -> None:
     assert job in caller_of("any").call(p.ListJobs()).jobs
 
 
+@pytest.mark.requirement("DL-58")
+def test_what_nodes_and_ranks_use(caller_of: CallerOf, job: str) -> None:
+    """From the agent's report and the heartbeats."""
+    started(caller_of, job)
+    gpu = p.AcceleratorVitals(name="GPU", use_percent=90.0)
+    caller_of("w1").call(p.Heartbeat(job, "w1", 3, vitals=p.Vitals(50.0, 1 << 20, gpu)))
+    cpu, memory = p.CPUVitals(8, 2.5, (1.0, 1.0, 1.0)), p.MemoryVitals(100, 40)
+    tree = p.WorkerProcesses("w1", 5, 150.0, 2 << 20)
+    told = p.NodeVitals(job, "agent", "node-agent", cpu, memory, p.NetworkVitals(1.0, 2.0), workers=(tree,))
+    assert caller_of("agent").call(told).within_s > 0
+    view = caller_of("any").call(p.ShowVitals(job))
+    assert [(use.node, use.cpu, use.memory, use.disk) for use in view.nodes] == [("node-agent", cpu, memory, None)]
+    assert 0 <= view.nodes[0].age_s < 60
+    assert [(use.rank, use.step, use.processes) for use in view.ranks] == [(0, 0, None), (1, 3, tree)]
+    assert view.ranks[1].vitals == p.Vitals(50.0, 1 << 20, gpu)
+    with pytest.raises(Stale):
+        caller_of("agent").call(msgspec.structs.replace(told, node="elsewhere"))
+
+
 def test_a_watch_tells_of_a_break_once(caller_of: CallerOf, job: str) -> None:
     """Survivors learn of a death without polling."""
     started(caller_of, job)

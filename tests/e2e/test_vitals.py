@@ -79,3 +79,23 @@ def test_each_rank_is_seen_with_its_process_tree(launch: Callable[..., Launched]
         client.call(p.ShowVitals(job.job))
     with pytest.raises((UnknownJob, Stale)):
         client.call(p.NodeVitals(job.job, "agent", "here", node.cpu, node.memory, node.network))
+
+
+def test_the_route_shows_both_nodes_until_one_is_lost(node: Callable[..., Launched]) -> None:
+    """Each launcher reports its own; the one that serves the master, too."""
+    script = """
+        note(url=os.environ["DLROVER_HOOKS_MASTER"], node=os.environ["DLROVER_HOOKS_NODE"])
+        threading.Event().wait(600)
+    """
+    a, b = (node(name, script, "--nnodes", "2", "--standby", "0") for name in ("a", "b"))
+    url = a.wait_for(lambda lives: len(lives) == 2)[0]["url"]
+    client = MasterClient(url, "secret", incarnation="viewer")
+    try:
+        view = use_of(client, a.job, lambda view: len(view.nodes) == 2 and all(one.processes for one in view.ranks))
+        assert [use.node for use in view.nodes] == ["a", "b"]
+        assert sorted(use.node for use in view.ranks) == ["a", "b"]
+        b.process.kill()
+        gone = use_of(client, a.job, lambda view: [use.node for use in view.nodes] == ["a"])
+        assert {use.node for use in gone.ranks} <= {"a"}
+    finally:
+        client.close()
