@@ -39,7 +39,7 @@ from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
-from dlrover_hooks.protocol import Attach, Heartbeat, Message, Watch
+from dlrover_hooks.protocol import Attach, Beat, Heartbeat, Message, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
@@ -364,8 +364,8 @@ class Runtime:
         if isinstance(request, Heartbeat):
             self._liveness.received(request)
         reply = await self._ask(request)
-        if isinstance(request, Heartbeat):
-            self._liveness.beat(request)
+        if isinstance(reply, Beat) and isinstance(request, Heartbeat):
+            self._liveness.beat(request, reply.interval_s)
         assert reply is not None
         return reply
 

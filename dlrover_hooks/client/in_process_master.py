@@ -23,6 +23,7 @@ from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.manifest_storage import HeldUrl, NoStorage, Storage, release
 from dlrover_hooks.protocol import (
     Attach,
+    Beat,
     Heartbeat,
     Message,
     Notice,
@@ -125,8 +126,8 @@ class InProcessMaster:
                 reply = self._wait(request, timeout_s)
             else:
                 reply = views.query(self.state, self.nodes, request)
-                if isinstance(request, Heartbeat):
-                    self._beat(request)
+                if isinstance(request, Heartbeat) and isinstance(reply, Beat):
+                    self._beat(request, reply.interval_s)
         self._tell()
         return reply
 
@@ -210,9 +211,10 @@ class InProcessMaster:
             self._catch_up()
         return reply
 
-    def _beat(self, request: Heartbeat) -> None:
+    def _beat(self, request: Heartbeat, told_s: float) -> None:
         name, now = (request.job, request.incarnation), self.clock.now()
-        heartbeats.beat(self.nodes, name, now, step=request.step, vitals=request.vitals, stall=request.stall)
+        step, vitals, stall = request.step, request.vitals, request.stall
+        heartbeats.beat(self.nodes, name, now, step=step, vitals=vitals, stall=stall, told_s=told_s)
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Deadline):

@@ -127,6 +127,8 @@ class Beat(Message, frozen=True):
     """A member is preempted: reply with `Hold`."""
     waiting: Rank = 0
     """See `Notice`."""
+    interval_s: Seconds = 0.0
+    """The next heartbeats follow at this interval, if the sender's own is shorter."""
 
 
 class Notice(Message, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrover_hooks")
 BEAT_S = 1.0
+"""Between two heartbeats, unless the master asks for a longer interval."""
 STEADY_S = 3 * BEAT_S
 """An outage of the master ends when it has answered every call for this long. An intermittent network therefore counts
 as one outage, and is logged once."""
@@ -86,7 +88,7 @@ class Reporter:
         self._stall: p.Stall | None = None
         self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
-        self._next_beat, self._ended = 0.0, False
+        self._next_beat, self._asked_s, self._ended = 0.0, 0.0, False
         self._thread = BackgroundThread(
             "dlrover-hooks-reporter",
             self._run,
@@ -150,8 +152,10 @@ class Reporter:
         if self._ended:
             return
         if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_S
+            before_s, self._next_beat = self._asked_s, time.monotonic() + max(BEAT_S, self._asked_s)
             self._beat()
+            if self._asked_s > max(BEAT_S, before_s):  # all ranks are told at about the same time
+                self._next_beat = time.monotonic() + random.uniform(BEAT_S, self._asked_s)
         if self.preemption is not None:
             self.preemption.speak(self._call)
 
@@ -241,6 +245,7 @@ class Reporter:
         beat = p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample(), stall)
         reply = self._call(beat, "beat")
         if isinstance(reply, p.Beat):
+            self._asked_s = reply.interval_s
             if self.preemption is not None:
                 self.preemption.summon(reply.parting)
             self._heard(reply)

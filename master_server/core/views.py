@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import GivenUp, Stale
+from dlrover_hooks.master.core import heartbeats
 from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
     cluster_topic,
@@ -234,7 +235,6 @@ def _locate(state: Master, nodes: Nodes, request: Locate) -> Located:
 
 
 def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
-    del nodes
     job = job_named(state, request.job)
     current = job.rounds.round
     if not knows(job, request.incarnation):
@@ -247,6 +247,7 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         may_complete=save_votes.may_complete(job.saves),
         parting=preemption_agreement.summons(job),
         waiting=job.rounds.newcomers,
+        interval_s=heartbeats.interval_s(nodes),
     )
 
 

@@ -253,7 +253,7 @@ class Post(Reporter):
             await self._turn(self._deliver)
             if self._process.clock() >= next_beat and not self._over:
                 await self._turn(self._beat)
-                next_beat = self._process.clock() + self._beat_s
+                next_beat = self._process.clock() + max(self._beat_s, self._asked_s)
             await self._speak()
 
     async def _speak(self) -> None:
