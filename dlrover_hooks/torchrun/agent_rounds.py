@@ -23,8 +23,8 @@ from dlrover_hooks.host.ports import Port
 log = logging.getLogger("dlrover_hooks.rendezvous")
 
 BEAT_S = 3.0
-"""A third of the master's lease; a longer interval that the master asks for has a longer lease. The watch reports deaths
-and newcomers; heartbeats detect hangs."""
+"""A third of the master's lease; if the master asks for a longer interval, its lease is longer, too. The watch reports
+deaths and newcomers; heartbeats detect hangs."""
 _POLL_S = 5.0
 """Longest single request: torchrun's signals raise exceptions in the thread that sends it."""
 _FAREWELL_S = 5.0

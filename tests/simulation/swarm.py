@@ -119,7 +119,7 @@ class Swarm(msgspec.Struct, frozen=True):
 
     @property
     def longest_beat_s(self) -> float:
-        """Between two heartbeats of one worker, while three processes live or are missed for each that there should be."""
+        """Between two heartbeats of one worker, while each process has two more, dead ones, that are not missed yet."""
         processes = 3 * self.nodes * (self.workers + 1)
         return max(self.beat_s, processes / self.beats_per_s + 1.0)
 
