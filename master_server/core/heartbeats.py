@@ -35,8 +35,8 @@ SILENT = "it never sent a heartbeat"
 class LivenessLease(msgspec.Struct):
     """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
-    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat. `interval_s`: the one that it was told
-    last. `judged`: there is a verdict on its `stall`.
+    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat. `interval_s`: what it was told last.
+    `judged`: there is a verdict on its `stall`.
     """
 
     until: float
