@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -56,8 +57,16 @@ class LivenessLease(msgspec.Struct):
         return min(self.until, self.suspect_until)
 
 
+class Furthest(msgspec.Struct):
+    """The greatest step that any of `names` has reported, and how many of those that are tracked have reported it."""
+
+    names: Mapping[str, object]
+    step: int
+    count: int
+
+
 class Nodes(msgspec.Struct):
-    """All pulses. Times are seconds of a monotonic clock."""
+    """All pulses. Times are seconds of a monotonic clock. `furthest`: by job, while it is known."""
 
     lease_s: float = 10.0
     suspicion_s: float = 0.5
@@ -65,6 +74,7 @@ class Nodes(msgspec.Struct):
     beats_per_s: float = BEATS_PER_S
     pulses: dict[Name, LivenessLease] = {}
     heap: list[tuple[float, str, str]] = []
+    furthest: dict[str, Furthest] = {}
 
 
 def interval_s(nodes: Nodes, more: int = 0) -> float:
@@ -97,7 +107,8 @@ def beat(
     pulse = _pulse(nodes, name, now)
     pulse.interval_s = pulse.interval_s if told_s is None else told_s
     pulse.until, pulse.suspect_until, pulse.beats = now + lease_of(nodes, pulse), math.inf, True
-    pulse.step = max(pulse.step, step)
+    if step > pulse.step:
+        _advance(nodes, name, pulse, step)
     pulse.vitals, pulse.stall, pulse.judged = vitals or pulse.vitals, stall, pulse.judged and stall is not None
     _queue(nodes, name, pulse)
 
@@ -157,7 +168,37 @@ def grant(nodes: Nodes, now: float, missed_s: float) -> None:
 
 def forget(nodes: Nodes, name: Name) -> None:
     """Stop the tracking. The heap entry is skipped when it is popped."""
-    nodes.pulses.pop(name, None)
+    _untrack(nodes, name)
+
+
+def furthest(nodes: Nodes, job: str, names: Mapping[str, object]) -> int:
+    """The greatest step that a heartbeat of the job's processes `names` has reported. O(1) with the same object as in
+    the last call, while a process is tracked that has reported this step.
+    """
+    found = nodes.furthest.get(job)
+    if found is None or found.names is not names:
+        steps = [pulse.step for name in names if (pulse := nodes.pulses.get((job, name))) is not None]
+        if not steps:
+            return 0
+        found = nodes.furthest[job] = Furthest(names, max(steps), steps.count(max(steps)))
+    return found.step
+
+
+def _advance(nodes: Nodes, name: Name, pulse: LivenessLease, step: int) -> None:
+    """A process has reported a greater step than before."""
+    pulse.step, top = step, nodes.furthest.get(name[0])
+    if top is None or step < top.step or name[1] not in top.names:
+        return
+    top.step, top.count = step, 1 if step > top.step else top.count + 1
+
+
+def _untrack(nodes: Nodes, name: Name) -> None:
+    pulse, top = nodes.pulses.pop(name, None), nodes.furthest.get(name[0])
+    if pulse is None or top is None or pulse.step < top.step or name[1] not in top.names:
+        return
+    top.count -= 1
+    if not top.count:
+        del nodes.furthest[name[0]]
 
 
 def next_at(nodes: Nodes) -> float:
@@ -177,7 +218,7 @@ def verdicts(nodes: Nodes, now: float) -> list[Lost]:
         if pulse.ears and not pulse.beats:
             pulse.until = max(pulse.until, now + GRACE_S)
         if pulse.end <= now:
-            del nodes.pulses[job, incarnation]
+            _untrack(nodes, (job, incarnation))
             dead.append(Lost(job=job, incarnation=incarnation, reason=_reason(nodes, pulse)))
         else:
             _queue(nodes, (job, incarnation), pulse)

@@ -130,8 +130,10 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     if unseated:  # the worker's own join may still arrive
         job.failures += event.exit_code not in _POLITE
         rendezvous.remember(job.rounds, event.worker)
-    if member is not None:
+    if member is not None and job.rounds.round is not None:
+        job.rounds.round.census.take_out(member)
         member.exit_code = event.exit_code
+        job.rounds.round.census.add(member)
     how = _POLITE.get(event.exit_code, rendezvous.LOST)
     if how == rendezvous.DONE and member is not None and member.attached:
         how = rendezvous.EXITED

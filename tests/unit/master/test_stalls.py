@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dlrover_hooks.master.core import heartbeats, stalls
 from dlrover_hooks.master.core.heartbeats import Nodes
-from dlrover_hooks.master.core.rounds.rendezvous import Member, Round
+from dlrover_hooks.master.core.rounds.members import Member
+from dlrover_hooks.master.core.rounds.rendezvous import Round
 from dlrover_hooks.master.core.stalls import verdict
 from dlrover_hooks.protocol import Departure, Phase, Stall
 
