@@ -27,26 +27,39 @@ class Limits(msgspec.Struct, frozen=True):
     """From the first byte of a request to the end of its headers."""
     stranger_s: float = 30.0
     strangers: int = 2048
+    connections: int = 1 << 20
+    """Most connections of all peers. The first request on another one is refused, so that the master keeps the
+    descriptors that its journal and storage need."""
 
 
 class UnauthenticatedConnections:
-    """The connections that have not sent the token, oldest first. A new connection above the limit aborts the oldest:
-    clients that have the token send it at once.
+    """The connections that have not sent the token, oldest first, and the number of all. A new connection above a limit
+    aborts the oldest without the token: clients that have the token send it at once.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._open: dict[Connection, asyncio.TimerHandle] = {}
+        self._count = 0
+        """Of all connections, with and without the token."""
 
-    def add(self, connection: Connection) -> None:
-        """Register an accepted connection."""
-        while len(self._open) >= self.limits.strangers:
+    def add(self, connection: Connection) -> bool:
+        """Register an accepted connection. False: there are too many, and its first request is to be refused."""
+        self._count += 1
+        full = self._count > self.limits.connections
+        while len(self._open) >= (1 if full else self.limits.strangers):
             next(iter(self._open)).abort("there are too many connections without the token")
         late = f"it has not shown the token within {self.limits.stranger_s:g} s"
         self._open[connection] = connection.loop.call_later(self.limits.stranger_s, connection.abort, late)
+        return not full
+
+    def lost(self, connection: Connection) -> None:
+        """A registered connection has ended."""
+        self._count -= 1
+        self.discard(connection)
 
     def discard(self, connection: Connection) -> None:
-        """Remove a connection that has sent the token or has ended. Idempotent."""
+        """Remove a connection that has sent the token or is being ended. Idempotent."""
         if (timer := self._open.pop(connection, None)) is not None:
             timer.cancel()
 
@@ -59,6 +72,7 @@ class Connection(HttpToolsProtocol):
         self._strangers, self._limits = strangers, strangers.limits
         self._unfinished_bytes, self._advanced, self._in_head = 0, False, False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._admitted = True
 
     def welcome(self) -> None:
         """The peer has sent the token. Idempotent."""
@@ -73,16 +87,19 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        self._strangers.add(self)
+        self._admitted = self._strangers.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        self._strangers.discard(self)
+        self._strangers.lost(self)
         self._stop_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        if not self._admitted:
+            self._refuse_for_files()
+            return
         self._advanced = False
         super().data_received(data)
         if self.transport.is_closing():
@@ -121,11 +138,18 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, status: int, detail: str) -> None:
+    def _refuse_for_files(self) -> None:
+        most = self._limits.connections
+        log.warning("the connection of %s is refused: %d are open, as many as may be. %s", self.client, most, _FILES)
+        self._refuse(503, f"This master has {most} connections, as many as it may have.", _FILES)
+
+    def _refuse(self, status: int, detail: str, hint: str = "") -> None:
         """Respond and close; only close while the response to an earlier request is incomplete."""
         log.info("a request of %s is refused: %s", self.client, detail)
         if self.cycle is None or self.cycle.response_complete:
-            problem = Problem(type="MasterError", title="Request refused", status=status, detail=detail, hint=_HINT)
+            problem = Problem(
+                type="MasterError", title="Request refused", status=status, detail=detail, hint=hint or _HINT
+            )
             body = msgspec.json.encode(problem)
             head = b"content-type: application/problem+json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head % len(body) + body)
@@ -133,3 +157,6 @@ class Connection(HttpToolsProtocol):
 
 
 _HINT = "Send the whole request at once, with fewer and shorter headers."
+_FILES = (
+    "Raise the limit on open files of the master's process (ulimit -n): a worker has two connections, an agent one."
+)
