@@ -142,7 +142,7 @@ class InProcessMaster:
     ) -> InProcessWatch:
         """Report broken rounds and the end of `job`. Callbacks run in the thread that caused them, without locks."""
         del on_error, on_failure  # no request can fail, and a callback's error is raised to the call that caused it
-        ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation), on_notice)
+        ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation, parting=0), on_notice)
         with self._changed:
             self._ears.append(ear)
             if incarnation:

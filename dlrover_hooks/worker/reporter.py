@@ -53,6 +53,10 @@ class _Woken(NamedTuple):
     """Something is to be sent at once."""
 
 
+class _BeatNow(NamedTuple):
+    """The next heartbeat is to be sent at once."""
+
+
 class Reporter:
     """Owns the thread `dlrover-hooks-reporter`; the session calls `start` and `stop`, all on the training thread.
 
@@ -80,7 +84,7 @@ class Reporter:
         """Its messages are sent along with the heartbeats."""
         self._caller, self._job, self._engine = caller, job, engine
         self._incarnation, self._rank, self._world_size = place_
-        self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | None] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | _BeatNow | None] = queue.SimpleQueue()
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
         self._vitals = Sampler()
@@ -134,6 +138,10 @@ class Reporter:
         """The preemption has messages. Usable in a signal handler: `SimpleQueue.put` is reentrant."""
         self._notices.put(_Woken())
 
+    def beat_now(self) -> None:
+        """The master has news for this rank. Any thread."""
+        self._notices.put(_BeatNow())
+
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -159,8 +167,11 @@ class Reporter:
         if self.preemption is not None:
             self.preemption.speak(self._call)
 
-    def _take(self, notice: Keepers | _Saved | _Skipped | _Woken) -> None:
+    def _take(self, notice: Keepers | _Saved | _Skipped | _Woken | _BeatNow) -> None:
         if isinstance(notice, _Woken):
+            return
+        if isinstance(notice, _BeatNow):
+            self._next_beat = 0.0
             return
         if isinstance(notice, _Skipped):
             self.generations.skipped(notice.generation)

@@ -239,6 +239,9 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
         return Notice(round=current.number, broken=broken, finished=job.finished)
     if job.ending is not None and request.incarnation not in current.members:
         return Notice(round=current.number, finished=True)
+    told = request.parting if request.incarnation in current.members else None
+    if told is not None and told < current.number and preemption_agreement.summons(job):
+        return Notice(round=current.number, waiting=request.waiting, parting=True)
     waiting = job.rounds.newcomers
     if waiting == request.waiting or not rendezvous.regroups(current, request.incarnation):
         return None

@@ -101,3 +101,21 @@ def test_a_new_life_waits_for_what_the_one_before_has_told(tmp_path: Path) -> No
 
     asyncio.run(first())
     asyncio.run(second())
+
+
+def test_a_preemption_is_told_on_the_liveness_connection() -> None:
+    """Once for each round: with long intervals a heartbeat would bring the news late. Agents, and clients that do not
+    ask for such notices, get none.
+    """
+    master, told = MasterFake(), list[tuple[str, p.Notice]]()
+    for agent in ("a", "b"):
+        master.call(join(agent, 1, lives=agent))
+    for name in ("a0", "b0", "a"):
+        master.watch("job", lambda notice, name=name: told.append((name, notice)), incarnation=name)
+    master._ears[0].request = p.Watch("job", "a0")
+    for agent in ("a", "b"):
+        master.call(attach(f"{agent}0", agent))
+    for node in ("node-a", "node-b"):
+        master.call(p.Preempt("job", "a0", node, 60.0, "spot"))
+        master.call(p.Heartbeat("job", "b0"))
+    assert told == [("b0", p.Notice(round=1, parting=True))]

@@ -228,6 +228,17 @@ def test_heartbeats_follow_at_the_interval_that_the_master_asks_for(
     assert {later - before for before, later in itertools.pairwise(heard[11:])} == {10.0}
 
 
+def test_news_of_a_preemption_need_not_wait_for_the_interval(line: Line) -> None:
+    line.master.nodes.beats_per_s = 1e-6
+    line.master.call(p.Heartbeat("j", "w"))  # the master asks all that it knows for a heartbeat each 11 days
+    made = Reporter(line, "j", ("w", 0, 1), None)
+    made.start(p.Cadence())
+    line.wait(lambda: line._calls == 1)
+    made.beat_now()
+    line.wait(lambda: line._calls == 2)
+    made.stop()
+
+
 def test_a_stall_is_said_once_and_shown_while_it_lasts(
     line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
