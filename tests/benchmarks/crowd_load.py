@@ -45,6 +45,7 @@ class Agent:
         self.workers = [Worker(master, self, f"{self.name}.{index}", index) for index in range(workers)]
 
     async def join(self, world: int) -> None:
+        await self.ear.open()
         seats = tuple(p.Seat(worker.name, worker.local_rank) for worker in self.workers)
         await self.ear.ask(
             p.Join("crowd", self.name, self.name, seats, "10.0.0.1", 29500, world // 2, world, "run", 60.0, sole=True)
@@ -71,9 +72,10 @@ class Worker:
         self.broken = asyncio.Event()
         self.asked_s, self.beats = 0.0, 0
 
-    async def attach(self, after: int) -> None:
-        """Attach, and wait for the plan."""
+    async def attach(self) -> None:
         await self.line.ask(p.Attach("crowd", self.name, self.agent.name, 1, recovers=True))
+
+    async def plan(self, after: int) -> None:
         while True:
             reply = await self.line.ask(p.AwaitPlan("crowd", self.name, after, POLL_S))
             if msgspec.json.decode(reply, type=p.Plan).number:
@@ -111,7 +113,8 @@ class Worker:
             seated = msgspec.json.decode(await self.line.ask(p.AwaitRound("crowd", name, 1, POLL_S)), type=p.Seated)
             if seated.round is not None:
                 break
-        await self.attach(2)
+        await self.attach()
+        await self.plan(2)
 
     async def poll(self) -> None:
         """A long-poll that is not answered before its end."""
@@ -129,18 +132,22 @@ class Crowd:
         self._tasks: dict[object, list[asyncio.Task[None]]] = {}
 
     async def form(self) -> float:
-        """Open all connections and form the round. Returns seconds from the first join to the last plan."""
-        lines = [agent.ear for agent in self.agents]
-        lines += [line for worker in self.workers for line in (worker.line, worker.ear)]
-        await _some(line.open() for line in lines)
+        """Form the round. Returns seconds from the first connection to the last plan."""
         began = time.perf_counter()
         await _some(agent.join(len(self.workers)) for agent in self.agents)
         await asyncio.gather(*[agent.seat() for agent in self.agents])
-        await asyncio.gather(*[worker.attach(0) for worker in self.workers])
+        await _some(self._enter(worker) for worker in self.workers)
+        await asyncio.gather(*[worker.plan(0) for worker in self.workers])
         took_s = time.perf_counter() - began
-        for one in (*self.agents, *self.workers):
-            self._tasks[one] = [asyncio.ensure_future(one.listen())]
+        for agent in self.agents:
+            self._tasks[agent] = [asyncio.ensure_future(agent.listen())]
         return took_s
+
+    async def _enter(self, worker: Worker) -> None:
+        await worker.line.open()
+        await worker.attach()
+        await worker.ear.open()
+        self._tasks[worker] = [asyncio.ensure_future(worker.listen())]
 
     async def beat(self) -> Figures:
         """CPU time of the master for a heartbeat, at the interval that it asks for."""
