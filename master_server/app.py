@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
+from starlette.types import Receive, Scope, Send
 
 from dlrover_hooks.errors import BadRequest, HooksError, TooLarge, Unauthorized
 from dlrover_hooks.master import openapi
@@ -41,7 +42,8 @@ class App:
         self.runtime, self.metrics = runtime, metrics
         self._token, self._body_limit_bytes = token, body_limit_bytes
         self._openapi = msgspec.json.encode(openapi.document())
-        self.asgi = Starlette(
+        self._by_path = {row.path: self._endpoint(row) for row in ROUTES if row.method == "POST"}
+        self._starlette = Starlette(
             routes=[
                 *(
                     HttpRoute(_with_slashes(row.path), self._endpoint(row), methods=[row.method])
@@ -54,6 +56,21 @@ class App:
             ],
             exception_handlers={HTTPException: _http_problem, HooksError: _problem, Exception: _bug},
         )
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application. Requests of the protocol's fixed paths, of which thousands may wait at the same time, do not
+        pass through starlette's router and middleware.
+        """
+        endpoint = self._by_path.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._starlette(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            response = await _bug(request, error)
+        await response(scope, receive, send)
 
     # ---- routes of the protocol --------------------------------------------------------------------------------------
 
@@ -84,7 +101,7 @@ class App:
         _check_protocol(request)
         message = _from_url(row, request) if row.in_url else _decode(decoder, await self._body(request))
         if row.waits:
-            return _json(await _unless_gone(request, self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
+            return _json(await _unless_gone(request, lambda: self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
         if row.event:
             return _json(await self.runtime.event(message, _key(request, message)))
         return _json(await self.runtime.query(message))
@@ -146,24 +163,31 @@ _LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
 """Longer paths are matched first: otherwise a name with slashes would match the rest of a longer path."""
 
 
-async def _unless_gone(request: Request, work: Any) -> Message:
-    """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected."""
-    waiting = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+async def _unless_gone(request: Request, work: Callable[[], Awaitable[Message]]) -> Message:
+    """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected.
+
+    A callback, not a second task that waits for it: that would take half of the memory of an open long-poll.
+    """
+    connection, waiting = request.scope["state"]["connection"], asyncio.current_task()
+    gone = connection.transport.is_closing()
+
+    def lost() -> None:
+        nonlocal gone
+        gone = True
+        if waiting is not None:
+            waiting.cancel()
+
+    connection.on_lost = lost
     try:
-        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        raise ClientDisconnect
+        if gone:
+            raise ClientDisconnect
+        return await work()
+    except asyncio.CancelledError:
+        if gone:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (waiting, gone):
-            task.cancel()
-        await asyncio.gather(waiting, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        connection.on_lost = None
 
 
 def _from_url(row: Route, request: Request) -> Message:

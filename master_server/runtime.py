@@ -402,7 +402,12 @@ class Runtime:
                 left = None if until is None else until - self._loop.time()
                 if left is not None and left <= 0:
                     return _nothing(request)
-                await asyncio.wait([woken], timeout=left)
+                timer = self._loop.call_later(left, _settle, woken, None) if left is not None else None
+                try:
+                    await woken  # not asyncio.wait: for thousands of open long-polls its memory counts
+                finally:
+                    if timer is not None:
+                        timer.cancel()
         raise _ending()
 
     @contextlib.contextmanager
