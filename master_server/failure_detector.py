@@ -129,7 +129,7 @@ class Liveness:
         elif isinstance(event, OpenLedger):
             name = (event.job, event.incarnation)
             self._heard(name, self._worker_s(name))
-        elif isinstance(event, Join | TakeLeases | RegisterTask):
+        elif isinstance(event, (Join, TakeLeases, RegisterTask)):
             self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
         elif isinstance(event, Leave):
             heartbeats.forget(self._nodes, (event.job, event.incarnation))
@@ -141,7 +141,7 @@ class Liveness:
 
         Those of tasks say nothing: the sockets of a stopped process stay open.
         """
-        if isinstance(request, AwaitTasks | AwaitCluster):
+        if isinstance(request, (AwaitTasks, AwaitCluster)):
             return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
@@ -155,7 +155,7 @@ class Liveness:
 
         A client that waits for a round or a lease polls again at once; a worker that received its plan may be busy.
         """
-        if isinstance(request, AwaitTasks | AwaitCluster):
+        if isinstance(request, (AwaitTasks, AwaitCluster)):
             return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
