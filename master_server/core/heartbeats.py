@@ -7,7 +7,8 @@ kernel reports a real death at once, so silence alone (C code that holds the GIL
 `open_lease_s`. There is one heap entry per incarnation, renewed when it is popped: each sign of life costs O(1).
 
 All senders together send at most `beats_per_s`: each reply states the interval that this needs, and leases are at least
-`MISSED` intervals. A closed connection is detected as fast as before.
+`MISSED` intervals. A closed connection is detected as fast as before. If thousands close at once, as when a proxy is
+restarted, the master needs seconds to accept them again: nobody is dead before it could have done so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ GRACE_S = 300.0
 """Grace period before the first heartbeat: a worker may import or load for so long."""
 BEATS_PER_S = 1000.0
 """A heartbeat over HTTP takes 0.2 to 0.4 ms of a core (`make bench-master`): they take less than half of one."""
+RECONNECTS_PER_S = 1000.0
+"""Connections that a busy master accepts again in a second, each with its first request; an idle one twice as many."""
+LOOK_S = 0.1
+"""Shortest time between two looks at a process that may be late because of the others."""
 MISSED = 3
 """A lease is at least so many intervals: two lost heartbeats in a row are no death."""
 
@@ -36,14 +41,16 @@ SILENT = "it never sent a heartbeat"
 class LivenessLease(msgspec.Struct):
     """The liveness of one incarnation: it is dead after `until`, or after `suspect_until` once its connection ended.
 
-    `ears`: number of its open watch connections. `beats`: it has sent a heartbeat. `interval_s`: what it was told last.
-    `judged`: there is a verdict on its `stall`.
+    `ears`: number of its open watch connections. `cut`: the last one has ended without an answer, and it has sent
+    nothing since. `beats`: it has sent a heartbeat. `interval_s`: what it was told last. `judged`: there is a verdict
+    on its `stall`.
     """
 
     until: float
     queued: float = math.inf
     suspect_until: float = math.inf
     ears: int = 0
+    cut: bool = False
     beats: bool = False
     interval_s: float = 0.0
     step: int = 0
@@ -66,7 +73,7 @@ class Furthest(msgspec.Struct):
 
 
 class Nodes(msgspec.Struct):
-    """All pulses. Times are seconds of a monotonic clock. `furthest`: by job, while it is known."""
+    """All pulses. Times are seconds of a monotonic clock. `cut`: how many are cut. `furthest`: by job, if known."""
 
     lease_s: float = 10.0
     suspicion_s: float = 0.5
@@ -74,6 +81,7 @@ class Nodes(msgspec.Struct):
     beats_per_s: float = BEATS_PER_S
     pulses: dict[Name, LivenessLease] = {}
     heap: list[tuple[float, str, str]] = []
+    cut: int = 0
     furthest: dict[str, Furthest] = {}
 
 
@@ -106,7 +114,8 @@ def beat(
     """
     pulse = _pulse(nodes, name, now)
     pulse.interval_s = pulse.interval_s if told_s is None else told_s
-    pulse.until, pulse.suspect_until, pulse.beats = now + lease_of(nodes, pulse), math.inf, True
+    pulse.until, pulse.beats = now + lease_of(nodes, pulse), True
+    _clear(nodes, pulse)
     if step > pulse.step:
         _advance(nodes, name, pulse, step)
     pulse.vitals, pulse.stall, pulse.judged = vitals or pulse.vitals, stall, pulse.judged and stall is not None
@@ -122,7 +131,8 @@ def lease_of(nodes: Nodes, pulse: LivenessLease) -> float:
 def heard(nodes: Nodes, name: Name, now: float, for_s: float) -> None:
     """Another sign of life, which is valid for at least `for_s`."""
     pulse = _pulse(nodes, name, now)
-    pulse.until, pulse.suspect_until = max(pulse.until, now + for_s), math.inf
+    pulse.until = max(pulse.until, now + for_s)
+    _clear(nodes, pulse)
     _queue(nodes, name, pulse)
 
 
@@ -152,6 +162,8 @@ def closed(nodes: Nodes, name: Name, now: float, *, answered: bool = False) -> N
     pulse.ears = max(0, pulse.ears - 1)
     if pulse.ears == 0:
         silent_s = silence_s(nodes, pulse)
+        nodes.cut += (not answered) - pulse.cut
+        pulse.cut = not answered
         pulse.suspect_until = now + (silent_s if answered else nodes.suspicion_s)
         if pulse.beats:
             pulse.until = min(pulse.until, now + silent_s)
@@ -194,6 +206,7 @@ def _advance(nodes: Nodes, name: Name, pulse: LivenessLease, step: int) -> None:
 
 def _untrack(nodes: Nodes, name: Name) -> None:
     pulse, top = nodes.pulses.pop(name, None), nodes.furthest.get(name[0])
+    nodes.cut -= pulse is not None and pulse.cut
     if pulse is None or top is None or pulse.step < top.step or name[1] not in top.names:
         return
     top.count -= 1
@@ -217,9 +230,12 @@ def verdicts(nodes: Nodes, now: float) -> list[Lost]:
         pulse.queued = math.inf
         if pulse.ears and not pulse.beats:
             pulse.until = max(pulse.until, now + GRACE_S)
-        if pulse.end <= now:
-            _untrack(nodes, (job, incarnation))
+        if pulse.cut and pulse.until > now and (back_at := _back_at(nodes, pulse)) > now:
+            pulse.queued = min(back_at, now + max(nodes.suspicion_s, LOOK_S))
+            heapq.heappush(nodes.heap, (pulse.queued, job, incarnation))
+        elif pulse.end <= now:
             dead.append(Lost(job=job, incarnation=incarnation, reason=_reason(nodes, pulse)))
+            _untrack(nodes, (job, incarnation))
         else:
             _queue(nodes, (job, incarnation), pulse)
     return dead
@@ -235,6 +251,17 @@ def _pulse(nodes: Nodes, name: Name, now: float) -> LivenessLease:
     if name not in nodes.pulses:
         nodes.pulses[name] = LivenessLease(until=now)
     return nodes.pulses[name]
+
+
+def _clear(nodes: Nodes, pulse: LivenessLease) -> None:
+    """Drop the suspicion."""
+    nodes.cut -= pulse.cut
+    pulse.cut, pulse.suspect_until = False, math.inf
+
+
+def _back_at(nodes: Nodes, pulse: LivenessLease) -> float:
+    """Until when a process whose connection was cut may connect again, if all do that are cut now."""
+    return pulse.suspect_until - nodes.suspicion_s + max(nodes.suspicion_s, nodes.cut / RECONNECTS_PER_S)
 
 
 def _queue(nodes: Nodes, name: Name, pulse: LivenessLease) -> None:

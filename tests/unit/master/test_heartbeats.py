@@ -56,6 +56,41 @@ def test_a_closed_connection_is_noticed_as_fast_in_a_large_job() -> None:
     assert [lost.incarnation for lost in heartbeats.verdicts(nodes, 35.0)] == ["w1"]
 
 
+def test_thousands_of_connections_that_close_at_once_have_the_time_to_connect_again() -> None:
+    """As when a proxy is restarted: the master accepts 1000 connections a second. The one that does not come back is
+    lost once the others are here.
+    """
+    nodes, back, found = tracked(0), 3.0, list[tuple[float, str]]()
+    names = [("job", f"w{index}") for index in range(4000)]
+    for name in names:
+        heartbeats.opened(nodes, name, 0.0)
+        heartbeats.beat(nodes, name, 0.0)
+        heartbeats.closed(nodes, name, 0.0)
+    assert nodes.cut == 4000
+    for tenth in range(100):
+        now = tenth / 10
+        if now == back:
+            for name in names[1:]:
+                heartbeats.opened(nodes, name, now)
+        found += [(now, lost.incarnation) for lost in heartbeats.verdicts(nodes, now)]
+    ((at, who),) = found
+    assert who == "w0"
+    assert back <= at <= back + nodes.suspicion_s
+    assert nodes.cut == 0
+
+
+def test_all_that_are_dead_are_found_although_they_are_many() -> None:
+    nodes = tracked(0)
+    for index in range(4000):
+        heartbeats.opened(nodes, ("job", f"w{index}"), 0.0)
+        heartbeats.beat(nodes, ("job", f"w{index}"), 0.0)
+        heartbeats.closed(nodes, ("job", f"w{index}"), 0.0)
+    found = [lost for tenth in range(41) for lost in heartbeats.verdicts(nodes, tenth / 10)]
+    assert len(found) == 4000
+    assert {lost.reason for lost in found} == {"its connection was lost"}
+    assert (nodes.cut, nodes.pulses) == (0, {})
+
+
 def test_a_stopped_worker_is_lost_after_the_lease_of_open_connections() -> None:
     """SIGSTOP: its connection stays open, and it sends nothing."""
     nodes = tracked(1)
