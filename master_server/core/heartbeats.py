@@ -30,8 +30,6 @@ BEATS_PER_S = 1000.0
 """A heartbeat over HTTP takes 0.2 to 0.4 ms of a core (`make bench-master`): they take less than half of one."""
 RECONNECTS_PER_S = 1000.0
 """Connections that a busy master accepts again in a second, each with its first request; an idle one twice as many."""
-LOOK_S = 0.1
-"""Shortest time between two looks at a process that may be late because of the others."""
 MISSED = 3
 """A lease is at least so many intervals: two lost heartbeats in a row are no death."""
 
@@ -73,7 +71,9 @@ class Furthest(msgspec.Struct):
 
 
 class Nodes(msgspec.Struct):
-    """All pulses. Times are seconds of a monotonic clock. `cut`: how many are cut. `furthest`: by job, if known."""
+    """All pulses. Times are seconds of a monotonic clock. `cut`: how many are cut; `most_cut`: the most since it was 0.
+    `furthest`: by job, if known.
+    """
 
     lease_s: float = 10.0
     suspicion_s: float = 0.5
@@ -82,6 +82,7 @@ class Nodes(msgspec.Struct):
     pulses: dict[Name, LivenessLease] = {}
     heap: list[tuple[float, str, str]] = []
     cut: int = 0
+    most_cut: int = 0
     furthest: dict[str, Furthest] = {}
 
 
@@ -162,8 +163,7 @@ def closed(nodes: Nodes, name: Name, now: float, *, answered: bool = False) -> N
     pulse.ears = max(0, pulse.ears - 1)
     if pulse.ears == 0:
         silent_s = silence_s(nodes, pulse)
-        nodes.cut += (not answered) - pulse.cut
-        pulse.cut = not answered
+        _cut(nodes, pulse, now_cut=not answered)
         pulse.suspect_until = now + (silent_s if answered else nodes.suspicion_s)
         if pulse.beats:
             pulse.until = min(pulse.until, now + silent_s)
@@ -206,7 +206,8 @@ def _advance(nodes: Nodes, name: Name, pulse: LivenessLease, step: int) -> None:
 
 def _untrack(nodes: Nodes, name: Name) -> None:
     pulse, top = nodes.pulses.pop(name, None), nodes.furthest.get(name[0])
-    nodes.cut -= pulse is not None and pulse.cut
+    if pulse is not None:
+        _cut(nodes, pulse, now_cut=False)
     if pulse is None or top is None or pulse.step < top.step or name[1] not in top.names:
         return
     top.count -= 1
@@ -231,8 +232,8 @@ def verdicts(nodes: Nodes, now: float) -> list[Lost]:
         if pulse.ears and not pulse.beats:
             pulse.until = max(pulse.until, now + GRACE_S)
         if pulse.cut and pulse.until > now and (back_at := _back_at(nodes, pulse)) > now:
-            pulse.queued = min(back_at, now + max(nodes.suspicion_s, LOOK_S))
-            heapq.heappush(nodes.heap, (pulse.queued, job, incarnation))
+            pulse.queued = back_at
+            heapq.heappush(nodes.heap, (back_at, job, incarnation))
         elif pulse.end <= now:
             dead.append(Lost(job=job, incarnation=incarnation, reason=_reason(nodes, pulse)))
             _untrack(nodes, (job, incarnation))
@@ -255,13 +256,19 @@ def _pulse(nodes: Nodes, name: Name, now: float) -> LivenessLease:
 
 def _clear(nodes: Nodes, pulse: LivenessLease) -> None:
     """Drop the suspicion."""
-    nodes.cut -= pulse.cut
-    pulse.cut, pulse.suspect_until = False, math.inf
+    _cut(nodes, pulse, now_cut=False)
+    pulse.suspect_until = math.inf
+
+
+def _cut(nodes: Nodes, pulse: LivenessLease, *, now_cut: bool) -> None:
+    nodes.cut += now_cut - pulse.cut
+    nodes.most_cut = max(nodes.most_cut, nodes.cut) if nodes.cut else 0
+    pulse.cut = now_cut
 
 
 def _back_at(nodes: Nodes, pulse: LivenessLease) -> float:
-    """Until when a process whose connection was cut may connect again, if all do that are cut now."""
-    return pulse.suspect_until - nodes.suspicion_s + max(nodes.suspicion_s, nodes.cut / RECONNECTS_PER_S)
+    """Until when a process whose connection was cut may connect again, if all do that were cut with it."""
+    return pulse.suspect_until - nodes.suspicion_s + max(nodes.suspicion_s, nodes.most_cut / RECONNECTS_PER_S)
 
 
 def _queue(nodes: Nodes, name: Name, pulse: LivenessLease) -> None:
