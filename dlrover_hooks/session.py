@@ -417,5 +417,7 @@ class Session:
         return view.newest_committed is not None and view.newest_committed >= generation
 
     def _noticed(self, notice: p.Notice) -> None:
+        if notice.parting:
+            self.parting.summoned()
         if notice.broken:
             log.info("rank %d: round %d lost a member", self.place.rank, notice.round)

@@ -40,7 +40,8 @@ FAILED = 70
 """Exit code (EX_SOFTWARE): this process failed; a restarted one may take over."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """Detect a lost host, whose kernel reports nothing, after 25 s. Connections inherit the listener's options."""
-_KEEP_ALIVE_S = 3600
+_OTHER_FILES = 128
+"""Descriptors for the journal, storage and what Python opens; the rest are for connections."""
 _COLLECT_AT = (100_000, 20, 100)
 """Garbage collector thresholds. Thousands of open long-polls make a large heap, and searching it for cycles costs more
 than the requests. With Python's default (700, 10, 10), a rendezvous of 1000 nodes took six times the CPU time."""
@@ -199,16 +200,19 @@ async def _serve(options: ServeOptions, listener: socket.socket, journal: Journa
 
 def _config(options: ServeOptions, app: App) -> uvicorn.Config:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = Limits(strangers=max(16, min(Limits().strangers, files // 4)))
+    limits = Limits(
+        strangers=max(16, min(Limits().strangers, files // 4)), connections=max(files // 2, files - _OTHER_FILES)
+    )
     return uvicorn.Config(
         app.asgi,
         http=functools.partial(Connection, UnauthenticatedConnections(limits)),  # type: ignore[arg-type]  # it is only called
+        interface="asgi3",
+        proxy_headers=False,  # nothing reads them
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
         backlog=4096,
         ssl_certfile=options.ssl_certfile,

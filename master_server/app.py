@@ -7,16 +7,18 @@ import hmac
 import ipaddress
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
+from starlette.types import Receive, Scope, Send
 
 from dlrover_hooks.errors import BadRequest, HooksError, TooLarge, Unauthorized
 from dlrover_hooks.master import openapi
@@ -29,6 +31,8 @@ log = logging.getLogger("dlrover_hooks.master")
 BODY_LIMIT_BYTES = 16 * 2**20
 PROTOCOL_HEADER = "X-Dlrover-Hooks-Protocol"
 KEY_HEADER = "Idempotency-Key"
+_PROTOCOL_HEADER, _KEY_HEADER = PROTOCOL_HEADER.lower().encode(), KEY_HEADER.lower().encode()
+_SPOKEN = (b"%d" % PROTOCOL, b"%d" % (PROTOCOL - 1))
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -40,8 +44,10 @@ class App:
     ) -> None:
         self.runtime, self.metrics = runtime, metrics
         self._token, self._body_limit_bytes = token, body_limit_bytes
+        self._bearer = _header_value(f"Bearer {token}") if token is not None else None
         self._openapi = msgspec.json.encode(openapi.document())
-        self.asgi = Starlette(
+        self._by_path = {row.path: self._endpoint(row) for row in ROUTES if row.method == "POST"}
+        self._starlette = Starlette(
             routes=[
                 *(
                     HttpRoute(_with_slashes(row.path), self._endpoint(row), methods=[row.method])
@@ -55,10 +61,26 @@ class App:
             exception_handlers={HTTPException: _http_problem, HooksError: _problem, Exception: _bug},
         )
 
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application. Requests of the protocol's fixed paths, of which thousands may wait at the same time, do not
+        pass through starlette's router and middleware.
+        """
+        endpoint = self._by_path.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._starlette(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            response = await _bug(request, error)
+        await response(scope, receive, send)
+
     # ---- routes of the protocol --------------------------------------------------------------------------------------
 
     def _endpoint(self, row: Route) -> Endpoint:
         decoder = msgspec.json.Decoder(row.request)
+        counters: dict[int, Counter] = {}
 
         async def endpoint(request: Request) -> Response:
             status = 500
@@ -72,26 +94,29 @@ class App:
                 response = await _problem(request, error)
                 status = response.status_code
             finally:
-                self.metrics.requests.labels(row.path, str(status)).inc()
+                if status not in counters:
+                    counters[status] = self.metrics.requests.labels(row.path, str(status))
+                counters[status].inc()
             return response
 
         return endpoint
 
     async def _respond(self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
-        self._authorize(request)
+        headers = dict[bytes, bytes](request.scope["headers"])  # starlette's would be searched for each name
+        self._authorize(request, headers)
         if self._token is None:
             _check_browser(request)
-        _check_protocol(request)
+        _check_protocol(headers)
         message = _from_url(row, request) if row.in_url else _decode(decoder, await self._body(request))
         if row.waits:
-            return _json(await _unless_gone(request, self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
+            return _Reply(await _unless_gone(request, lambda: self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
         if row.event:
-            return _json(await self.runtime.event(message, _key(request, message)))
-        return _json(await self.runtime.query(message))
+            return _Reply(await self.runtime.event(message, _key(headers, message)))
+        return _Reply(await self.runtime.query(message))
 
-    def _authorize(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if self._token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+    def _authorize(self, request: Request, headers: Mapping[bytes, bytes]) -> None:
+        given = headers.get(b"authorization", b"")
+        if self._bearer is not None and not hmac.compare_digest(given, self._bearer):
             raise Unauthorized(
                 "The bearer token is wrong or missing.", hint="Set DLROVER_HOOKS_TOKEN to the master's token."
             )
@@ -101,13 +126,15 @@ class App:
         """The complete body. Up to 4 times the limit is read, so that the sender of a larger body gets the error."""
         limit = self._body_limit_bytes
         chunks: list[bytes] = []
-        size = 0
-        async for chunk in request.stream():
+        size, more = 0, True
+        while more and size <= 4 * limit:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk, more = message.get("body", b""), message.get("more_body", False)
             size += len(chunk)
             if size <= limit:
                 chunks.append(chunk)
-            elif size > 4 * limit:
-                break
         if size > limit:
             raise TooLarge(
                 f"The body has more than {limit} bytes.", hint="Raise --body-limit-bytes, or send less at once."
@@ -130,7 +157,7 @@ class App:
         return Response(self._openapi, media_type="application/json")
 
     async def _measure(self, request: Request) -> Response:
-        self._authorize(request)
+        self._authorize(request, dict(request.scope["headers"]))
         return Response(
             self.metrics.text(self.runtime.state, self.runtime.nodes),
             media_type="text/plain; version=0.0.4; charset=utf-8",
@@ -146,24 +173,31 @@ _LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
 """Longer paths are matched first: otherwise a name with slashes would match the rest of a longer path."""
 
 
-async def _unless_gone(request: Request, work: Any) -> Message:
-    """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected."""
-    waiting = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+async def _unless_gone(request: Request, work: Callable[[], Awaitable[Message]]) -> Message:
+    """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected.
+
+    A callback, not a second task that waits for it: that would take half of the memory of an open long-poll.
+    """
+    connection, waiting = request.scope["state"]["connection"], asyncio.current_task()
+    gone = connection.transport.is_closing()
+
+    def lost() -> None:
+        nonlocal gone
+        gone = True
+        if waiting is not None:
+            waiting.cancel()
+
+    connection.on_lost = lost
     try:
-        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        raise ClientDisconnect
+        if gone:
+            raise ClientDisconnect
+        return await work()
+    except asyncio.CancelledError:
+        if gone:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (waiting, gone):
-            task.cancel()
-        await asyncio.gather(waiting, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        connection.on_lost = None
 
 
 def _from_url(row: Route, request: Request) -> Message:
@@ -189,12 +223,12 @@ def _with_status(error: BadRequest, status: int) -> BadRequest:
     return error
 
 
-def _check_protocol(request: Request) -> None:
-    spoken = request.headers.get(PROTOCOL_HEADER)
-    if spoken is None or spoken in (str(PROTOCOL), str(PROTOCOL - 1)):
+def _check_protocol(headers: Mapping[bytes, bytes]) -> None:
+    spoken = headers.get(_PROTOCOL_HEADER)
+    if spoken is None or spoken in _SPOKEN:
         return
     error = BadRequest(
-        f"The protocol of this master is {PROTOCOL} and {PROTOCOL - 1}, the client {spoken}.",
+        f"The protocol of this master is {PROTOCOL} and {PROTOCOL - 1}, the client {spoken.decode('latin-1')}.",
         hint="Install the same minor version of dlrover-hooks for the master and the workers.",
     )
     raise _with_status(error, 406)
@@ -227,10 +261,11 @@ def _names_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def _key(request: Request, message: Message) -> Key | None:
-    text = request.headers.get(KEY_HEADER)
-    if text is None:
+def _key(headers: Mapping[bytes, bytes], message: Message) -> Key | None:
+    found = headers.get(_KEY_HEADER)
+    if found is None:
         return None
+    text = found.decode("latin-1")
     parts = text.split("/")
     if len(parts) != 3 or not all(parts) or not (parts[2].isascii() and parts[2].isdigit()) or len(parts[2]) > 15:
         error = BadRequest(f"{KEY_HEADER} {text!r} is malformed.", hint="Expected INCARNATION/CHANNEL/SEQ.")
@@ -240,8 +275,20 @@ def _key(request: Request, message: Message) -> Key | None:
     return Key(incarnation=parts[0], channel=parts[1], seq=int(parts[2]))
 
 
-def _json(message: Message) -> Response:
-    return Response(msgspec.json.encode(message), media_type="application/json")
+class _Reply(Response):
+    """The reply to a request of the protocol; starlette would encode its headers again for each."""
+
+    def __init__(self, message: Message) -> None:
+        self.status_code, self.background, self.body = 200, None, msgspec.json.encode(message)
+        self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
+
+
+def _header_value(text: str) -> bytes:
+    """As clients send it: in Latin-1 if possible."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
 
 
 def _plain(fields: dict[str, Any], status: int = 200) -> Response:

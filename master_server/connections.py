@@ -1,13 +1,15 @@
 """Connections to the master, and limits on what a peer may send and hold before it has sent the token.
 
 uvicorn limits neither the size nor the duration of request headers, and its parser takes quadratic time to collect a
-header that does not end. All methods are called in the event loop.
+header that does not end. It also keeps each connection's last request, a queue and a timer, which is half of the memory
+of ten thousand idle connections. All methods are called in the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,38 +29,66 @@ class Limits(msgspec.Struct, frozen=True):
     """From the first byte of a request to the end of its headers."""
     stranger_s: float = 30.0
     strangers: int = 2048
+    connections: int = 1 << 20
+    """Most connections of all peers. The first request on another one is refused, so that the master keeps the
+    descriptors that its journal and storage need."""
 
 
 class UnauthenticatedConnections:
-    """The connections that have not sent the token, oldest first. A new connection above the limit aborts the oldest:
-    clients that have the token send it at once.
+    """The connections that have not sent the token, oldest first, and the number of all. A new connection above a limit
+    aborts the oldest without the token: clients that have the token send it at once.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._open: dict[Connection, asyncio.TimerHandle] = {}
+        self._count = 0
+        """Of all connections, with and without the token."""
 
-    def add(self, connection: Connection) -> None:
-        """Register an accepted connection."""
-        while len(self._open) >= self.limits.strangers:
+    def add(self, connection: Connection) -> bool:
+        """Register an accepted connection. False: there are too many, and its first request is to be refused."""
+        self._count += 1
+        full = self._count > self.limits.connections
+        while len(self._open) >= (1 if full else self.limits.strangers):
             next(iter(self._open)).abort("there are too many connections without the token")
         late = f"it has not shown the token within {self.limits.stranger_s:g} s"
         self._open[connection] = connection.loop.call_later(self.limits.stranger_s, connection.abort, late)
+        return not full
+
+    def lost(self, connection: Connection) -> None:
+        """A registered connection has ended."""
+        self._count -= 1
+        self.discard(connection)
 
     def discard(self, connection: Connection) -> None:
-        """Remove a connection that has sent the token or has ended. Idempotent."""
+        """Remove a connection that has sent the token or is being ended. Idempotent."""
         if (timer := self._open.pop(connection, None)) is not None:
             timer.cancel()
 
 
+class _Pipeline(list[Any]):
+    """Requests that wait for the response to the one before; an empty deque would take 700 bytes."""
+
+    def appendleft(self, one: Any) -> None:
+        """See collections.deque."""
+        self.insert(0, one)
+
+
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with `Limits`. The app finds it as `state["connection"]` in a request's scope."""
+    """uvicorn's HTTP protocol with `Limits`. The app finds it as `state["connection"]` in a request's scope.
+
+    It stays open until the peer closes it, or TCP's keep-alive finds that the peer's host is gone. `on_lost`: called
+    when it ends, for the request that is being answered.
+    """
 
     def __init__(self, strangers: UnauthenticatedConnections, **more: Any) -> None:
         super().__init__(**more)
         self._strangers, self._limits = strangers, strangers.limits
         self._unfinished_bytes, self._advanced, self._in_head = 0, False, False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._admitted = True
+        self.pipeline = _Pipeline()  # type: ignore[assignment]
+        self.on_lost: Callable[[], object] | None = None
 
     def welcome(self) -> None:
         """The peer has sent the token. Idempotent."""
@@ -73,16 +103,21 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        self._strangers.add(self)
+        self._admitted = self._strangers.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        self._strangers.discard(self)
+        self._strangers.lost(self)
         self._stop_head_timer()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        if not self._admitted:
+            self._refuse_for_files()
+            return
         self._advanced = False
         super().data_received(data)
         if self.transport.is_closing():
@@ -109,23 +144,41 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Parser callback."""
         self._advanced = True
-        super().on_body(body)
+        if self.cycle is not None:  # else the response was complete before the request
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Parser callback."""
         self._advanced = True
-        super().on_message_complete()
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called when a response is written. Nothing of its request is kept, and no timer is started."""
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        self.cycle, self.scope, self.headers = None, None, []  # type: ignore[assignment]
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, status: int, detail: str) -> None:
+    def _refuse_for_files(self) -> None:
+        most = self._limits.connections
+        log.warning("the connection of %s is refused: %d are open, as many as may be. %s", self.client, most, _FILES)
+        self._refuse(503, f"This master has {most} connections, as many as it may have.", _FILES)
+
+    def _refuse(self, status: int, detail: str, hint: str = "") -> None:
         """Respond and close; only close while the response to an earlier request is incomplete."""
         log.info("a request of %s is refused: %s", self.client, detail)
         if self.cycle is None or self.cycle.response_complete:
-            problem = Problem(type="MasterError", title="Request refused", status=status, detail=detail, hint=_HINT)
+            problem = Problem(
+                type="MasterError", title="Request refused", status=status, detail=detail, hint=hint or _HINT
+            )
             body = msgspec.json.encode(problem)
             head = b"content-type: application/problem+json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head % len(body) + body)
@@ -133,3 +186,6 @@ class Connection(HttpToolsProtocol):
 
 
 _HINT = "Send the whole request at once, with fewer and shorter headers."
+_FILES = (
+    "Raise the limit on open files of the master's process (ulimit -n): a worker has two connections, an agent one."
+)

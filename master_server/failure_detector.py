@@ -6,9 +6,10 @@ Verdicts become events. All methods are called in the runtime's event loop.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dlrover_hooks.master.clock import Uptime
 from dlrover_hooks.master.core import heartbeats, node_vitals, stalls
@@ -39,6 +40,30 @@ from dlrover_hooks.protocol import (
 log = logging.getLogger("dlrover_hooks.master")
 
 
+class _Speaker(enum.Enum):
+    """What a process of the journaled state does when the master comes back: a worker sends heartbeats, or loads yet
+    and sends none. An agent and a holder of leases without a rank send other requests: they connect again, and may be
+    silent from then on.
+    """
+
+    BEATS = "beats"
+    LOADS = "loads"
+    ASKS = "asks"
+
+
+def _speakers(name: str, job: Job) -> Iterator[tuple[Name, _Speaker]]:
+    """Each incarnation of `job` that lives by the journaled state; of two entries for one the first counts."""
+    current = job.rounds.round
+    trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
+    for member in current.members.values() if current else ():
+        if member.live:
+            yield (name, member.incarnation), _Speaker.BEATS if trains else _Speaker.LOADS
+    for task in sorted(job.ps.incarnations if job.ps is not None else ()):
+        yield (name, task), _Speaker.BEATS
+    for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
+        yield (name, speaker), _Speaker.ASKS
+
+
 class Liveness:
     """Owns the timer. `state` returns the current journaled state; `inform` accepts an internal event of the master."""
 
@@ -54,30 +79,23 @@ class Liveness:
     def start(self) -> None:
         """Start after a restart: every incarnation of the journaled state must show that it is alive."""
         self._loop = asyncio.get_running_loop()
-        for name, job in sorted(self._state().jobs.items()):
-            self._expect_all(name, job, self._now())
-        self._arm()
-
-    def _expect_all(self, name: str, job: Job, now: float) -> None:
-        current = job.rounds.round
-        for member in current.members.values() if current else ():
-            trains = current is not None and current.phase in (Phase.TRAINING, Phase.BROKEN)
-            if member.live and (name, member.incarnation) not in self._nodes.pulses:
-                within_s = self._nodes.lease_s if trains else GRACE_S
-                heartbeats.expect(self._nodes, (name, member.incarnation), now, within_s, beats=trains)
-        for task in sorted(job.ps.incarnations if job.ps is not None else ()):
-            if (name, task) not in self._nodes.pulses:
-                heartbeats.expect(self._nodes, (name, task), now, self._nodes.lease_s, beats=True)
-        # a free lease holder sends no heartbeats, but it reconnects, and may be silent from then on
-        for speaker in sorted({*job.rounds.waiting, *job.ledgers.free}):
-            if (name, speaker) not in self._nodes.pulses:
-                heartbeats.expect(self._nodes, (name, speaker), now, self._nodes.lease_s)
+        self._expect_all()
 
     def rolled_back(self) -> None:
         """Events were rolled back: expect the incarnations again that were forgotten because of these events."""
         node_vitals.forget_all_but(self._nodes, self._state().jobs)
-        for name, job in sorted(self._state().jobs.items()):
-            self._expect_all(name, job, self._now())
+        self._expect_all()
+
+    def _expect_all(self) -> None:
+        now, unheard = self._now(), dict[Name, _Speaker]()
+        for job_name, job in sorted(self._state().jobs.items()):
+            for name, kind in _speakers(job_name, job):
+                if name not in self._nodes.pulses:
+                    unheard.setdefault(name, kind)
+        silence_s = heartbeats.silence_s(self._nodes, more=len(unheard))
+        for name, kind in unheard.items():
+            within_s = GRACE_S if kind is _Speaker.LOADS else silence_s
+            heartbeats.expect(self._nodes, name, now, within_s, beats=kind is _Speaker.BEATS)
         self._arm()
 
     def close(self) -> None:
@@ -96,10 +114,11 @@ class Liveness:
         if (request.job, request.incarnation) in self._nodes.pulses:
             self.beat(request)
 
-    def beat(self, request: Heartbeat) -> None:
-        """A heartbeat was answered: its sender's lease starts again."""
+    def beat(self, request: Heartbeat, told_s: float | None = None) -> None:
+        """A heartbeat was answered, with the interval `told_s`: its sender's lease starts again."""
         name, now = (request.job, request.incarnation), self._now()
-        heartbeats.beat(self._nodes, name, now, step=request.step, vitals=request.vitals, stall=request.stall)
+        step, vitals, stall = request.step, request.vitals, request.stall
+        heartbeats.beat(self._nodes, name, now, step=step, vitals=vitals, stall=stall, told_s=told_s)
         job = self._state().jobs.get(request.job)
         if job is not None and (verdict := stalls.found(self._nodes, job, request.incarnation)) is not None:
             log.warning("job %s: %s", request.job, verdict.text)
@@ -123,8 +142,8 @@ class Liveness:
         elif isinstance(event, OpenLedger):
             name = (event.job, event.incarnation)
             self._heard(name, self._worker_s(name))
-        elif isinstance(event, Join | TakeLeases | RegisterTask):
-            self._heard((event.job, event.incarnation), self._nodes.lease_s)
+        elif isinstance(event, (Join, TakeLeases, RegisterTask)):
+            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
         elif isinstance(event, Leave):
             heartbeats.forget(self._nodes, (event.job, event.incarnation))
         elif isinstance(event, Exited):
@@ -138,27 +157,28 @@ class Liveness:
 
         Those of tasks say nothing: the sockets of a stopped process stay open.
         """
-        if isinstance(request, AwaitTasks | AwaitCluster):
+        if isinstance(request, (AwaitTasks, AwaitCluster)):
             return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
             heartbeats.opened(self._nodes, name, self._now())
             self._arm()
         else:
-            self._heard(name, for_s + self._nodes.lease_s)
+            self._heard(name, for_s + heartbeats.silence_s(self._nodes))
 
     def waited(self, request: Poll, *, answered: bool) -> None:
         """The long-poll ended: `answered`, or the client disconnected.
 
         A client that waits for a round or a lease polls again at once; a worker that received its plan may be busy.
         """
-        if isinstance(request, AwaitTasks | AwaitCluster):
+        if isinstance(request, (AwaitTasks, AwaitCluster)):
             return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
             heartbeats.closed(self._nodes, name, self._now(), answered=answered)
         else:
-            within_s = self._worker_s(name) if isinstance(request, AwaitPlan) else self._nodes.lease_s
+            plan = isinstance(request, AwaitPlan)
+            within_s = self._worker_s(name) if plan else heartbeats.silence_s(self._nodes)
             heartbeats.expect(self._nodes, name, self._now(), within_s)
         self._arm()
 
@@ -180,7 +200,7 @@ class Liveness:
     def _worker_s(self, name: Name) -> float:
         """Seconds a worker may be silent; longer if it has sent no heartbeat yet."""
         pulse = self._nodes.pulses.get(name)
-        return self._nodes.lease_s if pulse is not None and pulse.beats else GRACE_S
+        return heartbeats.silence_s(self._nodes, pulse) if pulse is not None and pulse.beats else GRACE_S
 
     # ---- verdicts ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from dlrover_hooks.master.core import node_vitals
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.core.rounds.rendezvous import Member
+from dlrover_hooks.master.core.rounds.members import Member
 from dlrover_hooks.protocol import NodeUse, RankUse
 
 _BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)

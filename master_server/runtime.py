@@ -39,7 +39,7 @@ from dlrover_hooks.master.failure_detector import Liveness
 from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
 from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
-from dlrover_hooks.protocol import Attach, Heartbeat, Message, NodeVitals, Watch
+from dlrover_hooks.protocol import Attach, Beat, Heartbeat, Message, NodeVitals, Watch
 
 log = logging.getLogger("dlrover_hooks.master")
 LONGEST_POLL_S = 60.0
@@ -364,8 +364,8 @@ class Runtime:
         if isinstance(request, Heartbeat):
             self._liveness.received(request)
         reply = await self._ask(request)
-        if isinstance(request, Heartbeat):
-            self._liveness.beat(request)
+        if isinstance(reply, Beat) and isinstance(request, Heartbeat):
+            self._liveness.beat(request, reply.interval_s)
         elif isinstance(request, NodeVitals):
             self._liveness.reported(request)
         assert reply is not None
@@ -404,7 +404,12 @@ class Runtime:
                 left = None if until is None else until - self._loop.time()
                 if left is not None and left <= 0:
                     return _nothing(request)
-                await asyncio.wait([woken], timeout=left)
+                timer = self._loop.call_later(left, _settle, woken, None) if left is not None else None
+                try:
+                    await woken  # not asyncio.wait: for thousands of open long-polls its memory counts
+                finally:
+                    if timer is not None:
+                        timer.cancel()
         raise _ending()
 
     @contextlib.contextmanager

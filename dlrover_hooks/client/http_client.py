@@ -200,7 +200,7 @@ class MasterClient:
                         return reply
                     if response.status_code not in _AGAIN or isinstance(reply, JournalFailed):
                         raise reply
-                    why = f"it answered {response.status_code}"
+                    why = f"it answered {response.status_code}: {reply.message}"
             self._say_silence(why)
             if not again or self._closed.wait(
                 min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))

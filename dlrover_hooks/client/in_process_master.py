@@ -23,6 +23,7 @@ from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.manifest_storage import HeldUrl, NoStorage, Storage, release
 from dlrover_hooks.protocol import (
     Attach,
+    Beat,
     Heartbeat,
     Message,
     NodeVitals,
@@ -126,8 +127,8 @@ class InProcessMaster:
                 reply = self._wait(request, timeout_s)
             else:
                 reply = views.query(self.state, self.nodes, request, self.clock.now())
-                if isinstance(request, Heartbeat):
-                    self._beat(request)
+                if isinstance(request, Heartbeat) and isinstance(reply, Beat):
+                    self._beat(request, reply.interval_s)
                 elif isinstance(request, NodeVitals):
                     node_vitals.keep(self.nodes, request, self.clock.now())
         self._tell()
@@ -144,7 +145,7 @@ class InProcessMaster:
     ) -> InProcessWatch:
         """Report broken rounds and the end of `job`. Callbacks run in the thread that caused them, without locks."""
         del on_error, on_failure  # no request can fail, and a callback's error is raised to the call that caused it
-        ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation), on_notice)
+        ear = InProcessWatch(self, Watch(job=job, incarnation=incarnation, parting=0), on_notice)
         with self._changed:
             self._ears.append(ear)
             if incarnation:
@@ -213,9 +214,10 @@ class InProcessMaster:
             self._catch_up()
         return reply
 
-    def _beat(self, request: Heartbeat) -> None:
+    def _beat(self, request: Heartbeat, told_s: float) -> None:
         name, now = (request.job, request.incarnation), self.clock.now()
-        heartbeats.beat(self.nodes, name, now, step=request.step, vitals=request.vitals, stall=request.stall)
+        step, vitals, stall = request.step, request.vitals, request.stall
+        heartbeats.beat(self.nodes, name, now, step=step, vitals=vitals, stall=stall, told_s=told_s)
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Deadline):

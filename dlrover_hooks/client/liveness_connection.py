@@ -150,7 +150,7 @@ class Watcher:
         self.error: MasterError | None = None
         self.away_since: float | None = None
         """Since when the master has been unreachable (monotonic seconds); None: it is reachable."""
-        self._wire, self._request = wire, Watch(job=job, incarnation=incarnation)
+        self._wire, self._request = wire, Watch(job=job, incarnation=incarnation, parting=0)
         self._on_notice, self._on_error, self._on_failure = on_notice, on_error, on_failure
         self._line: LivenessConnection | None = None
         _WATCHERS.add(self)

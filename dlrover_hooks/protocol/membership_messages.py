@@ -134,10 +134,13 @@ class Beat(Message, frozen=True):
     """A member is preempted: reply with `Hold`."""
     waiting: Rank = 0
     """See `Notice`."""
+    interval_s: Seconds = 0.0
+    """The next heartbeats follow at this interval, if the sender's own is shorter."""
 
 
 class Notice(Message, frozen=True):
-    """The reply to `Watch`: the round broke, the job is finished, or (for workers that recover) new workers wait.
+    """The reply to `Watch`: the round broke, the job is finished, a member of the round is preempted, or (for workers
+    that recover) new workers wait.
 
     `waiting`: the number of workers that could be added to the current round. It grows when a member joins again.
     """
@@ -146,24 +149,30 @@ class Notice(Message, frozen=True):
     broken: bool = False
     finished: bool = False
     waiting: Rank = 0
+    parting: bool = False
+    """See `Beat`: send a heartbeat at once."""
 
 
 class Watch(Message, frozen=True):
     """One open connection per worker: when it closes, the worker is suspected. Answered only when there is a notice.
 
     `after`: the round of the last notice of a break, so that it is sent once and the connection stays open. `waiting`:
-    the number of new workers in the last notice.
+    the number of new workers in the last notice. `parting`: the round of the last notice of a preemption; None: no such
+    notices.
     """
 
     job: str
     incarnation: str
     after: Count = 0
     waiting: Rank = 0
+    parting: Count | None = None
 
     def told(self, notice: Notice) -> Watch:
         """The next request, after `notice`."""
         if notice.broken or notice.finished:
             return msgspec.structs.replace(self, after=notice.round, waiting=0)
+        if notice.parting:
+            return msgspec.structs.replace(self, parting=notice.round)
         return msgspec.structs.replace(self, waiting=notice.waiting)
 
 

@@ -17,6 +17,7 @@ from dlrover_hooks.errors import HooksError, MasterAway, MasterError, Stale, Unk
 from dlrover_hooks.host.background_thread import BackgroundThread
 
 BEAT_S = 1.0
+"""Between two heartbeats, unless the master asks for a longer interval."""
 _POLL_S = 10.0
 _AGAIN_S = 0.5
 """Pause after a call that failed."""
@@ -112,8 +113,8 @@ class _Membership(abc.ABC):
         return thread
 
     def _beat(self) -> None:
-        self.ask(p.Heartbeat(self.job, self.incarnation, self._step()), timeout_s=_POLL_S)
-        self._ended.wait(BEAT_S)
+        reply: p.Beat = self.ask(p.Heartbeat(self.job, self.incarnation, self._step()), timeout_s=_POLL_S)
+        self._ended.wait(max(BEAT_S, reply.interval_s))
 
     def _step(self) -> int:
         return 0

@@ -23,7 +23,8 @@ from dlrover_hooks.host.ports import Port
 log = logging.getLogger("dlrover_hooks.rendezvous")
 
 BEAT_S = 3.0
-"""A third of the master's lease. The watch reports deaths and newcomers; heartbeats detect hangs."""
+"""A third of the master's lease; if the master asks for a longer interval, its lease is longer, too. The watch reports
+deaths and newcomers; heartbeats detect hangs."""
 _POLL_S = 5.0
 """Longest single request: torchrun's signals raise exceptions in the thread that sends it."""
 _FAREWELL_S = 5.0
@@ -237,7 +238,8 @@ class AgentIncarnation:
         self._beating.stop(_FAREWELL_S)
 
     def _beat(self) -> None:
-        while not self._beating.stopping.wait(BEAT_S):
+        pause_s = BEAT_S
+        while not self._beating.stopping.wait(pause_s):
             try:
                 beat = self.client.call(p.Heartbeat(self.terms.agents, self.incarnation), timeout_s=BEAT_S)
             except MasterAway:
@@ -245,6 +247,7 @@ class AgentIncarnation:
             except MasterError as refusal:
                 self._refused(refusal)
                 return
+            pause_s = max(BEAT_S, beat.interval_s)
             self._noticed(p.Notice(beat.round, broken=beat.broken, waiting=beat.waiting))
 
     def _noticed(self, notice: p.Notice) -> None:

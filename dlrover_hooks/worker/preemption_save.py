@@ -50,6 +50,12 @@ class PreemptionSave:
         self._preemption.flag(name)
         self._reporter.wake()
 
+    def summoned(self) -> None:
+        """The master says that a member of the round is preempted: ask what to do, without waiting for the next
+        heartbeat. Any thread.
+        """
+        self._reporter.beat_now()
+
     def begin(self, restored: Restored | None) -> None:
         """Training starts after the restored step: from here on a signal no longer ends the process at once."""
         whole = restored is not None and not restored.weights_only

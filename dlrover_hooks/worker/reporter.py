@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 import time
 import weakref
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlrover_hooks")
 BEAT_S = 1.0
+"""Between two heartbeats, unless the master asks for a longer interval."""
 STEADY_S = 3 * BEAT_S
 """An outage of the master ends when it has answered every call for this long. An intermittent network therefore counts
 as one outage, and is logged once."""
@@ -50,6 +52,10 @@ class _Skipped(NamedTuple):
 
 class _Woken(NamedTuple):
     """Something is to be sent at once."""
+
+
+class _BeatNow(NamedTuple):
+    """The next heartbeat is to be sent at once."""
 
 
 class Reporter:
@@ -80,7 +86,7 @@ class Reporter:
         """Its messages are sent along with the heartbeats."""
         self._caller, self._job, self._engine = caller, job, engine
         self._incarnation, self._rank, self._world_size = place_
-        self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | None] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[Keepers | _Saved | _Skipped | _Woken | _BeatNow | None] = queue.SimpleQueue()
         self._unsent: deque[p.Vote] = deque()
         self._copy_s: dict[p.Generation, float] = {}
         self._vitals = Sampler(f"rank {self._rank} of job {job}")
@@ -90,7 +96,7 @@ class Reporter:
         self._activity = ProcessActivity()
         self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
-        self._next_beat, self._ended = 0.0, False
+        self._next_beat, self._asked_s, self._ended = 0.0, 0.0, False
         self._thread = BackgroundThread(
             "dlrover-hooks-reporter",
             self._run,
@@ -137,6 +143,10 @@ class Reporter:
         """The preemption has messages. Usable in a signal handler: `SimpleQueue.put` is reentrant."""
         self._notices.put(_Woken())
 
+    def beat_now(self) -> None:
+        """The master has news for this rank. Any thread."""
+        self._notices.put(_BeatNow())
+
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -155,13 +165,18 @@ class Reporter:
         if self._ended:
             return
         if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_S
+            before_s, self._next_beat = self._asked_s, time.monotonic() + max(BEAT_S, self._asked_s)
             self._beat()
+            if self._asked_s > max(BEAT_S, before_s):  # all ranks are told at about the same time
+                self._next_beat = time.monotonic() + random.uniform(BEAT_S, self._asked_s)
         if self.preemption is not None:
             self.preemption.speak(self._call)
 
-    def _take(self, notice: Keepers | _Saved | _Skipped | _Woken) -> None:
+    def _take(self, notice: Keepers | _Saved | _Skipped | _Woken | _BeatNow) -> None:
         if isinstance(notice, _Woken):
+            return
+        if isinstance(notice, _BeatNow):
+            self._next_beat = 0.0
             return
         if isinstance(notice, _Skipped):
             self.generations.skipped(notice.generation)
@@ -246,6 +261,7 @@ class Reporter:
         beat = p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample(), stall)
         reply = self._call(beat, "beat")
         if isinstance(reply, p.Beat):
+            self._asked_s = reply.interval_s
             if self.preemption is not None:
                 self.preemption.summon(reply.parting)
             self._heard(reply)

@@ -242,6 +242,8 @@ class Membership:
         if news:
             log.info("job %s: round %d lost a member", self.config.job, notice.round)
             self._on_broken()
+        if notice.parting and self.session is not None:
+            self.session.parting.summoned()
 
     def _refused(self, error: MasterError) -> None:
         log.warning("job %s: the master declared this process dead: %s", self.config.job, error)

@@ -66,7 +66,7 @@ def plan_topic(job: str) -> str:
 
 
 def watch_topic(job: str) -> str:
-    """Woken when the round broke, the job ended, or the number of newcomers changed."""
+    """Woken when the round broke, the job ended, a member is preempted, or the number of newcomers changed."""
     return f"watch {job}"
 
 

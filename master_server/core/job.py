@@ -26,7 +26,8 @@ from dlrover_hooks.master.core.leased_data.ledger import Ledgers
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
 from dlrover_hooks.master.core.rounds import rank_assignment, rendezvous as rounds
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
-from dlrover_hooks.master.core.rounds.rendezvous import Member, Round, Rounds
+from dlrover_hooks.master.core.rounds.members import Member
+from dlrover_hooks.master.core.rounds.rendezvous import Round, Rounds
 from dlrover_hooks.protocol import Ending, Phase, Restore, Secret, Source
 
 Effects = list[Effect]

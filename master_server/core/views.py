@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover_hooks.errors import GivenUp, Stale
-from dlrover_hooks.master.core import node_vitals
+from dlrover_hooks.master.core import heartbeats, node_vitals
 from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
     cluster_topic,
@@ -25,6 +25,7 @@ from dlrover_hooks.master.core.job_registry import Master, job_named
 from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
+from dlrover_hooks.master.core.rounds.members import Member, census_of, first_gone
 from dlrover_hooks.protocol import (
     LISTED_GONE,
     AwaitCluster,
@@ -108,6 +109,7 @@ def _jobs(state: Master, nodes: Nodes, request: ListJobs) -> Jobs:
 def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
     job = job_named(state, request.job)
     current = job.rounds.round
+    step = heartbeats.furthest(nodes, job.name, current.members) if current else 0
     listed, unlisted = _listed(current, request.node) if current else ([], Unlisted())
     return JobView(
         job=job.name,
@@ -115,10 +117,10 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         attempt=job.attempt,
         round=job.rounds.number,
         phase=current.phase if current else Phase.ATTACHING,
-        step=max(_step(nodes, job.name, current), job.finished_step or 0, job.saves.newest_step),
+        step=max(step, job.finished_step or 0, job.saves.newest_step),
         members=tuple(_member(nodes, job.name, member) for member in listed),
         unlisted=unlisted,
-        lost_nodes=_lost_nodes(current) if current else (),
+        lost_nodes=tuple(current.census.dead_nodes[:LISTED_GONE]) if current else (),
         newest_complete=job.saves.newest_complete,
         newest_committed=job.saves.newest_committed,
         unstored=job.saves.unstored,
@@ -139,54 +141,25 @@ def _recent(times: list[float], window_s: float) -> int:
     return len(times) - bisect.bisect_left(times, times[-1] - window_s) if times else 0
 
 
-def _listed(current: rendezvous.Round, node: str) -> tuple[list[rendezvous.Member], Unlisted]:
+def _listed(current: rendezvous.Round, node: str) -> tuple[list[Member], Unlisted]:
     """The members that a view for `node` lists, by rank, and the counts of all others."""
     if not node:
         return sorted(current.members.values(), key=_rank), Unlisted()
-    others = [member for member in current.members.values() if member.node != node]
-    gone = sorted((member for member in others if member.gone is not None), key=_weight)
-    own = [current.members[name] for name in current.at.get(node, ())]
-    alive = [member for member in others if member.gone is None]
-    attached = [member for member in alive if member.attached]
+    census, own = current.census, [current.members[name] for name in current.at.get(node, ())]
+    here = census_of(own)
+    gone = first_gone(census, current.members, node, LISTED_GONE)
+    alive = current.live - here.live_at.get(node, 0)
     unlisted = Unlisted(
-        alive=len(alive),
-        attached=len(attached),
-        recovers=sum(member.recovers for member in attached),
-        unended=len(alive) + sum(not _ended(member) for member in gone[LISTED_GONE:]),
+        alive=alive,
+        attached=census.attached - here.attached,
+        recovers=census.recovers - here.recovers,
+        unended=alive + census.unended - here.unended - sum(not member.ended_well for member in gone),
     )
-    return sorted([*own, *gone[:LISTED_GONE]], key=_rank), unlisted
+    return sorted([*own, *gone], key=_rank), unlisted
 
 
-def _lost_nodes(current: rendezvous.Round) -> tuple[str, ...]:
-    if current.live == current.world_size:
-        return ()
-    lost = {member.node for member in current.members.values() if member.gone == rendezvous.LOST}
-    left = {member.node for member in current.members.values() if member.gone is None}
-    return tuple(sorted(lost - left)[:LISTED_GONE])
-
-
-def _rank(member: rendezvous.Member) -> int:
+def _rank(member: Member) -> int:
     return member.rank
-
-
-def _weight(member: rendezvous.Member) -> tuple[int, int]:
-    """Sorts gone members by what they say about the cause of a broken round."""
-    if member.gone == rendezvous.DONE:
-        return 3, member.rank
-    if member.gone == rendezvous.EXITED:
-        return 1, member.rank
-    by_itself = member.gone == rendezvous.LOST and (member.exit_code is None or member.exit_code < 0)
-    return (0 if by_itself else 2), member.rank
-
-
-def _ended(member: rendezvous.Member) -> bool:
-    return member.exit_code == 0 or member.gone == rendezvous.DONE
-
-
-def _step(nodes: Nodes, job: str, current: rendezvous.Round | None) -> int:
-    """The greatest step that a heartbeat of a member has reported."""
-    pulses = (nodes.pulses.get((job, name)) for name in (current.members if current else ()))
-    return max((pulse.step for pulse in pulses if pulse is not None), default=0)
 
 
 def _begun_step(job: Job, current: rendezvous.Round | None) -> int | None:
@@ -195,7 +168,7 @@ def _begun_step(job: Job, current: rendezvous.Round | None) -> int | None:
     return job.plan.restore.generation.step if job.plan.restore is not None else 0
 
 
-def _member(nodes: Nodes, job: str, member: rendezvous.Member) -> MemberView:
+def _member(nodes: Nodes, job: str, member: Member) -> MemberView:
     pulse = nodes.pulses.get((job, member.incarnation))
     return MemberView(
         incarnation=member.incarnation,
@@ -252,7 +225,6 @@ def _locate(state: Master, nodes: Nodes, request: Locate) -> Located:
 
 
 def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
-    del nodes
     job = job_named(state, request.job)
     current = job.rounds.round
     if not knows(job, request.incarnation):
@@ -265,6 +237,7 @@ def _beat(state: Master, nodes: Nodes, request: Heartbeat) -> Beat:
         may_complete=save_votes.may_complete(job.saves),
         parting=preemption_agreement.summons(job),
         waiting=job.rounds.newcomers,
+        interval_s=heartbeats.interval_s(nodes),
     )
 
 
@@ -288,6 +261,9 @@ def _watch(state: Master, nodes: Nodes, request: Watch) -> Notice | None:
         return Notice(round=current.number, broken=broken, finished=job.finished)
     if job.ending is not None and request.incarnation not in current.members:
         return Notice(round=current.number, finished=True)
+    told = request.parting if request.incarnation in current.members else None
+    if told is not None and told < current.number and preemption_agreement.summons(job):
+        return Notice(round=current.number, waiting=request.waiting, parting=True)
     waiting = job.rounds.newcomers
     if waiting == request.waiting or not rendezvous.regroups(current, request.incarnation):
         return None

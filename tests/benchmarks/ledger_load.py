@@ -21,15 +21,15 @@ HELD = 2
 class Load:
     """A job of free holders on one dataset. `turn` is one request: acknowledge the oldest lease, take another."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, samples: int = SAMPLES) -> None:
         self.state, self.now, self.requests = job_registry.Master(), 1000.0, 0
         self.names = [f"worker-{index}" for index in range(WORKERS)]
         self.held: dict[str, list[p.Lease]] = {}
         self._random = random.Random(seed)
-        whole = (p.Partition(end=SAMPLES),)
+        whole = (p.Partition(end=samples),)
         for name in self.names:
             self._send(
-                p.OpenLedger("job", name, "data", "f", whole, SAMPLES, batch_size=32, shard_size=SHARD, free=True)
+                p.OpenLedger("job", name, "data", "f", whole, samples, batch_size=32, shard_size=SHARD, free=True)
             )
             self.held[name] = list(self._send(p.TakeLeases("job", name, "data", 1, HELD)).leases)
 

@@ -54,6 +54,10 @@ class Line:
     def close(self) -> None:
         self._writer.close()
 
+    def abort(self) -> None:
+        """As the kernel does for a process that is killed."""
+        self._writer.transport.abort()
+
 
 class Node:
     """One agent."""

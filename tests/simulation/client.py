@@ -62,7 +62,7 @@ class Client:
 
     def watch(self, job: str, on_notice: Callable[[Notice], None], on_error: Callable[[HooksError], None]) -> None:
         """See `MasterClient.watch`; it ends with the process."""
-        self._process.spawn(self._watch(Watch(job, self.incarnation), on_notice, on_error))
+        self._process.spawn(self._watch(Watch(job, self.incarnation, parting=0), on_notice, on_error))
 
     async def _watch(
         self, request: Watch, on_notice: Callable[[Notice], None], on_error: Callable[[HooksError], None]

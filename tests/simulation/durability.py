@@ -60,7 +60,7 @@ class Durability:
         world, swarm = self._world, self._world.swarm
         if swarm.save_to is None or swarm.free or swarm.loss or swarm.late or not self._steps:
             return
-        before = world.loop.now - 2 * (SAVE_S + swarm.beat_s + 10 * swarm.latency_s)
+        before = world.loop.now - 2 * (SAVE_S + swarm.longest_beat_s + 10 * swarm.latency_s)
         if max(self._began, world.chaos.quiet_from) > before:
             return
         every = swarm.persist_every

@@ -95,6 +95,7 @@ class Host:
         clock = Clock(wall=lambda: _EPOCH_S + self._loop.now + self.offset_s, monotonic=monotonic)
         runtime = self.runtime = self._life(clock)
         runtime.promises = self.promises
+        runtime.nodes.beats_per_s = self._swarm.beats_per_s
         self.promises.started(runtime.state, self.disk.durable)
         replayed = self.disk.replayed()
         self.promises.check(

@@ -267,6 +267,11 @@ def count_pauses(patch: Patch) -> None:
     patch.setattr(heartbeats, "lease_of", lambda known, pulse: known.lease_s)
 
 
+def keep_leases_short(patch: Patch) -> None:
+    """A longer interval between heartbeats has no longer lease."""
+    patch.setattr(heartbeats, "silence_s", lambda known, pulse=None, more=0: known.lease_s)
+
+
 def count_from_nothing(patch: Patch) -> None:
     """While step times are unknown, saves are due at powers of two of the job's steps, not the attempt's."""
     real = save_votes.begin
@@ -379,6 +384,7 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     restore_a_half,
     keep_the_done,
     hear_no_death,
+    keep_leases_short,
     restore_the_oldest,
     tell_of_no_newcomer,
     wait_for_nobody,

@@ -77,8 +77,8 @@ class Task:
             self.client.watch(JOB, lambda notice: None, lambda error: self.exit(1))
             self.process.spawn(self.job.guard(self._lead(), self.exit))
         while True:
-            await self.client.call(p.Heartbeat(JOB, self.client.incarnation), timeout_s=FOREVER_S)
-            await self.process.sleep(self.job.swarm.beat_s)
+            reply = await self.client.call(p.Heartbeat(JOB, self.client.incarnation), timeout_s=FOREVER_S)
+            await self.process.sleep(max(self.job.swarm.beat_s, reply.interval_s))
 
     async def _lead(self) -> None:
         """The chief: connect to each version, report what cannot be reached, end when it is told to."""

@@ -96,6 +96,8 @@ class Swarm(msgspec.Struct, frozen=True):
     snapshot_every: int
     lease_s: float
     beat_s: float
+    beats_per_s: float
+    """Of all senders together, as the master wants it. Few: it asks for longer intervals, as in a job of thousands."""
     skew: float
     faults: tuple[str, ...]
     every_s: float
@@ -114,6 +116,12 @@ class Swarm(msgspec.Struct, frozen=True):
     def bounds(self) -> tuple[int, int]:
         """Fewest and most workers of a round, as every join says."""
         return self.min_workers, self.nodes * self.workers
+
+    @property
+    def longest_beat_s(self) -> float:
+        """Between two heartbeats of one worker, while each process has two more, dead ones, that are not missed yet."""
+        processes = 3 * self.nodes * (self.workers + 1)
+        return max(self.beat_s, processes / self.beats_per_s + 1.0)
 
 
 def draw(seed: int) -> Swarm:
@@ -143,6 +151,7 @@ def draw(seed: int) -> Swarm:
         step_s=step_s,
         lease_s=(lease_s := dice.choice((3.0, 10.0, 10.0))),
         beat_s=lease_s * dice.choice((0.1, 0.3, 0.3, 0.3)),
+        beats_per_s=random.Random(f"beats {seed}").choice((1000.0, 1000.0, 1000.0, 1000.0, 0.5)),
         skew=dice.choice((0.0, 0.001, 0.05)),
         **(_data(dice) if leased else _sampled(dice, world)),
         **_saves(dice),

@@ -19,6 +19,7 @@ from tests.simulation.mutants import (
     MUTANTS,
     announce_at_once,
     announce_before_the_fence,
+    keep_leases_short,
     never_roll_back,
     restore_a_half,
 )
@@ -35,6 +36,7 @@ RARE: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     restore_a_half: 108,
     never_roll_back: 190,
     announce_before_the_fence: 50,
+    keep_leases_short: 113,
 }
 """Where few seeds notice a mutant, or most take long: the one to look at first."""
 

@@ -14,7 +14,7 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.data.leased.lease_client import HeldLease, LeaseClient, LeaseRequester
 from dlrover_hooks.errors import HooksError, MasterAway, Stale
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.worker.reporter import Reporter, _Saved, _Skipped, _Woken
+from dlrover_hooks.worker.reporter import Reporter, _BeatNow, _Saved, _Skipped, _Woken
 from tests.simulation.loop import Loop, Process
 
 Call = Callable[..., Awaitable[Any]]
@@ -238,6 +238,9 @@ class Post(Reporter):
     def wake(self) -> None:
         self._mail.put(_Woken())
 
+    def beat_now(self) -> None:
+        self._mail.put(_BeatNow())
+
     def end(self) -> None:
         """No more beats. What is not delivered is not."""
         self._over = True
@@ -248,12 +251,14 @@ class Post(Reporter):
         while not self._over:
             rung = await self._mail.wait(max(0.0, next_beat - self._process.clock()))
             notice = self._mail.pop() if rung else None
-            if notice is not None and notice != "end":
+            if isinstance(notice, _BeatNow):
+                next_beat = 0.0
+            elif notice is not None and notice != "end":
                 self._take(notice)
             await self._turn(self._deliver)
             if self._process.clock() >= next_beat and not self._over:
                 await self._turn(self._beat)
-                next_beat = self._process.clock() + self._beat_s
+                next_beat = self._process.clock() + max(self._beat_s, self._asked_s)
             await self._speak()
 
     async def _speak(self) -> None:

@@ -175,6 +175,8 @@ class Worker:
 
     def _notice(self, notice: p.Notice) -> None:
         self.waiting = notice.waiting
+        if notice.parting and self.post is not None:
+            self.post.beat_now()
         if notice.broken:
             self.notices = max(self.notices, notice.round)
             self.heard.put(None)

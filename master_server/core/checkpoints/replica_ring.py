@@ -13,7 +13,7 @@ import msgspec
 
 from dlrover_hooks.master.core.checkpoints.restore_sources import Offers
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.core.rounds.rendezvous import Member
+from dlrover_hooks.master.core.rounds.members import Member
 from dlrover_hooks.protocol import Generation, Located, Replication, Restore, Source
 
 

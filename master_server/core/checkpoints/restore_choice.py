@@ -11,7 +11,8 @@ from dlrover_hooks.master.core.checkpoints.save_votes import Settings
 from dlrover_hooks.master.core.effects import Wake, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, arm_for_persist, enter, seat
 from dlrover_hooks.master.core.leased_data import job_ledgers
-from dlrover_hooks.master.core.rounds.rendezvous import Member, Round
+from dlrover_hooks.master.core.rounds.members import Member
+from dlrover_hooks.master.core.rounds.rendezvous import Round
 from dlrover_hooks.protocol import LARGEST_STEP, Attach, Attached, Done, Loaded, Phase, Restore, Source
 
 REFUSALS = 64
@@ -39,12 +40,16 @@ def attach(job: Job, event: Attach, now: float, effects: Effects) -> Attached:
     if current.phase is Phase.ATTACHING:
         _offer(job, member, event, settings, first=current.attached == 0)
         if not member.attached:
+            current.census.take_out(member)
             member.attached, member.pid, member.recovers = True, event.pid, event.recovers
+            current.census.add(member)
             current.attached += 1
         if current.attached == current.world_size:
             _choose(job, current, now, effects)
     elif member.recovers and not event.recovers:  # the worker's training loop now ends with the round
+        current.census.take_out(member)
         member.recovers = False
+        current.census.add(member)
         effects.append(Wake(topic=watch_topic(job.name)))  # its agent now admits newcomers
     return Attached(run=job.run, round=current.number, rank=member.rank, world_size=current.world_size)
 

@@ -27,6 +27,7 @@ from dlrover_hooks.master.core.leased_data import job_ledgers
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
+from dlrover_hooks.master.core.rounds.members import STALLED
 from dlrover_hooks.master.core.rounds.rendezvous import Rounds
 from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase
 
@@ -125,7 +126,7 @@ def end_stalled(job: Job, event: EndStalled, now: float, effects: Effects) -> Do
     if current is not None and current.number == event.round and current.phase is Phase.TRAINING:
         job.stalls = StallRestarts(job.stalls.count + 1, event.step)
         for incarnation in event.incarnations:
-            _part(job, incarnation, rendezvous.STALLED, now, effects)
+            _part(job, incarnation, STALLED, now, effects)
     return Done()
 
 
@@ -143,8 +144,10 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
     if unseated:  # the worker's own join may still arrive
         job.failures += event.exit_code not in _POLITE
         rendezvous.remember(job.rounds, event.worker)
-    if member is not None:
+    if member is not None and job.rounds.round is not None:
+        job.rounds.round.census.take_out(member)
         member.exit_code = event.exit_code
+        job.rounds.round.census.add(member)
     how = _POLITE.get(event.exit_code, rendezvous.LOST)
     if how == rendezvous.DONE and member is not None and member.attached:
         how = rendezvous.EXITED
@@ -168,12 +171,12 @@ _POLITE = {0: rendezvous.DONE, REQUEUE: Departure.PREEMPTED.value}
 _DEATHS = (rendezvous.LOST, Departure.FAILED.value)
 """Departures that count as failures of the job. Of a round's members only the first counts: the break ends the others.
 """
-_LOSSES = (*_DEATHS, rendezvous.STALLED)
+_LOSSES = (*_DEATHS, STALLED)
 """Departures whose cause may be a held lease."""
 
 
 def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
-    if how in (rendezvous.LOST, rendezvous.STALLED):
+    if how in (rendezvous.LOST, STALLED):
         job.replies.pop(incarnation, None)
     current = job.rounds.round
     was_broken = current is not None and current.phase is Phase.BROKEN

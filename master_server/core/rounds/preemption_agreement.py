@@ -11,24 +11,27 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core.effects import Wake, parting_topic
+from dlrover_hooks.master.core.effects import Wake, parting_topic, watch_topic
 from dlrover_hooks.master.core.job import Effects, Job, knows, seat
 from dlrover_hooks.master.core.rounds.rendezvous import REJOIN
 from dlrover_hooks.protocol import AwaitParting, Hold, Parting, Phase, Preempt
 
 
 def preempt(job: Job, event: Preempt, now: float, effects: Effects) -> Parting:
-    """A node of the round is preempted. Members are notified in the reply to their next heartbeat. Raises Stale."""
-    del effects
+    """A node of the round is preempted. Members are notified on their liveness connections, and in the reply to their
+    next heartbeat. Raises Stale.
+    """
     if not knows(job, event.incarnation):
         raise Stale(f"Incarnation {event.incarnation!r} is in no round of job {job.name!r}.", hint=REJOIN)
     if not _stands(job):
         return Parting()
-    leaving = job.leaving
+    leaving, before = job.leaving, summons(job)
     if event.node not in leaving.nodes:
         leaving.nodes += (event.node,)
     leaving.reason = leaving.reason or event.reason
     leaving.until = min(leaving.until, now + max(0.0, event.within_s))
+    if summons(job) and not before:
+        effects.append(Wake(topic=watch_topic(job.name)))
     return _parting(job, now)
 
 

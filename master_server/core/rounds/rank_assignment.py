@@ -8,7 +8,8 @@ worker finds its image.
 
 from __future__ import annotations
 
-from dlrover_hooks.master.core.rounds.rendezvous import Member, Round, Rounds, place_name, remember, unlist
+from dlrover_hooks.master.core.rounds.members import Member
+from dlrover_hooks.master.core.rounds.rendezvous import Round, Rounds, place_name, remember, unlist
 from dlrover_hooks.protocol import Join, Phase, Seat
 
 

@@ -10,16 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
-from dlrover_hooks.protocol import Departure, Join, Phase, Seat, Seated
-
-LOST = "lost"
-STALLED = "stalled"
-"""The master ended it because it made no steps; its process may still be alive."""
-REPLACED = "replaced"
-"""Its agent has joined again without this member."""
-DONE = Departure.DONE.value
-EXITED = "exited"
-"""Its process exited with 0 without a `Leave`: the other members may wait for it in a collective operation."""
+from dlrover_hooks.master.core.rounds.members import DONE, EXITED, LOST, REPLACED, Census, Member, census_of
+from dlrover_hooks.protocol import Join, Phase, Seat, Seated
 
 
 class Waiting(msgspec.Struct):
@@ -27,32 +19,6 @@ class Waiting(msgspec.Struct):
 
     join: Join
     at: float
-
-
-class Member(msgspec.Struct):
-    """A member of the round. `gone`: how it left, None while it lives. `rejoined`: it waits for the next round.
-
-    `launcher` reaps its process. `recovers`: see `Attach`.
-    """
-
-    incarnation: str
-    agent: str
-    node: str
-    local_rank: int
-    rank: int
-    pid: int = 0
-    attached: bool = False
-    loaded: bool = False
-    rejoined: bool = False
-    gone: str | None = None
-    launcher: str = ""
-    recovers: bool = False
-    exit_code: int | None = None
-
-    @property
-    def live(self) -> bool:
-        """It has not left."""
-        return self.gone is None
 
 
 def _rank(member: Member) -> int:
@@ -84,6 +50,7 @@ class Round(msgspec.Struct):
     """Number of members that left as EXITED. `live`: number of live members."""
     at: dict[str, list[str]] = {}
     """Incarnations of all members, by node."""
+    census: Census = msgspec.field(default_factory=Census)
 
     def __post_init__(self) -> None:
         self.live = sum(member.live for member in self.members.values())
@@ -91,6 +58,7 @@ class Round(msgspec.Struct):
         self.at = {node: [] for node in self.nodes}
         for member in sorted(self.members.values(), key=_rank):
             self.at[member.node].append(member.incarnation)
+        self.census = census_of(self.members.values())
 
     @property
     def world_size(self) -> int:
@@ -329,7 +297,9 @@ def _spoken_for(current: Round, incarnation: str) -> tuple[str, ...]:
 
 
 def _end(current: Round, member: Member, how: str) -> None:
+    current.census.take_out(member)
     member.gone = how
+    current.census.add(member)
     current.live -= 1
     current.done += how == DONE
     current.exited += how == EXITED

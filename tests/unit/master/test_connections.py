@@ -154,3 +154,37 @@ def test_too_many_strangers_end_the_oldest() -> None:
                 assert b"200" in await ask(peer)
 
     asyncio.run(scenario())
+
+
+def test_too_many_connections_are_refused_with_the_reason() -> None:
+    """Those that are open are served on, and when one ends there is room again."""
+
+    async def scenario() -> None:
+        async with serving(Limits(connections=2)) as connect:
+            known = [await connect() for _ in range(2)]
+            for peer in known:
+                assert b"200" in await ask(peer, "/token")
+            late = await connect()
+            late[1].write(b"GET /token HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer = await end(late)
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"This master has 2 connections" in answer
+            assert b"ulimit -n" in answer
+            known[0][1].close()
+            assert b"200" in await ask(known[1], "/token")
+            while not await answers(late := await connect(), "/token"):  # until the server has noticed the end
+                late[1].close()
+            assert b"200" in await ask(known[1])
+
+    asyncio.run(scenario())
+
+
+def test_connections_without_the_token_leave_the_last_place_to_others() -> None:
+    """A peer without the token that fills the last places is ended by the next connection."""
+
+    async def scenario() -> None:
+        async with serving(Limits(connections=2)) as connect:
+            strangers = [await connect() for _ in range(3)]
+            assert await end(strangers[0]) == await end(strangers[1]) == b""
+
+    asyncio.run(scenario())

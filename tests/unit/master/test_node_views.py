@@ -10,6 +10,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import MasterError
 from dlrover_hooks.launcher.failures import round_diagnosis as diagnosis
+from dlrover_hooks.master.core.rounds.members import census_of
 from dlrover_hooks.testing import MasterFake
 from tests.e2e.job_script import attach, join
 
@@ -76,6 +77,9 @@ def test_a_launcher_concludes_the_same(seed: int) -> None:
         well = history % 4 == 0
         for _ in range(80 if well else 12):
             change(master, chance, well=well)
+            current = master.state.jobs["job"].rounds.round
+            assert current is not None
+            assert current.census == census_of(current.members.values())
             whole = master.call(p.ShowJob("job"))
             for node in (f"node-a{number}" for number in range(NODES)):
                 mine = master.call(p.ShowJob("job", node))

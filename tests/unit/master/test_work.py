@@ -11,7 +11,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.testing import MasterFake
-from tests.e2e.job_script import join
+from tests.e2e.job_script import attach, join
 
 FEW, MANY = 40, 400
 
@@ -70,3 +70,25 @@ def test_a_join_costs_the_same_in_a_large_job(work: Callable[[int], list[int]]) 
     few, many = work(FEW), work(MANY)
     assert max(many) < 1.5 * max(few), (max(few), max(many))
     assert sum(many) / len(many) < 1.2 * sum(few) / len(few)
+
+
+def views(nodes: int) -> list[int]:
+    """What each agent's view of its own node costs after a break, while more and more members are lost."""
+    master = MasterFake()
+    for index in range(nodes):
+        master.call(join(f"a{index}", 1, lives=f"w{index}-", low=nodes, high=nodes))
+    for index in range(nodes):
+        master.call(attach(f"w{index}-0", f"a{index}"))
+        master.call(p.Heartbeat("job", f"w{index}-0", step=7))
+    costs: list[int] = []
+    master.call(p.ShowJob("job", "node-a0"))  # looks once for the greatest step
+    for index in range(p.LISTED_GONE // 4):
+        master.call(p.Exited("job", f"a{index}", f"w{index}-0", -9))
+        costs.append(calls_of(lambda index=index: master.call(p.ShowJob("job", f"node-a{nodes - 1 - index}"))))
+    return costs
+
+
+def test_a_view_for_a_node_costs_the_same_in_a_large_job() -> None:
+    """Every agent asks for one when a round breaks."""
+    few, many = views(FEW), views(MANY)
+    assert max(many) < 1.1 * max(few), (max(few), max(many))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -199,6 +201,43 @@ def test_an_unexpected_error_is_kept_for_the_session_and_the_thread_goes_on(
     line.away = None
     reporter.notice(hashed(1))
     line.wait(lambda: line.votes)
+
+
+def test_heartbeats_follow_at_the_interval_that_the_master_asks_for(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one after the request at a random moment within the interval, so that the ranks of a job spread."""
+    now, heard = 0.0, list[float]()
+    call = line.master.call
+
+    def count(request: p.Message, **options: Any) -> Any:
+        if isinstance(request, p.Heartbeat):
+            heard.append(now)
+        return call(request, **options)
+
+    monkeypatch.setattr(line.master, "call", count)
+    monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now))
+    made = Reporter(line, "j", ("w", 0, 1), None)
+    for second in range(100):
+        if second == 10:
+            line.master.nodes.beats_per_s = 0.1
+        now = float(second)
+        made.wake()
+        made._turn()
+    assert heard[:11] == [float(second) for second in range(11)]
+    assert heard[11] in range(11, 21)
+    assert {later - before for before, later in itertools.pairwise(heard[11:])} == {10.0}
+
+
+def test_news_of_a_preemption_need_not_wait_for_the_interval(line: Line) -> None:
+    line.master.nodes.beats_per_s = 1e-6
+    line.master.call(p.Heartbeat("j", "w"))  # the master asks all that it knows for a heartbeat each 11 days
+    made = Reporter(line, "j", ("w", 0, 1), None)
+    made.start(p.Cadence())
+    line.wait(lambda: line._calls == 1)
+    made.beat_now()
+    line.wait(lambda: line._calls == 2)
+    made.stop()
 
 
 def test_a_stall_is_said_once_and_shown_while_it_lasts(
