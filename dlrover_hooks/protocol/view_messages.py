@@ -5,6 +5,7 @@ from __future__ import annotations
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall, Vitals
+from dlrover_hooks.protocol.node_check_messages import KeptOut
 
 LISTED_GONE = 64
 """Most members of other nodes in a view for one node. A view is then small, whatever the size of the job."""
@@ -90,3 +91,5 @@ class JobView(Message, frozen=True):
     """Set once an agent has ended the job."""
     failures: Count = 0
     """Since the launch: rounds that broke because a worker died, and replacements that died before they had a rank."""
+    kept_out: tuple[KeptOut, ...] = ()
+    """Nodes that a node check found bad; at most `LISTED_NODES`, by name."""

@@ -17,6 +17,7 @@ from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten, Key, Lost, Tick
 from dlrover_hooks.master.core.job import Effects, Job, Remembered, arm_for_persist, committing, in_round, knows, seat
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, member_changes, preemption_agreement
 from dlrover_hooks.protocol import (
@@ -30,6 +31,7 @@ from dlrover_hooks.protocol import (
     Fenced,
     Hold,
     Join,
+    JoinCheck,
     KeyValues,
     Leave,
     Loaded,
@@ -39,6 +41,7 @@ from dlrover_hooks.protocol import (
     Preempt,
     RegisterTask,
     ReportTask,
+    ReportTransfer,
     ScaleTasks,
     TakeLeases,
     Vote,
@@ -155,6 +158,8 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Fenced: task_requests.fenced,
     Connected: task_requests.connected,
     EndTasks: task_requests.end_tasks,
+    JoinCheck: check_requests.join,
+    ReportTransfer: check_requests.transfer,
     Lost: member_changes.lost,
     Tick: member_changes.tick,
     Committed: _committed,

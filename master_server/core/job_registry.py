@@ -13,6 +13,7 @@ from dlrover_hooks.master.core.effects import (
     Effect,
     ReleaseClaims,
     Wake,
+    check_topic,
     cluster_topic,
     parting_topic,
     plan_topic,
@@ -23,9 +24,9 @@ from dlrover_hooks.master.core.effects import (
 )
 from dlrover_hooks.master.core.events import ForgetFinished, Key
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenLedger, ScaleTasks
+from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, JoinCheck, Message, OpenLedger, ScaleTasks
 
-_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic)
+_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic, check_topic)
 """Of every job; those of its ledgers have the name of the ledger too."""
 
 
@@ -74,7 +75,7 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
-    if isinstance(event, ScaleTasks) or (isinstance(event, OpenLedger) and event.free):
+    if isinstance(event, ScaleTasks | JoinCheck) or (isinstance(event, OpenLedger) and event.free):
         return _create(state, event, now, key)
     if isinstance(event, DeleteJob):
         return _delete(state, event)
@@ -100,10 +101,10 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutco
     return outcome
 
 
-def _create(state: Master, event: OpenLedger | ScaleTasks, now: float, key: Key | None) -> EventOutcome:
+def _create(state: Master, event: OpenLedger | ScaleTasks | JoinCheck, now: float, key: Key | None) -> EventOutcome:
     """Apply an event that may create the job before any process has joined. The first join then names its run."""
     if not event.job:
-        raise BadRequest("A ledger, or a task, needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+        raise BadRequest("A ledger, a task or a node check needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
     _check_name(event.job)
     job = state.jobs.get(event.job) or Job(name=event.job, run="")
     outcome = dispatch.apply(job, event, now, key)
@@ -141,13 +142,13 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
 
 
 def _check_name(job: str) -> None:
-    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...` and `/v1/jobs/NAME/tasks`.
+    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...`, `.../tasks` and `.../check`.
 
     Raises BadRequest.
     """
-    if not job.isprintable() or "/ledgers/" in job or job.endswith("/tasks"):
+    if not job.isprintable() or "/ledgers/" in job or job.endswith(("/tasks", "/check")):
         raise BadRequest(
-            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with '/tasks'.",
+            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with '/tasks' or '/check'.",
             hint="Give --job another name.",
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 from dlrover_hooks.errors import GivenUp, Stale
 from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
+    check_topic,
     cluster_topic,
     key_topic,
     parting_topic,
@@ -21,10 +22,12 @@ from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job, in_round, knows
 from dlrover_hooks.master.core.job_registry import Master, job_named
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
 from dlrover_hooks.protocol import (
     LISTED_GONE,
+    AwaitCheck,
     AwaitCluster,
     AwaitKeys,
     AwaitParting,
@@ -33,6 +36,8 @@ from dlrover_hooks.protocol import (
     AwaitShards,
     AwaitTasks,
     Beat,
+    CheckReport,
+    CheckStep,
     Heartbeat,
     Jobs,
     JobView,
@@ -52,6 +57,7 @@ from dlrover_hooks.protocol import (
     Plan,
     PSCluster,
     Seated,
+    ShowCheck,
     ShowJob,
     ShowLedger,
     ShowTasks,
@@ -60,7 +66,7 @@ from dlrover_hooks.protocol import (
     Watch,
 )
 
-Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | Watch
+Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | AwaitCheck | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message) -> Message | None:
@@ -117,6 +123,7 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         parting=preemption_agreement.told(job),
         ending=job.ending,
         failures=job.failures,
+        kept_out=check_requests.kept_out(job),
     )
 
 
@@ -323,6 +330,16 @@ def _awaited_cluster(state: Master, nodes: Nodes, request: AwaitCluster) -> PSCl
     return task_requests.awaited_cluster(job_named(state, request.job), request)
 
 
+def _check(state: Master, nodes: Nodes, request: ShowCheck) -> CheckReport:
+    del nodes
+    return check_requests.show(job_named(state, request.job), request)
+
+
+def _awaited_check(state: Master, nodes: Nodes, request: AwaitCheck) -> CheckStep | None:
+    del nodes
+    return check_requests.awaited(job_named(state, request.job), request)
+
+
 _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ListJobs: _jobs,
     ShowJob: _job,
@@ -339,6 +356,8 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ShowTasks: _tasks,
     AwaitTasks: _awaited_tasks,
     AwaitCluster: _awaited_cluster,
+    ShowCheck: _check,
+    AwaitCheck: _awaited_check,
 }
 _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitRound: round_topic,
@@ -346,6 +365,7 @@ _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitParting: parting_topic,
     AwaitTasks: tasks_topic,
     AwaitCluster: cluster_topic,
+    AwaitCheck: check_topic,
     Watch: watch_topic,
 }
 _NOTHING: dict[type[Message], Message] = {
@@ -354,4 +374,5 @@ _NOTHING: dict[type[Message], Message] = {
     AwaitShards: Leases(),
     AwaitKeys: KeyValues(),
     AwaitParting: Parting(again=True),
+    AwaitCheck: CheckStep(),
 }

@@ -23,6 +23,7 @@ from dlrover_hooks.master.core.job import (
     tell_of_newcomers,
 )
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
@@ -54,6 +55,7 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     predecessors = rendezvous.predecessors(job.rounds, event)
     launched = newcomer and not event.launcher  # the job is launched again
     relaunched = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
+    job.check.kept_out.pop(event.node, None)
     job.proposed = event.proposed_run
     if not job.run:  # lease holders without a rank came first
         job.run, job.fresh = event.proposed_run, event.fresh
@@ -106,6 +108,7 @@ def _reset(job: Job, event: Join) -> None:
         fresh=event.fresh,
         rounds=Rounds(number=number, places=places, places_seen=seen),
         plan=Choice(number=job.plan.number),
+        check=job.check,
     )
     for field in Job.__struct_fields__:
         setattr(job, field, getattr(new, field))
@@ -186,6 +189,7 @@ def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
     job.alarm = math.inf
     job_ledgers.expire(job, now, effects)
     task_requests.tick(job, now, effects)
+    check_requests.tick(job, now, effects)
     if persist_due_at(job) <= now:
         save_votes.remind(job.saves, job.settings, now)
     _after_membership(job, now, effects, broken=False)
