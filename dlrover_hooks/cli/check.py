@@ -33,16 +33,16 @@ _USAGE, _FAILED = 78, 1
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", help="The master's bearer token.")
 @click.option("--job", envvar="DLROVER_HOOKS_JOB", default="node-check", show_default=True,
               help="The job whose nodes these are. All nodes give the same.")  # fmt: skip
-@click.option("--timeout", "timeout_s", type=Duration(), default="30s", show_default=True,
+@click.option("--timeout", type=Duration(), default="30s", show_default=True,
               help="A measurement, or a transfer between two nodes, that takes longer has failed.")  # fmt: skip
-@click.option("--wait", "wait_s", type=Duration(), default="10m", show_default=True,
+@click.option("--wait", type=Duration(), default="10m", show_default=True,
               help="Wait so long for the other nodes, and for the master, then go on without them.")  # fmt: skip
 @click.option("--local-addr", default="", metavar="HOST[:PORT]",
               help="How the other nodes reach this one, if not the way it finds.")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True,
               help="Listen on this port for transfers; 0: a free one.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def check(as_json: bool, **flags: Any) -> None:
+@click.option("--json", is_flag=True, help="Print one JSON object instead of tables.")
+def check(json: bool, **flags: Any) -> None:
     """Measure this node, or find the bad and the slow ones among several.
 
     Compute (each accelerator, or the CPU), memory, disk and the node's own network are measured; a node takes some
@@ -63,12 +63,12 @@ def check(as_json: bool, **flags: Any) -> None:
     Exit codes: 0 this node is ok or slow, 76 it is bad, 1 unclear, nodes are missing, or the master is, 78 usage.
     """
     try:
-        with _progress(quiet=as_json) as say:
+        with _progress(quiet=json) as say:
             report, own = _checked(flags, say)
     except HooksError as error:
         click.echo(f"dlrover-hooks check: {error}", err=True)
         sys.exit(_USAGE if isinstance(error, UsageError) else _FAILED)
-    if as_json:
+    if json:
         click.echo(msgspec.json.encode({"own": own, "check": report}))
     else:
         _draw(report, own)
@@ -91,7 +91,7 @@ def _checked(flags: dict[str, Any], say: Callable[[str], None]) -> tuple[CheckRe
         )
     if master is not None and "://" not in master:
         raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
-    measures = measure_node(folder, flags["timeout_s"], begins=lambda one: say(f"{one.kind.value} on {one.what}"))
+    measures = measure_node(folder, flags["timeout"], begins=lambda one: say(f"{one.kind.value} on {one.what}"))
     report = alone(node, measures) if master is None else _with_others(flags, node, measures, say)
     return report, own_of(report, node)
 
@@ -109,15 +109,15 @@ def _with_others(
     host, _, port = flags["local_addr"].partition(":")
     plan = CheckPlan(
         job=flags["job"], incarnation=client.incarnation, node=node, host=host or own, port=int(port or 0),
-        listen_host="" if host else own, listen_port=flags["port"], least=count, most=count, gather_s=flags["wait_s"],
-        transfer_s=flags["timeout_s"],
+        listen_host="" if host else own, listen_port=flags["port"], least=count, most=count, gather_s=flags["wait"],
+        transfer_s=flags["timeout"],
     )  # fmt: skip
     say(f"waiting for {count} nodes" if count > 1 else "reporting to the master")
     try:
         return take_part(
             plan,
             measures,
-            lambda request: client.call(request, timeout_s=flags["wait_s"]),
+            lambda request: client.call(request, timeout_s=flags["wait"]),
             begins=lambda task: say(f"round {task.round}: transfer with {task.peer.node if task.peer else ''}"),
         )
     except OSError as error:

@@ -166,6 +166,11 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--redirects", "-r", help="Streams that go into files only: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local "
               "rank.")  # fmt: skip
 @_flag("--tee", "-t", help="Streams that go into files and are seen here. Those of neither are only seen.")
+@_flag("--node-check", is_flag=True,
+              help="Measure the node first, and the network between the nodes, which takes some seconds. A bad node "
+              "does not join: its launcher ends with 76 and the reason. See `dlrover-hooks check`.")  # fmt: skip
+@_flag("--node-check-timeout", "node_check_timeout_s", type=Duration(), default="30s", show_default=True,
+              help="A measurement, or a transfer between two nodes, that takes longer has failed.")  # fmt: skip
 @_flag("--preemption", default="none", show_default=True,
               help="Who says that this node is to go: aws, gcp, azure (the cloud's metadata service) or "
               "file:PATH.")  # fmt: skip
@@ -260,7 +265,19 @@ _SAME = (
         "node_rank",
         "local_addr",
     ),
-    *("token", "port", "journal", "grace_s", "preemption", "requeue", "standby", "log_dir", "temporary"),
+    *(
+        "node_check",
+        "node_check_timeout_s",
+        "token",
+        "port",
+        "journal",
+        "grace_s",
+        "preemption",
+        "requeue",
+        "standby",
+        "log_dir",
+        "temporary",
+    ),
 )
 """Flags that are passed to `LaunchOptions` unchanged."""
 

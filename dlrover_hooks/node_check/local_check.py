@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
@@ -67,6 +68,12 @@ def measure_node(
             ended(found[-1])
             break
     return tuple(found)
+
+
+def check_folder() -> str:
+    """Where the disk is measured if no folder is named: `save_to` if it is a folder here, else the temporary one."""
+    save_to = settings.load().save_to
+    return save_to if save_to and os.path.isdir(save_to) else tempfile.gettempdir()
 
 
 class _Lines:

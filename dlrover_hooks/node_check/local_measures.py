@@ -176,7 +176,7 @@ class _Disk:
             left = left[self._file.write(left) :]
 
     def read(self) -> float:
-        """Bytes per second, likewise, from the disk where the file system lets go of its cache. Raises OSError if they differ."""
+        """Bytes per second, likewise, from the disk if the file system drops its cache. Raises OSError for others."""
         assert self._file is not None
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._file.seek(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrover_hooks.protocol import CheckReport, Measure, NodeReport, NodeVerdict
+from dlrover_hooks.protocol import CheckReport, Measure, NodeReport, NodeVerdict, speed_text
 
 
 def alone(node: str, measures: tuple[Measure, ...]) -> CheckReport:
@@ -10,6 +10,12 @@ def alone(node: str, measures: tuple[Measure, ...]) -> CheckReport:
     failed = "; ".join(f"{one.kind.value} on {one.what}: {one.failed}" for one in measures if one.failed)
     verdict = NodeVerdict.BAD if failed else NodeVerdict.OK
     return CheckReport(wanted=1, nodes=(NodeReport(node, verdict, failed, measures),))
+
+
+def told(measure: Measure) -> str:
+    """The result of a measurement in a few words."""
+    result = measure.failed or (speed_text(measure.kind, measure.speed) if measure.speed is not None else "none")
+    return f"{measure.kind.value} on {measure.what}: {result}"
 
 
 def own_of(report: CheckReport, node: str) -> NodeReport:
