@@ -101,7 +101,7 @@ def _with_others(
 ) -> CheckReport:
     from dlrover_hooks.client import MasterClient
     from dlrover_hooks.launcher.master_endpoint import endpoint, own_host
-    from dlrover_hooks.node_check.participation import CheckPlan, take_part
+    from dlrover_hooks.node_check.participation import CheckPlan, ignore, take_part
 
     count = flags["nnodes"] or 1
     client = MasterClient(flags["master"], flags["token"], incarnation=f"check-{uuid.uuid4().hex}")
@@ -118,6 +118,7 @@ def _with_others(
             plan,
             measures,
             lambda request: client.call(request, timeout_s=flags["wait"]),
+            lambda: client.watch(plan.job, ignore, ignore),
             begins=lambda task: say(f"round {task.round}: transfer with {task.peer.node if task.peer else ''}"),
         )
     except OSError as error:

@@ -26,7 +26,7 @@ from dlrover_hooks.errors import (
 from dlrover_hooks.host.ports import held_port
 from dlrover_hooks.launcher.failures import WorkerExit
 from dlrover_hooks.launcher.options import LaunchOptions, Level
-from dlrover_hooks.node_check.participation import CheckPlan, take_part
+from dlrover_hooks.node_check.participation import CheckPlan, ignore, take_part
 from dlrover_hooks.worker.round_join import deserted
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -175,7 +175,11 @@ class MasterRequests:
         try:
             self._ask(p.ListJobs(), max(FORM_S, self._options.master_away_s), launch=True)
             return take_part(
-                plan, measures, lambda request: self._ask(request, self._options.master_away_s), turn=self._look
+                plan,
+                measures,
+                lambda request: self._ask(request, self._options.master_away_s),
+                lambda: self._client.watch(plan.job, ignore, ignore),
+                turn=self._look,
             )
         except OSError as error:
             raise UsageError(

@@ -1,6 +1,6 @@
 """A transfer between two nodes over TCP: the round-trip time, then some megabytes in each direction.
 
-Both nodes listen, and each dials the other once, one after the other: it shows which of them cannot be reached. Every
+Both nodes listen, and each dials the other once, one after the other: that shows which of them cannot be reached. Every
 wait has a deadline. A listener serves one caller at a time, and only callers that know its secret.
 """
 
@@ -28,8 +28,8 @@ _PINGS = 8
 _HELLO_BYTES = 512
 _HELLO_S = 2.0
 """For a caller to send its first message."""
-_DIALS_S = 3.0
-"""For the dial of the peer that dials first to arrive."""
+_FIRST_SHARE = 0.1
+"""For the dial of the peer that dials first to arrive, of the time of the transfer."""
 _ACCEPT_S = 0.5
 _OK = b"\x06"
 
@@ -48,15 +48,6 @@ class Transfer(NamedTuple):
 
     speed: float
     round_trip_s: float
-
-
-class TransferOutcome(NamedTuple):
-    """A transfer with a peer, as this node saw it: see `protocol.ReportTransfer`."""
-
-    reached: bool
-    heard: bool
-    transfer: Transfer | None
-    failed: str
 
 
 class _Line:
@@ -148,26 +139,29 @@ class TransferListener:
         self.port: int = self._listener.getsockname()[1]
         self._changed = threading.Condition()
         self._begun: set[tuple[int, str]] = set()
-        self._served: dict[tuple[int, str], str] = {}
-        """By step and caller, why its transfer failed; empty: it succeeded."""
+        self._ended: set[tuple[int, str]] = set()
+        """Dials that have begun, and those that are over: step and caller."""
         self._caller: socket.socket | None = None
+        self._step = 0
+        """Of the caller that is served."""
         self._thread = BackgroundThread(
             "dlrover-hooks-transfers", self._accept, where=f"the listener for transfers at port {self.port}",
             wake=self._hang_up, again_s=_ACCEPT_S,
         )  # fmt: skip
         self._thread.start()
 
-    def await_served(self, step: int, caller: str, within_s: float, begun_within_s: float) -> str | None:
-        """Wait until `caller` has had its transfer: why it failed, empty if it succeeded.
+    def expect(self, step: int) -> None:
+        """Hang up on a caller of a step before `step`, which nobody waits for any more. Any thread."""
+        with self._changed:
+            if 0 < self._step < step:
+                self._hang_up_on(self._caller)
 
-        None: it has not begun `begun_within_s`, or is not over `within_s`. Any thread.
-        """
+    def await_served(self, step: int, caller: str, within_s: float, begun_within_s: float) -> None:
+        """Wait until the dial of `caller` is over, at most `within_s`; less if it has not come `begun_within_s`."""
         key, now = (step, caller), time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: key in self._begun, min(begun_within_s, within_s))
-            if key in self._begun:
-                self._changed.wait_for(lambda: key in self._served, now + within_s - time.monotonic())
-            return self._served.get(key)
+            if self._changed.wait_for(lambda: key in self._begun, begun_within_s):
+                self._changed.wait_for(lambda: key in self._ended, now + within_s - time.monotonic())
 
     def close(self) -> None:
         """End the thread, and close the port. Raises the thread's first unexpected error. Idempotent."""
@@ -176,10 +170,14 @@ class TransferListener:
         self._thread.check()
 
     def _hang_up(self) -> None:
-        for end in (self._listener, self._caller):
-            with contextlib.suppress(OSError):
-                if end is not None:
-                    end.shutdown(socket.SHUT_RDWR)
+        self._hang_up_on(self._listener)
+        self._hang_up_on(self._caller)
+
+    @staticmethod
+    def _hang_up_on(end: socket.socket | None) -> None:
+        with contextlib.suppress(OSError):
+            if end is not None:
+                end.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> TransferListener:
         return self
@@ -211,16 +209,16 @@ class TransferListener:
         except (OSError, EOFError, msgspec.DecodeError):
             return  # a stranger: it gets no answer
         key = (hello.step, hello.incarnation)
-        with self._changed:
-            self._begun.add(key)
-            self._changed.notify_all()
-        line.until, failed = time.monotonic() + self._within_s, ""
-        try:
+        self._note(self._begun, key, hello.step)
+        line.until = time.monotonic() + self._within_s
+        with contextlib.suppress(OSError, EOFError):  # the caller reports it
             _answer(line, min(hello.nbytes, _LARGEST_BYTES))
-        except (OSError, EOFError) as error:
-            failed = reason_of(error)
+        self._note(self._ended, key, 0)
+
+    def _note(self, where: set[tuple[int, str]], key: tuple[int, str], step: int) -> None:
         with self._changed:
-            self._served[key] = failed
+            where.add(key)
+            self._step = step
             self._changed.notify_all()
 
     def _hello(self, line: _Line) -> TransferHello:
@@ -246,26 +244,20 @@ def _answer(line: _Line, nbytes: int) -> None:
     line.receive(1)
 
 
-def exchange(listener: TransferListener, incarnation: str, task: CheckStep) -> TransferOutcome:
-    """Both transfers with the peer of `task`, within its time. Blocks; raises nothing that a bad network causes."""
+def exchange(listener: TransferListener, incarnation: str, task: CheckStep) -> Transfer:
+    """Dial the peer of `task`, within its time, once the peer has dialled if that one does so first. Blocks.
+
+    Raises:
+        OSError, EOFError: as `dial`.
+    """
     assert task.peer is not None
     peer, until = task.peer, time.monotonic() + task.within_s
-    served: str | None = None
+    half_s = task.within_s / 2
+    listener.expect(task.step)
     if not task.dials_first:
-        served = listener.await_served(task.step, peer.incarnation, task.within_s / 2, _DIALS_S)
-    transfer, failed = None, ""
-    try:
-        left = until - time.monotonic()
-        within_s = left / 2 if task.dials_first else left
-        transfer = dial(peer.host, peer.port, peer.secret, task.step, incarnation, within_s)
-    except (OSError, EOFError) as error:
-        failed = f"{peer.node} at {peer.host}:{peer.port}: {reason_of(error)}"
-    if served is None:
-        left = until - time.monotonic()
-        served = listener.await_served(task.step, peer.incarnation, left, left)
-    if served != "" and not failed:
-        failed = f"{peer.node} did not reach this node" if served is None else f"{peer.node}: {served}"
-    return TransferOutcome(reached=transfer is not None, heard=served == "", transfer=transfer, failed=failed)
+        listener.await_served(task.step, peer.incarnation, half_s, _FIRST_SHARE * task.within_s)
+    within_s = half_s if task.dials_first else until - time.monotonic()
+    return dial(peer.host, peer.port, peer.secret, task.step, incarnation, within_s)
 
 
 def reason_of(error: OSError | EOFError) -> str:

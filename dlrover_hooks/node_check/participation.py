@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.node_check.pair_transfer import TransferListener, TransferOutcome, exchange
+from dlrover_hooks.node_check.pair_transfer import Transfer, TransferListener, exchange, reason_of
 from dlrover_hooks.protocol import (
     AwaitCheck,
     CheckReport,
@@ -26,6 +27,14 @@ _LONGEST = 500
 _TURN_S = 0.2
 Ask = Callable[[Message], Any]
 """Sends a request to the master until it is answered. Raises MasterAway, MasterError."""
+
+
+class Watching(Protocol):
+    """An open liveness connection, see `MasterClient.watch`."""
+
+    def close(self) -> None:
+        """End it."""
+        ...
 
 
 class CheckPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,17 +58,18 @@ class CheckPlan(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: float
 
 
-def _nothing(*_: object) -> None:
-    pass
+def ignore(*_: object) -> None:
+    """Callback of what is of no interest here."""
 
 
 def take_part(
     plan: CheckPlan,
     measures: tuple[Measure, ...],
     ask: Ask,
+    watch: Callable[[], Watching],
     *,
-    begins: Callable[[CheckStep], object] = _nothing,
-    turn: Callable[[], object] = _nothing,
+    begins: Callable[[CheckStep], object] = ignore,
+    turn: Callable[[], object] = ignore,
 ) -> CheckReport:
     """The report of the next check, once it is over: the master's deadlines end it.
 
@@ -67,6 +77,7 @@ def take_part(
         plan: of this node.
         measures: what it has measured by itself.
         ask: calls the master.
+        watch: opens a liveness connection, by which the master learns at once that this process has ended.
         begins: called before each transfer.
         turn: called several times a second during a transfer. What it raises ends this node's part, and is raised here.
 
@@ -78,16 +89,16 @@ def take_part(
     listener = TransferListener(plan.listen_host, plan.listen_port, secret, within_s=plan.transfer_s)
     with listener:
         ask(_join(plan, measures, secret, plan.port or listener.port))
-        after = 0
-        while True:
-            task: CheckStep = ask(AwaitCheck(plan.job, plan.incarnation, plan.node, after, _POLL_S))
-            if task.report is not None:
-                return task.report
-            if task.peer is not None:
-                after = task.step
-                begins(task)
-                outcome = _exchanged(listener, plan.incarnation, task, turn)
-                ask(_reported(plan, task, outcome))
+        with contextlib.closing(watch()):
+            after = 0
+            while True:
+                task: CheckStep = ask(AwaitCheck(plan.job, plan.incarnation, after, _POLL_S))
+                if task.report is not None:
+                    return task.report
+                if task.peer is not None:
+                    after = task.step
+                    begins(task)
+                    ask(_dialled(listener, plan, task, turn))
 
 
 def _join(plan: CheckPlan, measures: tuple[Measure, ...], secret: Secret, port: int) -> JoinCheck:
@@ -107,32 +118,26 @@ def _join(plan: CheckPlan, measures: tuple[Measure, ...], secret: Secret, port: 
     )
 
 
-def _exchanged(
-    listener: TransferListener, incarnation: str, task: CheckStep, turn: Callable[[], object]
-) -> TransferOutcome:
-    """`exchange` on a thread of its own, so that `turn` is called meanwhile. Raises what either of them raises."""
-    outcomes: list[TransferOutcome] = []
+def _dialled(
+    listener: TransferListener, plan: CheckPlan, task: CheckStep, turn: Callable[[], object]
+) -> ReportTransfer:
+    """`exchange` on a thread of its own, so that `turn` is called meanwhile. Raises what `turn` raises."""
+    found: list[Transfer | OSError | EOFError] = []
 
     def run() -> None:
-        outcomes.append(exchange(listener, incarnation, task))
+        try:
+            found.append(exchange(listener, plan.incarnation, task))
+        except (OSError, EOFError) as error:  # the result, too
+            found.append(error)
 
-    thread = BackgroundThread("dlrover-hooks-transfer", run, where=f"transfer of node check step {task.step}")
+    thread = BackgroundThread("dlrover-hooks-transfer", run, where=f"transfer of step {task.step} of a node check")
     thread.start()
     while not thread.join(_TURN_S):
         turn()
     thread.check()
-    return outcomes[0]
-
-
-def _reported(plan: CheckPlan, task: CheckStep, outcome: TransferOutcome) -> ReportTransfer:
-    transfer = outcome.transfer
-    return ReportTransfer(
-        job=plan.job,
-        incarnation=plan.incarnation,
-        step=task.step,
-        reached=outcome.reached,
-        heard=outcome.heard,
-        speed=transfer.speed if transfer is not None else None,
-        round_trip_s=transfer.round_trip_s if transfer is not None else None,
-        failed=outcome.failed[:_LONGEST],
-    )
+    report = ReportTransfer(job=plan.job, incarnation=plan.incarnation, step=task.step)
+    if isinstance(found[0], Transfer):
+        return msgspec.structs.replace(report, speed=found[0].speed, round_trip_s=found[0].round_trip_s)
+    assert task.peer is not None
+    why = f"{task.peer.node} at {task.peer.host}:{task.peer.port}: {reason_of(found[0])}"
+    return msgspec.structs.replace(report, failed=why[:_LONGEST])

@@ -140,7 +140,6 @@ class AwaitCheck(Message, frozen=True):
 
     job: str
     incarnation: str
-    node: str
     after: Count = 0
     timeout_s: Seconds = 20.0
 
@@ -160,16 +159,14 @@ class CheckStep(Message, frozen=True):
 
 
 class ReportTransfer(Message, frozen=True):
-    """How the transfer of `step` ended. Reports of a step that is over are ignored.
+    """How this node's dial in `step` ended: `failed` says why there is no `speed`. Ignored if the step is over.
 
-    `reached`: this node's dial succeeded. `heard`: the peer's dial did. `failed`: why one of them did not.
+    The transfer succeeded if both nodes of the pair report a speed.
     """
 
     job: str
     incarnation: str
     step: Count
-    reached: bool
-    heard: bool
     speed: Speed | None = None
     round_trip_s: Seconds | None = None
     failed: ShortText = ""

@@ -137,8 +137,10 @@ class Job(msgspec.Struct):
 
 
 def knows(job: Job, incarnation: str) -> bool:
-    """True if `incarnation` holds a rank, waits for one, is a task, or may hold leases without a rank."""
+    """True if `incarnation` holds a rank, waits for one, is a task, is checked, or may hold leases without a rank."""
     if job.ps is not None and incarnation in job.ps.incarnations:
+        return True
+    if job.check.takes_part(incarnation):
         return True
     return incarnation in job.ledgers.free or rounds.knows(job.rounds, incarnation)
 

@@ -85,7 +85,7 @@ class SimulatedCheck:
                 self.deadline = effect.at
 
     def ask(self, name: str, after: int) -> Any:
-        return views.query(self.state, Nodes(), p.AwaitCheck("check", f"life of {name}", name, after))
+        return views.query(self.state, Nodes(), p.AwaitCheck("check", f"life of {name}", after))
 
     def join(self, name: str) -> p.JoinCheck:
         faults, count = self.faults[name], len(self.faults)
@@ -113,8 +113,6 @@ class SimulatedCheck:
                 "check",
                 f"life of {name}",
                 task.step,
-                reached=works,
-                heard=works,
                 speed=self.about(NETWORK * min(mine.network, theirs.network)) if works else None,
                 round_trip_s=1e-4 if works else None,
                 failed="" if works else f"{task.peer.node}: connection reset",

@@ -9,7 +9,7 @@ import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.effects import Wake, check_topic
-from dlrover_hooks.master.core.job import Effects, Job, arm
+from dlrover_hooks.master.core.job import Effects, Job, arm, knows
 from dlrover_hooks.master.core.node_check import check_verdicts
 from dlrover_hooks.master.core.node_check.check_state import (
     Candidate,
@@ -47,7 +47,8 @@ def join(job: Job, event: JoinCheck, now: float, effects: Effects) -> CheckJoine
         return CheckJoined(number=check.running.number)
     if not check.coming:
         check.first_at = now
-    check.coming[event.node] = event  # in place of an earlier process of that node
+    check.coming.pop(check.latest.get(event.node, ""), None)  # an earlier process of this node
+    check.coming[event.incarnation], check.latest[event.node] = event, event.incarnation
     check.wanted = 1 if job.live else event.least
     check.begins_at = check.first_at + event.gather_s
     if len(check.coming) >= event.most:
@@ -55,7 +56,7 @@ def join(job: Job, event: JoinCheck, now: float, effects: Effects) -> CheckJoine
     elif len(check.coming) >= check.wanted:
         check.begins_at = min(check.begins_at, now + event.last_call_s)
     _advance(job, now, effects)
-    return CheckJoined(number=check.number + (event.node in check.coming))
+    return CheckJoined(number=check.number + (event.incarnation in check.coming))
 
 
 def transfer(job: Job, event: ReportTransfer, now: float, effects: Effects) -> Done:
@@ -65,8 +66,25 @@ def transfer(job: Job, event: ReportTransfer, now: float, effects: Effects) -> D
         _place(job, event.incarnation)
         return Done()
     running.reports.setdefault(event.incarnation, event)
+    if event.incarnation in running.lost:  # its connection to the master was interrupted, and it works
+        running.lost.remove(event.incarnation)
+        running.candidates[event.incarnation].silent = ""
     _advance(job, now, effects)
     return Done()
+
+
+def part(job: Job, incarnation: str, now: float, effects: Effects) -> None:
+    """A process has left, or was lost: its node takes no further part."""
+    check = job.check
+    if not check.takes_part(incarnation):
+        return
+    if (left := check.coming.pop(incarnation, None)) is not None:
+        del check.latest[left.node]
+    if check.running is not None and (one := check.running.candidates.get(incarnation)) is not None:
+        one.silent = one.silent or "its process ended, or its connection to the master was lost, during the check"
+        if incarnation in check.running.pairs and incarnation not in check.running.reports:
+            check.running.lost.add(incarnation)
+    _advance(job, now, effects)
 
 
 def tick(job: Job, now: float, effects: Effects) -> None:
@@ -81,14 +99,18 @@ def _advance(job: Job, now: float, effects: Effects) -> None:
         running = check.running
         if running is None and check.coming and now >= check.begins_at:
             _begin(check)
-        elif running is not None and (now >= running.until or len(running.reports) == len(running.pairs)):
+        elif running is not None and (now >= running.until or _is_complete(running)):
             _end_round(running)
         else:
             break
         assert check.running is not None
-        _begin_round(check, check.running, now)
+        _begin_round(job, check.running, now)
         effects.append(Wake(topic=check_topic(job.name)))
     arm(job, now, effects)
+
+
+def _is_complete(running: RunningCheck) -> bool:
+    return len(running.reports) + len(running.lost) == len(running.pairs)
 
 
 def _begin(check: NodeCheck) -> None:
@@ -96,18 +118,22 @@ def _begin(check: NodeCheck) -> None:
     order = sorted(check.coming.values(), key=lambda one: one.node)
     candidates = {one.incarnation: Candidate(joined=one) for one in order}
     check.running = RunningCheck(number=check.number, wanted=check.wanted, candidates=candidates)
-    check.coming, check.begins_at = {}, math.inf
+    check.coming, check.latest, check.begins_at = {}, {}, math.inf
 
 
-def _begin_round(check: NodeCheck, running: RunningCheck, now: float) -> None:
+def _begin_round(job: Job, running: RunningCheck, now: float) -> None:
     """The next round, or the end of the check."""
+    check = job.check
     pairs = next_pairs(Standings(running.candidates), running.round + 1)
     check.step += 1
     running.pairs = dict(pairs) | {other: one for one, other in pairs}
-    running.reports = {}
+    running.reports, running.lost = {}, set()
     if not pairs:
         check.last, check.running = check_verdicts.judge(running), None
         _keep_out(check, check.last)
+        for name in running.candidates:
+            if not knows(job, name):
+                job.replies.pop(name, None)
         return
     running.round += 1
     running.until = now + max(one.joined.transfer_s for one in running.candidates.values()) + _REPORT_S
@@ -123,7 +149,7 @@ def _keep_out(check: NodeCheck, result: CheckResult) -> None:
 def _end_round(running: RunningCheck) -> None:
     """Note the transfers of the round for both nodes of each pair."""
     for name, other in running.pairs.items():
-        if name not in running.reports:
+        if name not in running.reports and not running.candidates[name].silent:
             within_s = running.candidates[name].joined.transfer_s
             running.candidates[
                 name
@@ -141,11 +167,11 @@ def _contact(running: RunningCheck, name: str, other: str) -> Contact | None:
     mine, theirs = running.reports.get(name), running.reports.get(other)
     if mine is None or theirs is None:
         return None
-    speeds = [one.speed for one in (mine, theirs) if one.reached and one.heard and one.speed is not None]
+    speeds = [one.speed for one in (mine, theirs) if one.speed is not None]
     if len(speeds) == 2:
         trips = [one.round_trip_s for one in (mine, theirs) if one.round_trip_s is not None]
         return Contact(peer=other, speed=min(speeds), round_trip_s=min(trips, default=None))
-    return Contact(peer=other, failed=theirs.failed or mine.failed, unreachable=mine.reached and not theirs.reached)
+    return Contact(peer=other, failed=theirs.failed or mine.failed, unreachable=mine.speed is not None)
 
 
 # ---- queries ---------------------------------------------------------------------------------------------------------
@@ -154,7 +180,7 @@ def _contact(running: RunningCheck, name: str, other: str) -> Contact | None:
 def awaited(job: Job, request: AwaitCheck) -> CheckStep | None:
     """The node's next task, or its report; None: not yet. Raises Stale if it is in no check."""
     check, name = job.check, request.incarnation
-    if (coming := check.coming.get(request.node)) is not None and coming.incarnation == name:
+    if name in check.coming:
         return None
     if check.running is None or name not in check.running.candidates:
         return CheckStep(step=check.step, report=report(job, place=_place(job, name)))
@@ -179,7 +205,7 @@ def show(job: Job, request: ShowCheck) -> CheckReport:
     return msgspec.structs.replace(
         report(job),
         kept_out=kept_out(job),
-        gathering=tuple(sorted(check.coming)[:LISTED_NODES]),
+        gathering=tuple(sorted(check.latest)[:LISTED_NODES]),
         running=check.running.number if check.running is not None else 0,
     )
 

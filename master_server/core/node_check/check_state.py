@@ -45,7 +45,10 @@ class Candidate(msgspec.Struct):
 
 
 class RunningCheck(msgspec.Struct):
-    """`pairs`: of the current round, both ways. `until`: when reports that are still missing are given up."""
+    """`pairs`: of the current round, both ways. `until`: when reports that are still missing are given up.
+
+    `lost`: nodes of the round that were lost before they had reported.
+    """
 
     number: int
     wanted: int
@@ -54,6 +57,7 @@ class RunningCheck(msgspec.Struct):
     round: int = 0
     pairs: dict[str, str] = {}
     reports: dict[str, ReportTransfer] = {}
+    lost: set[str] = set()
     until: float = math.inf
 
 
@@ -74,7 +78,8 @@ class NodeCheck(msgspec.Struct):
     number: int = 0
     step: int = 0
     coming: dict[str, JoinCheck] = {}
-    """By node: they wait for the next check."""
+    """By incarnation: they wait for the next check. `latest`: by node, its incarnation there."""
+    latest: dict[str, str] = {}
     first_at: float = 0.0
     begins_at: float = math.inf
     wanted: int = 0
@@ -82,6 +87,10 @@ class NodeCheck(msgspec.Struct):
     last: CheckResult | None = None
     kept_out: dict[str, str] = {}
     """By node that its last check found bad, the reason."""
+
+    def takes_part(self, incarnation: str) -> bool:
+        """It waits for the next check, or is in the one that runs."""
+        return incarnation in self.coming or (self.running is not None and incarnation in self.running.candidates)
 
     @property
     def due(self) -> float:

@@ -170,6 +170,7 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
     job_ledgers.part(job, incarnation, effects, lost=counts)
     preemption_agreement.part(job, incarnation, effects)
     task_requests.part(job, incarnation, now, effects, lost=how == rendezvous.LOST)
+    check_requests.part(job, incarnation, now, effects)
     if current is not None and not job.finished and current.done == current.world_size:
         _finish(job, effects)
     _after_membership(job, now, effects, broken=broken)

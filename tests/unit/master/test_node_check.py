@@ -82,13 +82,12 @@ class Fake(MasterFake):
         return self.call(request)
 
     def task(self, node: str, after: int = 0, life: str = "") -> p.CheckStep:
-        return self.call(p.AwaitCheck("job", life or f"life of {node}", node, after, timeout_s=0.0))
+        return self.call(p.AwaitCheck("job", life or f"life of {node}", after, timeout_s=0.0))
 
-    def reports(self, node: str, *, reached: bool = True, heard: bool = True) -> None:
-        works = reached and heard
+    def reports(self, node: str, *, works: bool = True) -> None:
         step = self.state.jobs["job"].check.step
         speed, failed = (1e9, "") if works else (None, "connection refused")
-        self.call(p.ReportTransfer("job", f"life of {node}", step, reached, heard, speed, 1e-4, failed))
+        self.call(p.ReportTransfer("job", f"life of {node}", step, speed, 1e-4, failed))
 
     def verdicts(self) -> dict[str, p.NodeVerdict]:
         return {one.node: one.verdict for one in self.call(p.ShowCheck("job")).nodes}
@@ -119,8 +118,8 @@ def test_the_node_that_cannot_be_reached_is_bad() -> None:
     for node in ("a", "b"):
         fake.comes(node)
     for _ in range(2):
-        fake.reports("a", reached=False)
-        fake.reports("b", heard=False)
+        fake.reports("a", works=False)
+        fake.reports("b")
     report = fake.call(p.ShowCheck("job"))
     assert [(one.node, one.verdict) for one in report.nodes] == [("b", BAD), ("a", UNCLEAR)]
     assert report.nodes[0].reason == "a cannot reach it, but it reaches them: connection refused"
@@ -221,6 +220,34 @@ def test_a_job_that_was_only_checked_is_forgotten() -> None:
     fake.call(p.DeleteJob("job"))
     with pytest.raises(UnknownJob):
         fake.task("a")
+
+
+def test_a_node_that_is_lost_is_not_waited_for() -> None:
+    """In a round, and before the check begins. The other two nodes then meet each other."""
+    fake = Fake()
+    for node in ("a", "b", "d"):
+        fake.comes(node, 3, 3)
+        if node == "d":
+            break
+        fake.call(p.Leave("job", f"life of {node}", p.Departure.STOPPED))
+        assert fake.call(p.ShowCheck("job")).gathering == ()
+    for node in ("a", "b"):
+        fake.comes(node, 3, 3)
+    fake.call(p.Leave("job", "life of b", p.Departure.STOPPED))
+    fake.reports("a", works=False)
+    fake.reports("a")
+    fake.reports("d")
+    assert fake.verdicts() == {"a": OK, "b": BAD, "d": OK}
+
+
+def test_a_node_that_was_lost_by_mistake_may_still_report() -> None:
+    fake = Fake()
+    for node in ("a", "b"):
+        fake.comes(node)
+    fake.call(p.Leave("job", "life of b", p.Departure.STOPPED))
+    fake.reports("b")
+    fake.reports("a")
+    assert fake.verdicts() == {"a": OK, "b": OK}
 
 
 def test_reports_that_come_late_change_nothing() -> None:
