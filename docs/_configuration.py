@@ -25,7 +25,7 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][\w-]*")
 """Parts of a help text that are shown as code."""
 
 
-_COMMANDS = ("run", "scale", "rehearse", "forget")
+_COMMANDS = ("run", "check", "scale", "rehearse", "forget")
 
 
 def tables() -> dict[str, str]:
@@ -38,7 +38,7 @@ def tables() -> dict[str, str]:
         "settings_table": settings_table(),
         **{
             f"{name}_table": flag_table(main.commands[name], name, root)
-            for name in ("run", "scale", "rehearse", "forget")
+            for name in _COMMANDS
         },
         "ckpt_table": _table(
             ("command", "flag", "variable", "default", "meaning"),

@@ -175,7 +175,7 @@ def _measures(own: NodeReport) -> Table:
 
     from dlrover_hooks.protocol import speed_text
 
-    table = Table("measurement", "where", "speed", "result", box=None)
+    table = Table("measurement", "where", "speed", "result", box=None, pad_edge=False)
     for one in own.measures:
         speed = speed_text(one.kind, one.speed) if one.speed is not None else ""
         where = one.what if one.model in ("", one.what) else f"{one.what} ({one.model})"
@@ -188,7 +188,7 @@ def _nodes(report: CheckReport) -> Table:
 
     from dlrover_hooks.protocol import speed_text
 
-    table = Table("node", "verdict", "network", "round trip", "reason", box=None)
+    table = Table("node", "verdict", "network", "round trip", "reason", box=None, pad_edge=False)
     for one in report.nodes:
         network = speed_text(None, one.network) if one.network is not None else ""
         trip = f"{1000 * one.round_trip_s:.3g} ms" if one.round_trip_s is not None else ""

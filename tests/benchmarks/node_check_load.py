@@ -89,10 +89,9 @@ class SimulatedCheck:
 
     def join(self, name: str) -> p.JoinCheck:
         faults, count = self.faults[name], len(self.faults)
-        gpu = {"what": "cuda:0", "model": "GPU"}
-        compute = p.Measure(p.MeasureKind.COMPUTE, **gpu, speed=self.about(FLOPS * faults.compute))
+        compute = p.Measure(p.MeasureKind.COMPUTE, "cuda:0", "GPU", self.about(FLOPS * faults.compute))
         if faults.device:
-            compute = p.Measure(p.MeasureKind.COMPUTE, **gpu, failed="the product is wrong")
+            compute = p.Measure(p.MeasureKind.COMPUTE, "cuda:0", "GPU", failed="the product is wrong")
         rest = [
             p.Measure(p.MeasureKind.MEMORY, "host", speed=self.about(BANDWIDTH)),
             p.Measure(p.MeasureKind.DISK_WRITE, "/tmp", speed=self.about(DISK)),
