@@ -36,10 +36,7 @@ def tables() -> dict[str, str]:
     below = _context(ckpt, "ckpt", root)
     return {
         "settings_table": settings_table(),
-        **{
-            f"{name}_table": flag_table(main.commands[name], name, root)
-            for name in _COMMANDS
-        },
+        **{f"{name}_table": flag_table(main.commands[name], name, root) for name in _COMMANDS},
         "ckpt_table": _table(
             ("command", "flag", "variable", "default", "meaning"),
             ((f"`{name}`", *row) for name in ckpt.commands for row in flag_rows(ckpt.commands[name], name, below)),

@@ -182,7 +182,7 @@ def speed_text(kind: MeasureKind | None, speed: float) -> str:
     """`speed` with a unit. `kind` None: a transfer between two nodes."""
     unit = "FLOP/s" if kind is MeasureKind.COMPUTE else "B/s"
     for prefix in ("", "k", "M", "G", "T"):
-        if speed < 1000:
+        if speed < 999.5:  # else three digits would be rounded to 1e+03
             return f"{speed:.3g} {prefix}{unit}"
         speed /= 1000
     return f"{speed:.3g} P{unit}"
