@@ -490,7 +490,8 @@ class Agent:
         ending = p.Ending(over.code, f"node {self._address.node}: {over.why}") if over.for_all else None
         if several and serves and ending is None and over.code != DONE:
             code = p.REQUEUE if over.code == p.REQUEUE else GAVE_UP
-            ending = p.Ending(code, f"node {self._address.node}, which serves the master, was stopped")
+            stopped = f"node {self._address.node}, which serves the master, was stopped"
+            ending = p.Ending(code, f"{stopped}: {over.why}" if over.why else stopped)
         done = over.code == DONE and several
         self._requests.leave(p.Departure.DONE if done else p.Departure.STOPPED, ending)
         if ending is not None and serves and several:

@@ -183,17 +183,26 @@ def test_two_nodes_and_a_full_disk(tmp_path: Path, live_master: LiveMaster) -> N
     assert "waiting for 2 nodes" in errors_b
 
 
-def test_a_bad_node_does_not_join(tmp_path: Path, live_master: LiveMaster) -> None:
-    """A launcher ends with 76 and the reason, without having started its worker; the master keeps the reason."""
+@pytest.mark.slow
+def test_a_bad_node_does_not_join(
+    tmp_path: Path, live_master: LiveMaster, launch: Callable[..., Launched], job: str
+) -> None:
+    """Its launcher ends with 76 and the reason. The other one names it and trains; the master keeps the reason."""
+    token = {"DLROVER_HOOKS_TOKEN": live_master.token or ""}
+    flags = ("--node-check", "--rdzv-endpoint", live_master.url, "--nnodes", "1:2", "--replace-timeout", "2s")
+    script = "note(node=os.environ['DLROVER_HOOKS_NODE'], world=os.environ['WORLD_SIZE'])"
+
+    def start(name: str, **more: str) -> Launched:
+        place = {"DLROVER_HOOKS_NODE": name} | token | more
+        return launch(script, *flags, "--fault-level", "shrink", job=job, **place)  # waits for both nodes
+
     with small_disk(tmp_path / "disk") as disk:
-        flags = ("--node-check", "--rdzv-endpoint", live_master.url, "--token", live_master.token or "")
-        launched = Launched(
-            tmp_path, "raise AssertionError('a worker was started')", *flags, DLROVER_HOOKS_SAVE_TO=str(disk)
-        )
-        code, errors = launched.end()
-    assert code == p.BAD_NODE, errors
-    assert "a worker was started" not in errors
-    assert f"this node is bad; replace it: disk write on {disk}: No space left on device" in errors
-    view = live_master.client("test").call(p.ShowJob(launched.job))
-    assert [one.reason for one in view.kept_out] == [f"disk write on {disk}: No space left on device"]
-    assert (view.round, launched.leftovers()) == (0, [])
+        a, b = start("a"), start("b", DLROVER_HOOKS_SAVE_TO=str(disk))
+        (code_a, said_a), (code_b, said_b) = a.end(), b.end()
+    assert (code_a, code_b) == (0, p.BAD_NODE), said_a + said_b
+    reason = f"disk write on {disk}: No space left on device"
+    assert f"this node is bad; replace it: {reason}" in said_b
+    assert f"node check: node b is bad: {reason}" in said_a
+    assert [(life["node"], life["world"]) for life in a.read()] == [("a", "1")]
+    assert live_master.client("test").call(p.ShowJob(job)).kept_out == (p.KeptOut("b", reason),)
+    assert a.leftovers() == []

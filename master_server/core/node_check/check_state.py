@@ -92,6 +92,10 @@ class NodeCheck(msgspec.Struct):
         """It waits for the next check, or is in the one that runs."""
         return incarnation in self.coming or (self.running is not None and incarnation in self.running.candidates)
 
+    def was_checked(self, incarnation: str) -> bool:
+        """It took part in the last check."""
+        return self.last is not None and incarnation in self.last.places
+
     @property
     def due(self) -> float:
         """When to call `check_requests.tick` next, if no report comes before."""

@@ -61,7 +61,7 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
         job.run, job.fresh = event.proposed_run, event.fresh
     broken = any([rendezvous.part(job.rounds, name, rendezvous.LOST) for name in predecessors])
     job.failures = 0 if relaunched else job.failures + broken
-    if launched:
+    if launched or (job.rounds.round is None and not job.standing):
         job.ending = None
     exited = job.rounds.round is not None and job.rounds.round.exited > 0
     if rendezvous.add(job.rounds, event, now):
@@ -142,8 +142,12 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
 
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
-    """A worker or an agent leaves on purpose, done or not. Raises Stale."""
-    if not knows(job, event.incarnation):
+    """A worker or an agent leaves on purpose, done or not. Raises Stale.
+
+    An agent that may not join, because its node is bad, can end the job for the others, too.
+    """
+    checked = event.ending is not None and job.check.was_checked(event.incarnation)
+    if not checked and not knows(job, event.incarnation):
         rendezvous.member_of(job.rounds, job.name, event.incarnation)
     if event.reason is Departure.DONE and rendezvous.knows(job.rounds, event.incarnation):
         job.finished_step = max(event.step, job.finished_step or 0)

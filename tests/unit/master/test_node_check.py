@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.errors import BadRequest, Stale, UnknownJob
+from dlrover_hooks.errors import BadRequest, GivenUp, Stale, UnknownJob
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.node_check.speed_comparison import reference_of
 from dlrover_hooks.testing import MasterFake
@@ -58,6 +58,14 @@ def test_one_of_three(place: int, fault: NodeFaults, verdict: p.NodeVerdict) -> 
 def test_two_bad_nodes_that_met_each_other_twice() -> None:
     """Both of a round's pairs may be of two bad nodes; a later round has good peers for them."""
     assert found(CUT, CUT, NodeFaults(), NodeFaults(), NodeFaults(), NodeFaults()) == [BAD, BAD, OK, OK, OK, OK]
+
+
+def test_two_rounds_are_enough_where_bad_nodes_are_neighbours() -> None:
+    """Their peers of the first round are suspects, too: in the second one each of the four gets one of the others."""
+    faults = dict(zip(node_names(8), [NodeFaults(), CUT, CUT, *[NodeFaults()] * 5], strict=True))
+    report = SimulatedCheck(faults, 0).run()
+    assert [one.node for one in report.nodes if one.verdict is BAD] == ["node-0001", "node-0002"]
+    assert report.rounds == 2
 
 
 def test_of_two_nodes_none_is_blamed_alone() -> None:
@@ -248,6 +256,26 @@ def test_a_node_that_was_lost_by_mistake_may_still_report() -> None:
     fake.reports("b")
     fake.reports("a")
     assert fake.verdicts() == {"a": OK, "b": OK}
+
+
+def test_a_bad_node_that_serves_the_master_ends_the_job_for_all() -> None:
+    """It may not join, so the master knows its agent from the check only. The job can be launched again."""
+    fake = Fake()
+    broken = (p.Measure(p.MeasureKind.COMPUTE, "cuda:1", failed="a matrix product is wrong"),)
+    fake.comes("a", measures=broken)
+    fake.comes("b")
+    fake.call(join("b", 1, lives="w", low=2, high=2, job="job", again=True))
+    with pytest.raises(Stale):
+        fake.call(p.Leave("job", "life of z", p.Departure.STOPPED, ending=p.Ending(77, "z")))
+    with pytest.raises(Stale):
+        fake.call(p.Leave("job", "life of a", p.Departure.STOPPED))
+    fake.call(p.Leave("job", "life of a", p.Departure.STOPPED, ending=p.Ending(77, "a is bad")))
+    with pytest.raises(GivenUp, match="a is bad"):
+        fake.call(p.AwaitRound("job", "b", 0, 0.0))
+    fake.call(p.Leave("job", "b", p.Departure.STOPPED))
+    for agent in ("c", "d"):
+        fake.call(join(agent, 1, lives=agent, low=2, high=2, job="job", again=True))
+    assert fake.call(p.AwaitRound("job", "c", 0, 0.0)).world_size == 2
 
 
 def test_reports_that_come_late_change_nothing() -> None:
