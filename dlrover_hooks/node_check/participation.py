@@ -41,7 +41,7 @@ class CheckPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a node takes part: see `protocol.JoinCheck`.
 
     `host`, `port`: for the other nodes; port 0: that of the listener. `listen_host`: where it listens; empty: on all
-    addresses.
+    addresses. `last_call_s`: nodes that are launched together end their measurements some seconds apart.
     """
 
     job: str
@@ -54,7 +54,7 @@ class CheckPlan(msgspec.Struct, frozen=True, kw_only=True):
     least: int
     most: int
     gather_s: float
-    last_call_s: float = 2.0
+    last_call_s: float = 10.0
     transfer_s: float
 
 
@@ -121,7 +121,10 @@ def _join(plan: CheckPlan, measures: tuple[Measure, ...], secret: Secret, port: 
 def _dialled(
     listener: TransferListener, plan: CheckPlan, task: CheckStep, turn: Callable[[], object]
 ) -> ReportTransfer:
-    """`exchange` on a thread of its own, so that `turn` is called meanwhile. Raises what `turn` raises."""
+    """`exchange` on a thread of its own, so that `turn` is called meanwhile. Raises what `turn` raises.
+
+    The thread then ends by the deadline of the transfer.
+    """
     found: list[Transfer | OSError | EOFError] = []
 
     def run() -> None:

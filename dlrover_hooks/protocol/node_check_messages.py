@@ -48,7 +48,7 @@ class JoinCheck(Message, frozen=True):
     """`node` has measured itself and takes part in the next check of `job`. Creates the job if it is unknown.
 
     The check begins when `most` nodes are there; when `least` are and none has come for `last_call_s`; or `gather_s`
-    after the first. If the job trains already, nobody is waited for longer than `last_call_s`.
+    after the first. If the job trains already, it begins at once.
     """
 
     job: str

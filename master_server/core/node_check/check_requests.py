@@ -51,7 +51,7 @@ def join(job: Job, event: JoinCheck, now: float, effects: Effects) -> CheckJoine
     check.coming[event.incarnation], check.latest[event.node] = event, event.incarnation
     check.wanted = 1 if job.live else event.least
     check.begins_at = check.first_at + event.gather_s
-    if len(check.coming) >= event.most:
+    if len(check.coming) >= event.most or job.live:
         check.begins_at = now
     elif len(check.coming) >= check.wanted:
         check.begins_at = min(check.begins_at, now + event.last_call_s)
@@ -237,5 +237,8 @@ def _place(job: Job, incarnation: str) -> int:
     if check.running is not None and incarnation in check.running.candidates:
         return -1
     if check.last is None or incarnation not in check.last.places:
-        raise Stale(f"{incarnation!r} is in no node check of job {job.name!r}.", hint="Join the check again.")
+        raise Stale(
+            f"{incarnation!r} is in no node check of job {job.name!r}.",
+            hint="Another process of this node may have taken its place. Run it again.",
+        )
     return check.last.places[incarnation]

@@ -160,7 +160,6 @@ def test_a_replacement_is_not_kept_waiting_while_the_job_trains() -> None:
     fake.call(join("agent", 1, lives="w", low=1, high=2, job="job"))
     fake.advance(1.0)
     fake.comes("c", 2, 2)
-    fake.advance(2.5)
     assert fake.verdicts() == {"c": OK}
 
 
