@@ -66,24 +66,24 @@ def transfer(job: Job, event: ReportTransfer, now: float, effects: Effects) -> D
         _place(job, event.incarnation)
         return Done()
     running.reports.setdefault(event.incarnation, event)
-    if event.incarnation in running.lost:  # its connection to the master was interrupted, and it works
-        running.lost.remove(event.incarnation)
-        running.candidates[event.incarnation].silent = ""
+    running.lost.discard(event.incarnation)  # only its connection to the master was interrupted
     _advance(job, now, effects)
     return Done()
 
 
 def part(job: Job, incarnation: str, now: float, effects: Effects) -> None:
-    """A process has left, or was lost: its node takes no further part."""
+    """A process has left, or was lost: its node is not waited for in this round, if its peer does not reach it either.
+
+    One that is in no transfer now may have come back before the next one.
+    """
     check = job.check
     if not check.takes_part(incarnation):
         return
     if (left := check.coming.pop(incarnation, None)) is not None:
         del check.latest[left.node]
-    if check.running is not None and (one := check.running.candidates.get(incarnation)) is not None:
-        one.silent = one.silent or "its process ended, or its connection to the master was lost, during the check"
-        if incarnation in check.running.pairs and incarnation not in check.running.reports:
-            check.running.lost.add(incarnation)
+    running = check.running
+    if running is not None and incarnation in running.pairs and incarnation not in running.reports:
+        running.lost.add(incarnation)
     _advance(job, now, effects)
 
 
@@ -110,7 +110,10 @@ def _advance(job: Job, now: float, effects: Effects) -> None:
 
 
 def _is_complete(running: RunningCheck) -> bool:
-    return len(running.reports) + len(running.lost) == len(running.pairs)
+    if len(running.reports) + len(running.lost) < len(running.pairs):
+        return False
+    reports = (running.reports.get(running.pairs[name]) for name in running.lost)
+    return all(report is None or report.speed is None for report in reports)
 
 
 def _begin(check: NodeCheck) -> None:
@@ -149,13 +152,11 @@ def _keep_out(check: NodeCheck, result: CheckResult) -> None:
 def _end_round(running: RunningCheck) -> None:
     """Note the transfers of the round for both nodes of each pair."""
     for name, other in running.pairs.items():
-        if name not in running.reports and not running.candidates[name].silent:
-            within_s = running.candidates[name].joined.transfer_s
-            running.candidates[
-                name
-            ].silent = (
-                f"it did not report its transfer with {running.candidates[other].joined.node} within {within_s:g} s"
-            )
+        if name in running.lost:
+            running.candidates[name].silent = "its process ended, or lost its connection to the master, in a transfer"
+        elif name not in running.reports:
+            peer, within_s = running.candidates[other].joined.node, running.candidates[name].joined.transfer_s
+            running.candidates[name].silent = f"it did not report its transfer with {peer} within {within_s:g} s"
     for name, other in running.pairs.items():
         contact = _contact(running, name, other)
         if contact is not None:
