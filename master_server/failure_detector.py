@@ -20,6 +20,7 @@ from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.protocol import (
     Attach,
+    AwaitCheck,
     AwaitCluster,
     AwaitPlan,
     AwaitTasks,
@@ -38,6 +39,7 @@ from dlrover_hooks.protocol import (
 )
 
 log = logging.getLogger("dlrover_hooks.master")
+_UNTRACKED = (AwaitTasks, AwaitCluster, AwaitCheck)
 
 
 class _Speaker(enum.Enum):
@@ -155,9 +157,9 @@ class Liveness:
     def waits(self, request: Poll, for_s: float) -> None:
         """A long-poll begins. A `Watch` stays open until `waited` is called.
 
-        Those of tasks say nothing: the sockets of a stopped process stay open.
+        Those of tasks and of node checks say nothing: the sockets of a stopped process stay open.
         """
-        if isinstance(request, (AwaitTasks, AwaitCluster)):
+        if isinstance(request, _UNTRACKED):
             return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):
@@ -171,7 +173,7 @@ class Liveness:
 
         A client that waits for a round or a lease polls again at once; a worker that received its plan may be busy.
         """
-        if isinstance(request, (AwaitTasks, AwaitCluster)):
+        if isinstance(request, _UNTRACKED):
             return
         name = (request.job, request.incarnation)
         if isinstance(request, Watch):

@@ -1,4 +1,4 @@
-"""The `dlrover-hooks` command and its subcommands: `run`, `vitals`, `scale`, `rehearse`, `master`, `forget`, `ckpt`."""
+"""The `dlrover-hooks` command and its subcommands, one module each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from dlrover_hooks import __version__
+from dlrover_hooks.cli.check import check
 from dlrover_hooks.cli.ckpt import ckpt
 from dlrover_hooks.cli.forget_job import forget
 from dlrover_hooks.cli.rehearse import command as rehearse
@@ -58,6 +59,7 @@ def main() -> None:
 
     \b
     dlrover-hooks run --nproc-per-node 2 --job mine train.py --lr 1e-3
+    dlrover-hooks check
     dlrover-hooks vitals --watch mine
     dlrover-hooks rehearse --kill 3 --steps 50 train.py --lr 1e-3
     dlrover-hooks master --port 8780
@@ -65,6 +67,7 @@ def main() -> None:
     """
 
 
+main.add_command(check)
 main.add_command(ckpt)
 main.add_command(forget)
 main.add_command(run)

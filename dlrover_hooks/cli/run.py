@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from dlrover_hooks import config as settings
+from dlrover_hooks.cli.duration_type import Duration
 from dlrover_hooks.errors import HooksError, LaunchError, UsageError
 
 _USAGE, _GAVE_UP = 78, 77
@@ -98,22 +99,6 @@ class _Workers(_Range):
         return Bounds(count, count)
 
 
-class _Duration(click.ParamType):
-    """Seconds, or a duration such as `10m`."""
-
-    name = "DURATION"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from dlrover_hooks.config.duration import seconds
-
-        if isinstance(value, float):
-            return value
-        try:
-            return seconds(value, name=param.opts[0] if param else "it")
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
 _flag = functools.partial(click.option, cls=_Flag)
 
 
@@ -127,20 +112,20 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--ps", type=click.IntRange(min=1),
               help="TensorFlow parameter servers. SCRIPT then runs once, as the chief, beside so many servers and "
               "--workers workers, all on this machine; `dlrover-hooks scale` changes their number.")  # fmt: skip
-@_flag("--ready-timeout", "ready_s", type=_Duration(), default="2m", show_default=True,
+@_flag("--ready-timeout", "ready_s", type=Duration(), default="2m", show_default=True,
               help="With --ps: a new task that is not ready by then is given up, and the job goes on with the old "
               "ones.")  # fmt: skip
 @_flag("--fault-level", type=click.Choice(["hot", "shrink", "elastic"]),
               help="When a worker or a node is lost. hot: replace it, the others wait up to --replace-timeout, then "
               "exit 77. shrink: go on with what is left (at least MIN), never grow. elastic: go on with what is left, "
               "grow up to MAX.  [default: hot for N, elastic for MIN:MAX]")  # fmt: skip
-@_flag("--replace-timeout", "replace_timeout_s", type=_Duration(), default="10m", show_default=True,
+@_flag("--replace-timeout", "replace_timeout_s", type=Duration(), default="10m", show_default=True,
               help="Wait so long for nodes that are missing (a minute at least at the start), "
               "then exit 77.")  # fmt: skip
-@_flag("--hang-timeout", "hang_timeout_s", type=_Duration(), default="60s", show_default=True,
+@_flag("--hang-timeout", "hang_timeout_s", type=Duration(), default="60s", show_default=True,
               help="A worker that is silent for so long hangs: it is killed and replaced. For the master that is "
               "served here.")  # fmt: skip
-@_flag("--master-away", "master_away_s", type=_Duration(), default="2m", show_default=True,
+@_flag("--master-away", "master_away_s", type=Duration(), default="2m", show_default=True,
               help="Workers train on while the master is away. Once it is needed, for the next round, and has not "
               "answered for so long, exit 77.")  # fmt: skip
 @_flag("--rdzv-endpoint", "endpoint", default="", envvar="DLROVER_HOOKS_MASTER",
@@ -161,7 +146,7 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--max-restarts", type=click.IntRange(min=0), default=10, show_default=True,
               help="Give up (exit 77) when the job, on all its nodes, has failed more often than that within "
               "--restart-window.")  # fmt: skip
-@_flag("--restart-window", "restart_window_s", type=_Duration(), default="1h", show_default=True,
+@_flag("--restart-window", "restart_window_s", type=Duration(), default="1h", show_default=True,
               help="Older failures do not count for --max-restarts, so a long run is not ended by rare failures of its "
               "machines.")  # fmt: skip
 @_flag("--standby", type=click.IntRange(min=0),
@@ -176,7 +161,7 @@ _flag = functools.partial(click.option, cls=_Flag)
               help="Port of one machine's own master; 0 picks a free one.")  # fmt: skip
 @_flag("--journal", type=click.Path(dir_okay=False),
               help="Keep the master's journal here instead of in a temporary folder.")  # fmt: skip
-@_flag("--grace", "--shutdown-timeout", "grace_s", type=_Duration(), default="25s",
+@_flag("--grace", "--shutdown-timeout", "grace_s", type=Duration(), default="25s",
               show_default=True, help="From SIGTERM (or Ctrl-C) to SIGKILL, for saving a last step. Five less "
               "than what torchrun and Kubernetes give.")  # fmt: skip
 @_flag("--log-dir", default="",
@@ -185,6 +170,11 @@ _flag = functools.partial(click.option, cls=_Flag)
 @_flag("--redirects", "-r", help="Streams that go into files only: 1 stdout, 2 stderr, 3 both; 0:1,1:3 by local "
               "rank.")  # fmt: skip
 @_flag("--tee", "-t", help="Streams that go into files and are seen here. Those of neither are only seen.")
+@_flag("--node-check", is_flag=True,
+              help="Measure the node first, and the network between the nodes, which takes some seconds. A bad node "
+              "does not join: its launcher ends with 76 and the reason. See `dlrover-hooks check`.")  # fmt: skip
+@_flag("--node-check-timeout", "node_check_timeout_s", type=Duration(), default="30s", show_default=True,
+              help="A measurement, or a transfer between two nodes, that takes longer has failed.")  # fmt: skip
 @_flag("--preemption", default="none", show_default=True,
               help="Who says that this node is to go: aws, gcp, azure (the cloud's metadata service) or "
               "file:PATH.")  # fmt: skip
@@ -280,7 +270,19 @@ _SAME = (
         "node_rank",
         "local_addr",
     ),
-    *("token", "port", "journal", "grace_s", "preemption", "requeue", "standby", "log_dir", "temporary"),
+    *(
+        "node_check",
+        "node_check_timeout_s",
+        "token",
+        "port",
+        "journal",
+        "grace_s",
+        "preemption",
+        "requeue",
+        "standby",
+        "log_dir",
+        "temporary",
+    ),
 )
 """Flags that are passed to `LaunchOptions` unchanged."""
 

@@ -50,6 +50,9 @@ from dlrover_hooks.launcher.master_events import MasterEvents
 from dlrover_hooks.launcher.master_requests import FORM_S, AgentAddress, MasterRequests
 from dlrover_hooks.launcher.options import LaunchOptions, Level
 from dlrover_hooks.launcher.processes.workers import Workers
+from dlrover_hooks.node_check.local_check import check_folder, measure_node
+from dlrover_hooks.node_check.own_report import own_of, told
+from dlrover_hooks.node_check.participation import CheckPlan
 from dlrover_hooks.worker.thread_stack import line_of_dump
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -109,6 +112,8 @@ class Agent:
     def run(self) -> int:
         """Run until the job is over for this node; returns the exit code."""
         try:
+            if self.options.node_check:
+                self._check_node()
             while True:
                 self._start_workers()
                 self._watch_workers()
@@ -117,6 +122,40 @@ class Agent:
             return over.code
         finally:
             self._events.close()
+
+    def _check_node(self) -> None:
+        """Measure this node, and the network to the other ones. Raises Over if it must not join."""
+        options, node = self.options, self._address.node
+        measures = measure_node(
+            check_folder(), options.node_check_timeout_s, ended=lambda one: log.info("node check: %s", told(one)),
+            turn=self._look,
+        )  # fmt: skip
+        shrinks = options.fault_level is Level.SHRINK  # it never grows, so its launch waits for all nodes
+        plan = CheckPlan(
+            job=self.job,
+            incarnation=self._requests.incarnation,
+            node=node,
+            host=self._address.host,
+            listen_host="" if options.local_addr else self._address.host,
+            least=options.nodes.most if shrinks else options.nodes.least,
+            most=options.nodes.most,
+            gather_s=max(FORM_S, options.replace_timeout_s),
+            transfer_s=options.node_check_timeout_s,
+        )
+        try:
+            report = self._requests.check_node(plan, measures)
+        except MasterAway as away:
+            raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
+        own = own_of(report, node)
+        for one in report.nodes:
+            if one.verdict is not p.NodeVerdict.OK and one is not own:
+                log.warning("job %s: node check: node %s is %s: %s", self.job, one.node, one.verdict.value, one.reason)
+        if own.verdict is p.NodeVerdict.BAD:
+            raise Over(p.BAD_NODE, f"this node is bad; replace it: {own.reason}")
+        if own.verdict is p.NodeVerdict.UNCLEAR:
+            raise Over(GAVE_UP, f"node check: {own.reason}")
+        slow = f": this node is slow: {own.reason}" if own.reason else ""
+        log.info("job %s: node check of %s%s", self.job, counted(len(report.nodes), "node"), slow)
 
     # ---- while workers run ------------------------------------------------------------------------------------------
 
@@ -467,7 +506,8 @@ class Agent:
         ending = p.Ending(over.code, f"node {self._address.node}: {over.why}") if over.for_all else None
         if several and serves and ending is None and over.code != DONE:
             code = p.REQUEUE if over.code == p.REQUEUE else GAVE_UP
-            ending = p.Ending(code, f"node {self._address.node}, which serves the master, was stopped")
+            stopped = f"node {self._address.node}, which serves the master, was stopped"
+            ending = p.Ending(code, f"{stopped}: {over.why}" if over.why else stopped)
         done = over.code == DONE and several
         self._requests.leave(p.Departure.DONE if done else p.Departure.STOPPED, ending)
         if ending is not None and serves and several:

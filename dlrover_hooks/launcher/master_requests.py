@@ -26,6 +26,7 @@ from dlrover_hooks.errors import (
 from dlrover_hooks.host.ports import held_port
 from dlrover_hooks.launcher.failures.verdict import WorkerExit
 from dlrover_hooks.launcher.options import LaunchOptions, Level
+from dlrover_hooks.node_check.participation import CheckPlan, ignore, take_part
 from dlrover_hooks.worker.round_join import deserted
 
 log = logging.getLogger("dlrover_hooks.run")
@@ -73,6 +74,11 @@ class MasterRequests:
         self._away_since = away_since
         self._unheard: dict[str, p.Exited] = {}
         """By worker, the ends that the master has not acknowledged; they are sent again at every turn."""
+
+    @property
+    def incarnation(self) -> str:
+        """Of this agent."""
+        return self._client.incarnation
 
     def await_view(self) -> p.JobView | None:
         """The job's current state; waits up to `--master-away` for the master. None if the master refuses.
@@ -165,6 +171,28 @@ class MasterRequests:
             if others:
                 log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "
                             "that one is lost", self._address.job, ", ".join(others))  # fmt: skip
+
+    def check_node(self, plan: CheckPlan, measures: tuple[p.Measure, ...]) -> p.CheckReport:
+        """Take part in a check with the other nodes, see `participation.take_part`. The master may still be starting.
+
+        Raises:
+            UsageError: no port can be listened on.
+            MasterAway, MasterError: no answer, or a refusal.
+        """
+        try:
+            self._ask(p.ListJobs(), max(FORM_S, self._options.master_away_s), launch=True)
+            return take_part(
+                plan,
+                measures,
+                lambda request: self._ask(request, self._options.master_away_s),
+                lambda: self._client.watch(plan.job, ignore, ignore),
+                turn=self._look,
+            )
+        except OSError as error:
+            raise UsageError(
+                f"{plan.listen_host or 'this machine'} cannot be listened on for the node check: {error.strerror}",
+                hint="check --local-addr",
+            ) from error
 
     def tell(self, ends: Mapping[str, WorkerExit], newcomers: Collection[str] = ()) -> None:
         """Report the ends of this node's workers; `newcomers`: those of them that joined by themselves."""

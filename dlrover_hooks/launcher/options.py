@@ -69,6 +69,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     journal: str | None = None
     grace_s: float = 25.0
+    node_check: bool = False
+    """The node is checked before its agent joins."""
+    node_check_timeout_s: float = 30.0
     preemption: str = "none"
     """The source of interruption notices, see `interruption_notices.source`."""
     requeue: bool = False
@@ -181,5 +184,7 @@ def _check_tasks(options: LaunchOptions) -> None:
             "--ps keeps the number of workers until it is changed",
             hint="give one number; dlrover-hooks scale --workers N changes it while the job runs",
         )
+    if options.node_check:
+        raise UsageError("--node-check does not work with --ps", hint="run dlrover-hooks check before")
     if options.log_dir:
         raise UsageError("--log-dir does not work with --ps", hint="redirect the output of the launcher")

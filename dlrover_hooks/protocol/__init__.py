@@ -98,6 +98,23 @@ from dlrover_hooks.protocol.membership_messages import (
     StallPolicy as StallPolicy,
     Watch as Watch,
 )
+from dlrover_hooks.protocol.node_check_messages import (
+    LISTED_NODES as LISTED_NODES,
+    AwaitCheck as AwaitCheck,
+    CheckJoined as CheckJoined,
+    CheckPeer as CheckPeer,
+    CheckReport as CheckReport,
+    CheckStep as CheckStep,
+    JoinCheck as JoinCheck,
+    KeptOut as KeptOut,
+    Measure as Measure,
+    MeasureKind as MeasureKind,
+    NodeReport as NodeReport,
+    NodeVerdict as NodeVerdict,
+    ReportTransfer as ReportTransfer,
+    ShowCheck as ShowCheck,
+    speed_text as speed_text,
+)
 from dlrover_hooks.protocol.ps_messages import (
     AwaitCluster as AwaitCluster,
     AwaitTasks as AwaitTasks,

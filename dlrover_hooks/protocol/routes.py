@@ -50,6 +50,15 @@ from dlrover_hooks.protocol.membership_messages import (
     Seated,
     Watch,
 )
+from dlrover_hooks.protocol.node_check_messages import (
+    AwaitCheck,
+    CheckJoined,
+    CheckReport,
+    CheckStep,
+    JoinCheck,
+    ReportTransfer,
+    ShowCheck,
+)
 from dlrover_hooks.protocol.ps_messages import (
     AwaitCluster,
     AwaitTasks,
@@ -178,6 +187,27 @@ ROUTES: tuple[Route, ...] = (
         reply=Done,
         event=True,
         summary="Acknowledge a cluster version.",
+    ),
+    Route(
+        method="POST", path="/v1/check/join", request=JoinCheck, reply=CheckJoined, event=True, summary="Be checked."
+    ),
+    Route(
+        method="POST", path="/v1/check/await", request=AwaitCheck, reply=CheckStep, waits=True, summary="Wait for it."
+    ),
+    Route(
+        method="POST",
+        path="/v1/check/transfer",
+        request=ReportTransfer,
+        reply=Done,
+        event=True,
+        summary="Report a transfer between two nodes.",
+    ),
+    Route(
+        method="GET",
+        path="/v1/jobs/{job}/check",
+        request=ShowCheck,
+        reply=CheckReport,
+        summary="The last check of a job's nodes.",
     ),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Phase, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Generation, Source, Unstored
 from dlrover_hooks.protocol.membership_messages import Ending, Parting, Stall
+from dlrover_hooks.protocol.node_check_messages import KeptOut
 from dlrover_hooks.protocol.vitals_messages import (
     CPUVitals,
     DiskVitals,
@@ -103,6 +104,8 @@ class JobView(Message, frozen=True):
     """Since the launch: rounds that broke because a worker died, and replacements that died before they had a rank."""
     recent_failures: Count = 0
     """Those of them that happened within `ShowJob.window_s` before the newest one; at most 1000."""
+    kept_out: tuple[KeptOut, ...] = ()
+    """Nodes that a node check found bad; at most `LISTED_NODES`, by name."""
 
 
 class ShowVitals(Message, frozen=True):

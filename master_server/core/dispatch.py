@@ -27,6 +27,7 @@ from dlrover_hooks.master.core.job import (
     seat,
 )
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, member_changes, preemption_agreement
 from dlrover_hooks.protocol import (
@@ -40,6 +41,7 @@ from dlrover_hooks.protocol import (
     Fenced,
     Hold,
     Join,
+    JoinCheck,
     KeyValues,
     Leave,
     Loaded,
@@ -49,6 +51,7 @@ from dlrover_hooks.protocol import (
     Preempt,
     RegisterTask,
     ReportTask,
+    ReportTransfer,
     ScaleTasks,
     TakeLeases,
     Vote,
@@ -169,6 +172,8 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     Fenced: task_requests.fenced,
     Connected: task_requests.connected,
     EndTasks: task_requests.end_tasks,
+    JoinCheck: check_requests.join,
+    ReportTransfer: check_requests.transfer,
     Lost: member_changes.lost,
     EndStalled: member_changes.end_stalled,
     Tick: member_changes.tick,

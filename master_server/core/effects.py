@@ -85,6 +85,11 @@ def cluster_topic(job: str) -> str:
     return f"cluster {job}"
 
 
+def check_topic(job: str) -> str:
+    """Woken when a round of transfers of its node check begins, or the check is over."""
+    return f"check {job}"
+
+
 def key_topic(job: str, key: str) -> str:
     """Woken when `key` of the round's store changed."""
     return f"key {job}\n{key}"

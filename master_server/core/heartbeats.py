@@ -71,7 +71,7 @@ class LivenessLease(msgspec.Struct):
         return min(self.until, self.suspect_until)
 
 
-class NodeReport(msgspec.Struct, frozen=True):
+class KeptVitals(msgspec.Struct, frozen=True):
     """See `node_vitals`. `at`: when it arrived."""
 
     report: NodeVitals
@@ -98,7 +98,7 @@ class Nodes(msgspec.Struct):
     beats_per_s: float = BEATS_PER_S
     pulses: dict[Name, LivenessLease] = {}
     heap: list[tuple[float, str, str]] = []
-    reports: dict[str, dict[str, NodeReport]] = {}
+    reports: dict[str, dict[str, KeptVitals]] = {}
     """The last one of each node, by job and node."""
     cut: int = 0
     most_cut: int = 0

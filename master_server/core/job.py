@@ -23,6 +23,7 @@ from dlrover_hooks.master.core.effects import (
     watch_topic,
 )
 from dlrover_hooks.master.core.leased_data.ledger import Ledgers
+from dlrover_hooks.master.core.node_check.check_state import NodeCheck
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters
 from dlrover_hooks.master.core.rounds import rank_assignment, rendezvous as rounds
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
@@ -102,6 +103,7 @@ class Job(msgspec.Struct):
     """The key-value store of the current round."""
     ps: PSClusters | None = None
     """The tasks of a parameter server job."""
+    check: NodeCheck = msgspec.field(default_factory=NodeCheck)
     restored_from: Source | None = None
     finished: bool = False
     finished_step: int | None = None
@@ -132,8 +134,14 @@ class Job(msgspec.Struct):
 
     @property
     def over(self) -> bool:
-        """It is finished, and no process holds a rank or leases of it or waits for a rank."""
-        return self.finished and not self.live and not self.ledgers.free
+        """It is finished, and no process holds a rank or leases of it or waits for a rank. Or it was only checked."""
+        return (self.finished or self.only_checked) and not self.live and not self.ledgers.free
+
+    @property
+    def only_checked(self) -> bool:
+        """Its nodes were checked, and nothing else has ever been requested for it."""
+        checked = self.check.number > 0 and self.check.running is None and not self.check.coming
+        return checked and not self.run and self.ps is None and not self.ledgers.named
 
     @property
     def standing(self) -> int:
@@ -143,8 +151,10 @@ class Job(msgspec.Struct):
 
 
 def knows(job: Job, incarnation: str) -> bool:
-    """True if `incarnation` holds a rank, waits for one, is a task, or may hold leases without a rank."""
+    """True if `incarnation` holds a rank, waits for one, is a task, is checked, or may hold leases without a rank."""
     if job.ps is not None and incarnation in job.ps.incarnations:
+        return True
+    if job.check.takes_part(incarnation):
         return True
     return incarnation in job.ledgers.free or rounds.knows(job.rounds, incarnation)
 
@@ -201,6 +211,7 @@ def arm(job: Job, now: float, effects: Effects) -> None:
     if forming is not None and forming > now:
         dues.append(forming)
     dues.append(persist_due_at(job))
+    dues.append(job.check.due)
     if job.ps is not None and not job.finished:
         dues.append(job.ps.due(now))
     at = min(dues, default=math.inf)

@@ -13,6 +13,7 @@ from dlrover_hooks.master.core.effects import (
     Effect,
     ReleaseClaims,
     Wake,
+    check_topic,
     cluster_topic,
     parting_topic,
     plan_topic,
@@ -23,9 +24,9 @@ from dlrover_hooks.master.core.effects import (
 )
 from dlrover_hooks.master.core.events import ForgetFinished, Key
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, Message, OpenLedger, ScaleTasks
+from dlrover_hooks.protocol import Attach, DeleteJob, Done, Join, JoinCheck, Message, OpenLedger, ScaleTasks
 
-_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic)
+_TOPICS = (round_topic, plan_topic, parting_topic, watch_topic, tasks_topic, cluster_topic, check_topic)
 """Of every job; those of its ledgers have the name of the ledger too."""
 
 
@@ -74,7 +75,7 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)
-    if isinstance(event, ScaleTasks) or (isinstance(event, OpenLedger) and event.free):
+    if isinstance(event, ScaleTasks | JoinCheck) or (isinstance(event, OpenLedger) and event.free):
         return _create(state, event, now, key)
     if isinstance(event, DeleteJob):
         return _delete(state, event)
@@ -100,10 +101,10 @@ def _join(state: Master, event: Join, now: float, key: Key | None) -> EventOutco
     return outcome
 
 
-def _create(state: Master, event: OpenLedger | ScaleTasks, now: float, key: Key | None) -> EventOutcome:
+def _create(state: Master, event: OpenLedger | ScaleTasks | JoinCheck, now: float, key: Key | None) -> EventOutcome:
     """Apply an event that may create the job before any process has joined. The first join then names its run."""
     if not event.job:
-        raise BadRequest("A ledger, or a task, needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
+        raise BadRequest("A ledger, a task or a node check needs a job's name.", hint="Set --job or DLROVER_HOOKS_JOB.")
     _check_name(event.job)
     job = state.jobs.get(event.job) or Job(name=event.job, run="")
     outcome = dispatch.apply(job, event, now, key)
@@ -140,14 +141,18 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
     return EventOutcome(reply=Done(), effects=tuple(effects))
 
 
+_PARTS = ("/tasks", "/vitals", "/check")
+_ENDINGS = ", ".join(map(repr, _PARTS[:-1])) + f" or {_PARTS[-1]!r}"
+
+
 def _check_name(job: str) -> None:
-    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...`, `.../tasks` and `.../vitals`.
+    """A job is shown at `/v1/jobs/NAME`, its parts at `/v1/jobs/NAME/ledgers/...`, `.../tasks` and so on.
 
     Raises BadRequest.
     """
-    if not job.isprintable() or "/ledgers/" in job or job.endswith(("/tasks", "/vitals")):
+    if not job.isprintable() or "/ledgers/" in job or job.endswith(_PARTS):
         raise BadRequest(
-            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with '/tasks' or '/vitals'.",
+            f"The job's name {job!r} has a control character or '/ledgers/' in it, or ends with {_ENDINGS}.",
             hint="Give --job another name.",
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dlrover_hooks.errors import Stale
-from dlrover_hooks.master.core.heartbeats import NodeReport, Nodes
+from dlrover_hooks.master.core.heartbeats import KeptVitals, Nodes
 from dlrover_hooks.master.core.job import Job
 from dlrover_hooks.master.core.rounds import rendezvous
 from dlrover_hooks.protocol import (
@@ -33,7 +33,7 @@ def accepted(job: Job, report: NodeVitals) -> NextVitals:
 
 def keep(nodes: Nodes, report: NodeVitals, now: float) -> None:
     """Replace the node's last report by this one, which was accepted."""
-    nodes.reports.setdefault(report.job, {})[report.node] = NodeReport(report, now)
+    nodes.reports.setdefault(report.job, {})[report.node] = KeptVitals(report, now)
 
 
 def parted(nodes: Nodes, job: Job, incarnation: str) -> None:

@@ -10,6 +10,7 @@ from dlrover_hooks.errors import GivenUp, Stale
 from dlrover_hooks.master.core import heartbeats, node_vitals
 from dlrover_hooks.master.core.checkpoints import replica_ring, save_votes
 from dlrover_hooks.master.core.effects import (
+    check_topic,
     cluster_topic,
     key_topic,
     parting_topic,
@@ -23,11 +24,13 @@ from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job import Job, in_round, knows
 from dlrover_hooks.master.core.job_registry import Master, job_named
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import key_value_store, preemption_agreement, rendezvous
 from dlrover_hooks.master.core.rounds.members import Member, census_of, first_gone
 from dlrover_hooks.protocol import (
     LISTED_GONE,
+    AwaitCheck,
     AwaitCluster,
     AwaitKeys,
     AwaitParting,
@@ -36,6 +39,8 @@ from dlrover_hooks.protocol import (
     AwaitShards,
     AwaitTasks,
     Beat,
+    CheckReport,
+    CheckStep,
     Heartbeat,
     Jobs,
     JobView,
@@ -58,6 +63,7 @@ from dlrover_hooks.protocol import (
     Plan,
     PSCluster,
     Seated,
+    ShowCheck,
     ShowJob,
     ShowLedger,
     ShowTasks,
@@ -67,7 +73,7 @@ from dlrover_hooks.protocol import (
     Watch,
 )
 
-Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | Watch
+Poll = AwaitRound | AwaitPlan | AwaitShards | AwaitKeys | AwaitParting | AwaitTasks | AwaitCluster | AwaitCheck | Watch
 
 
 def query(state: Master, nodes: Nodes, request: Message, now: float = 0.0) -> Message | None:
@@ -133,6 +139,7 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         ending=job.ending,
         failures=job.failures,
         recent_failures=_recent(job.failed_at, request.window_s),
+        kept_out=check_requests.kept_out(job),
     )
 
 
@@ -322,6 +329,16 @@ def _awaited_cluster(state: Master, nodes: Nodes, request: AwaitCluster) -> PSCl
     return task_requests.awaited_cluster(job_named(state, request.job), request)
 
 
+def _check(state: Master, nodes: Nodes, request: ShowCheck) -> CheckReport:
+    del nodes
+    return check_requests.show(job_named(state, request.job), request)
+
+
+def _awaited_check(state: Master, nodes: Nodes, request: AwaitCheck) -> CheckStep | None:
+    del nodes
+    return check_requests.awaited(job_named(state, request.job), request)
+
+
 _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ListJobs: _jobs,
     ShowJob: _job,
@@ -339,6 +356,8 @@ _TABLE: dict[type[Message], Callable[[Master, Nodes, Any], Message | None]] = {
     ShowTasks: _tasks,
     AwaitTasks: _awaited_tasks,
     AwaitCluster: _awaited_cluster,
+    ShowCheck: _check,
+    AwaitCheck: _awaited_check,
 }
 _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitRound: round_topic,
@@ -346,6 +365,7 @@ _TOPIC: dict[type[Message], Callable[[str], str]] = {
     AwaitParting: parting_topic,
     AwaitTasks: tasks_topic,
     AwaitCluster: cluster_topic,
+    AwaitCheck: check_topic,
     Watch: watch_topic,
 }
 _NOTHING: dict[type[Message], Message] = {
@@ -354,4 +374,5 @@ _NOTHING: dict[type[Message], Message] = {
     AwaitShards: Leases(),
     AwaitKeys: KeyValues(),
     AwaitParting: Parting(again=True),
+    AwaitCheck: CheckStep(),
 }

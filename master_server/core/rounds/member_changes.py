@@ -24,6 +24,7 @@ from dlrover_hooks.master.core.job import (
     tell_of_newcomers,
 )
 from dlrover_hooks.master.core.leased_data import job_ledgers
+from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
@@ -56,12 +57,13 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     predecessors = rendezvous.predecessors(job.rounds, event)
     launched = newcomer and not event.launcher  # the job is launched again
     relaunched = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
+    job.check.kept_out.pop(event.node, None)
     job.proposed = event.proposed_run
     if not job.run:  # lease holders without a rank came first
         job.run, job.fresh = event.proposed_run, event.fresh
     broken = any([rendezvous.part(job.rounds, name, rendezvous.LOST) for name in predecessors])
     job.failures = 0 if relaunched else job.failures + broken
-    if launched:
+    if launched or (job.rounds.round is None and not job.standing):
         job.ending = None
     if relaunched:
         job.stalls = StallRestarts()
@@ -110,6 +112,7 @@ def _reset(job: Job, event: Join) -> None:
         fresh=event.fresh,
         rounds=Rounds(number=number, places=places, places_seen=seen),
         plan=Choice(number=job.plan.number),
+        check=job.check,
     )
     for field in Job.__struct_fields__:
         setattr(job, field, getattr(new, field))
@@ -155,8 +158,12 @@ def exited(job: Job, event: Exited, now: float, effects: Effects) -> Done:
 
 
 def leave(job: Job, event: Leave, now: float, effects: Effects) -> Done:
-    """A worker or an agent leaves on purpose, done or not. Raises Stale."""
-    if not knows(job, event.incarnation):
+    """A worker or an agent leaves on purpose, done or not. Raises Stale.
+
+    An agent that may not join, because its node is bad, can end the job for the others, too.
+    """
+    checked = event.ending is not None and job.check.was_checked(event.incarnation)
+    if not checked and not knows(job, event.incarnation):
         rendezvous.member_of(job.rounds, job.name, event.incarnation)
     if event.reason is Departure.DONE and rendezvous.knows(job.rounds, event.incarnation):
         job.finished_step = max(event.step, job.finished_step or 0)
@@ -186,6 +193,7 @@ def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) ->
     job_ledgers.part(job, incarnation, effects, lost=counts)
     preemption_agreement.part(job, incarnation, effects)
     task_requests.part(job, incarnation, now, effects, lost=how == rendezvous.LOST)
+    check_requests.part(job, incarnation, now, effects)
     if current is not None and not job.finished and current.done == current.world_size:
         _finish(job, effects)
     _after_membership(job, now, effects, broken=broken)
@@ -205,6 +213,7 @@ def tick(job: Job, event: Tick, now: float, effects: Effects) -> Done:
     job.alarm = math.inf
     job_ledgers.expire(job, now, effects)
     task_requests.tick(job, now, effects)
+    check_requests.tick(job, now, effects)
     if persist_due_at(job) <= now:
         save_votes.remind(job.saves, job.settings, now)
     _after_membership(job, now, effects, broken=False)

@@ -185,7 +185,7 @@ def test_a_stranger_is_refused() -> None:
 
 
 def test_no_job_has_a_name_that_is_a_route() -> None:
-    with pytest.raises(BadRequest, match="ends with '/tasks' or '/vitals'"):
+    with pytest.raises(BadRequest, match="ends with '/tasks', '/vitals' or '/check'"):
         job_registry.apply(Master(), msgspec.structs.replace(join(), job="team/vitals"), 0.0)
 
 
