@@ -46,6 +46,12 @@ def called(*words: str) -> Result:
         (["run"], "Missing argument"),
         (["run", "-n", "0", "train.py"], "expected 1 <= MIN <= MAX"),
         (["walk"], "No such command"),
+        (["check", "--nnodes", "2"], "the nodes need a master to meet at"),
+        (["check", "--master", "node-a"], "is no URL"),
+        (["check", "--folder", "/no/such/folder"], "is not a folder of this machine"),
+        (["check", "--master", "http://127.0.0.1:1", "--local-addr", "a:b"], "'a:b' is no address"),
+        (["check", "--timeout", "soon"], "Invalid value for '--timeout'"),
+        (["run", "--ps", "1", "--node-check", __file__], "--node-check does not work with --ps"),
     ],
 )
 def test_what_must_be_mended_exits_78(words: list[str], said: str) -> None:
