@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -19,6 +20,7 @@ from dlrover_hooks.errors import HooksError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dlrover_hooks.node_check.participation import CheckPlan
     from dlrover_hooks.protocol import CheckReport, Measure, NodeReport
 
 _USAGE, _FAILED = 78, 1
@@ -78,7 +80,6 @@ def check(json: bool, **flags: Any) -> None:
 def _checked(flags: dict[str, Any], say: Callable[[str], None]) -> tuple[CheckReport, NodeReport]:
     """The report, and that of this node. Raises UsageError, MasterAway, MasterError."""
     from dlrover_hooks import config as settings
-    from dlrover_hooks.node_check.local_check import measure_node
     from dlrover_hooks.node_check.own_report import alone, own_of
 
     folder, master, node = flags["folder"], flags["master"], settings.place().node
@@ -91,29 +92,27 @@ def _checked(flags: dict[str, Any], say: Callable[[str], None]) -> tuple[CheckRe
         )
     if master is not None and "://" not in master:
         raise UsageError(f"--master {master!r} is no URL", hint="give one such as http://127.0.0.1:8780")
-    measures = measure_node(folder, flags["timeout"], begins=lambda one: say(f"{one.kind.value} on {one.what}"))
-    report = alone(node, measures) if master is None else _with_others(flags, node, measures, say)
+    report = alone(node, _measured(flags, say)) if master is None else _with_others(flags, node, say)
     return report, own_of(report, node)
 
 
-def _with_others(
-    flags: dict[str, Any], node: str, measures: tuple[Measure, ...], say: Callable[[str], None]
-) -> CheckReport:
-    from dlrover_hooks.client import MasterClient
-    from dlrover_hooks.launcher.master_endpoint import endpoint, own_host
-    from dlrover_hooks.node_check.participation import CheckPlan, ignore, take_part
+def _measured(flags: dict[str, Any], say: Callable[[str], None]) -> tuple[Measure, ...]:
+    from dlrover_hooks.node_check.local_check import measure_node
 
-    count = flags["nnodes"] or 1
+    return measure_node(flags["folder"], flags["timeout"], begins=lambda one: say(f"{one.kind.value} on {one.what}"))
+
+
+def _with_others(flags: dict[str, Any], node: str, say: Callable[[str], None]) -> CheckReport:
+    from dlrover_hooks.client import MasterClient
+    from dlrover_hooks.node_check.participation import ignore, take_part
+    from dlrover_hooks.protocol import ListJobs
+
     client = MasterClient(flags["master"], flags["token"], incarnation=f"check-{uuid.uuid4().hex}")
-    own = own_host(endpoint(flags["master"]))
-    host, _, port = flags["local_addr"].partition(":")
-    plan = CheckPlan(
-        job=flags["job"], incarnation=client.incarnation, node=node, host=host or own, port=int(port or 0),
-        listen_host="" if host else own, listen_port=flags["port"], least=count, most=count, gather_s=flags["wait"],
-        transfer_s=flags["timeout"],
-    )  # fmt: skip
-    say(f"waiting for {count} nodes" if count > 1 else "reporting to the master")
+    plan = _plan(flags, node, client.incarnation)
     try:
+        client.call(ListJobs(), timeout_s=flags["wait"])  # what is wrong with address or token is said first
+        measures = _measured(flags, say)
+        say(f"waiting for {plan.most} nodes" if plan.most > 1 else "reporting to the master")
         return take_part(
             plan,
             measures,
@@ -128,6 +127,27 @@ def _with_others(
         ) from error
     finally:
         client.close()
+
+
+def _plan(flags: dict[str, Any], node: str, incarnation: str) -> CheckPlan:
+    """Raises UsageError for an address that is none, or a master to which there is no route."""
+    from dlrover_hooks.launcher.master_endpoint import endpoint, own_host
+    from dlrover_hooks.node_check.participation import CheckPlan
+
+    own = own_host(endpoint(flags["master"]))
+    try:
+        given = urlsplit(f"//{flags['local_addr']}")
+        host, port = given.hostname, given.port or 0
+    except ValueError as error:
+        raise UsageError(
+            f"--local-addr {flags['local_addr']!r} is no address: {error}", hint="give HOST, HOST:PORT or [V6]:PORT"
+        ) from error
+    count = flags["nnodes"] or 1
+    return CheckPlan(
+        job=flags["job"], incarnation=incarnation, node=node, host=host or own, port=port,
+        listen_host="" if host else own, listen_port=flags["port"], least=count, most=count, gather_s=flags["wait"],
+        transfer_s=flags["timeout"],
+    )  # fmt: skip
 
 
 def _exit_code(report: CheckReport, own: NodeReport) -> int:

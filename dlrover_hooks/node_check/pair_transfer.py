@@ -133,8 +133,9 @@ class TransferListener:
 
     def __init__(self, host: str, port: int, secret: Secret, *, within_s: float = 20.0) -> None:
         self._secret, self._within_s = secret, within_s
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family)
+        every = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, dualstack_ipv6=every)
         self._listener.settimeout(_ACCEPT_S)
         self.port: int = self._listener.getsockname()[1]
         self._changed = threading.Condition()

@@ -116,8 +116,8 @@ class KeptOut(Message, frozen=True):
 class CheckReport(Message, frozen=True):
     """The last check of a job that is over. `number` 0: there was none.
 
-    `nodes`: by verdict, the worst first. A report to one node lists the first `LISTED_NODES` and that node; `unlisted`
-    counts the others by verdict.
+    `nodes`: by verdict, the worst first. A report to one node lists the first `LISTED_NODES` and that node, and
+    `measures` of that node only; `unlisted` counts the others by verdict.
     """
 
     number: Count = 0

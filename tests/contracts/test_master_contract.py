@@ -218,3 +218,28 @@ def test_a_watch_tells_of_a_break_once(caller_of: CallerOf, job: str) -> None:
     caller_of("w0").call(p.Heartbeat(job=job, incarnation="w0"))
     watch.close()
     assert heard == [p.Notice(round=1, broken=True)]
+
+
+def test_a_node_check(caller_of: CallerOf, job: str) -> None:
+    """Two nodes wait for each other, get each other's address and secret, and learn both verdicts."""
+
+    def ask(node: str, after: int = 0) -> p.CheckStep:
+        return caller_of(node).call(p.AwaitCheck(job, node, after, timeout_s=60.0))
+
+    for node in ("a", "b"):
+        join_check = p.JoinCheck(job, node, node, "127.0.0.1", 4711, p.Secret(f"of {node}"), 2, 2, 60.0, 1.0, 60.0)
+        assert caller_of(node).call(join_check).number == 1
+    tasks = {node: ask(node) for node in ("a", "b")}
+    assert [(task.round, task.peer.secret, task.dials_first) for task in tasks.values() if task.peer] == [
+        (1, p.Secret("of b"), True),
+        (1, p.Secret("of a"), False),
+    ]
+    for node, task in tasks.items():
+        caller_of(node).call(p.ReportTransfer(job, node, task.step, speed=1e9, round_trip_s=1e-4))
+    report = ask("a", tasks["a"].step).report
+    assert report is not None
+    assert [(one.node, one.verdict, one.network) for one in report.nodes] == [
+        ("a", p.NodeVerdict.OK, 1e9),
+        ("b", p.NodeVerdict.OK, 1e9),
+    ]
+    assert caller_of("b").call(p.ShowCheck(job)).nodes == report.nodes

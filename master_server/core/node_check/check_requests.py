@@ -216,14 +216,12 @@ def report(job: Job, *, place: int | None = None) -> CheckReport:
     last = job.check.last
     if last is None:
         return CheckReport()
-    listed = last.nodes
-    if place is not None:
-        listed = last.nodes[:LISTED_NODES] + (last.nodes[place : place + 1] if place >= LISTED_NODES else ())
+    if place is None:
+        return CheckReport(number=last.number, wanted=last.wanted, rounds=last.rounds, nodes=last.nodes)
+    own = last.nodes[place : place + 1]
+    listed = last.listed[:place] + own + last.listed[place + 1 :]
     rest = Counter(last.counts)
-    if len(listed) < len(last.nodes):
-        rest.subtract(one.verdict.value for one in listed)
-    else:
-        rest.clear()
+    rest.subtract(one.verdict.value for one in listed)
     return CheckReport(number=last.number, wanted=last.wanted, rounds=last.rounds, nodes=listed, unlisted=dict(+rest))
 
 

@@ -62,12 +62,16 @@ class RunningCheck(msgspec.Struct):
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """`nodes`: the worst first. `places`: by incarnation its index there. `counts`: of nodes, by verdict."""
+    """`nodes`: the worst first. `listed`: the first of them, without their measurements.
+
+    `places`: by incarnation its index in `nodes`. `counts`: of nodes, by verdict.
+    """
 
     number: int
     wanted: int
     rounds: int
     nodes: tuple[NodeReport, ...]
+    listed: tuple[NodeReport, ...]
     places: dict[str, int]
     counts: dict[str, int]
 

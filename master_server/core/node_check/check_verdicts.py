@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+import msgspec
+
 from dlrover_hooks.master.core.node_check.check_state import Candidate, CheckResult, RunningCheck
 from dlrover_hooks.master.core.node_check.pairing import Standings
 from dlrover_hooks.master.core.node_check.speed_comparison import SpeedReference, reference_of
-from dlrover_hooks.protocol import Measure, MeasureKind, NodeReport, NodeVerdict, speed_text
+from dlrover_hooks.protocol import LISTED_NODES, Measure, MeasureKind, NodeReport, NodeVerdict, speed_text
 
 _ORDER = (NodeVerdict.BAD, NodeVerdict.UNCLEAR, NodeVerdict.SLOW, NodeVerdict.OK)
 _LONGEST = 500
@@ -22,11 +24,13 @@ def judge(check: RunningCheck) -> CheckResult:
     references = _references(check.candidates.values())
     found = [(name, _report(name, standings, references)) for name in check.candidates]
     found.sort(key=lambda one: (_ORDER.index(one[1].verdict), one[1].node))
+    nodes = tuple(report for _, report in found)
     return CheckResult(
         number=check.number,
         wanted=check.wanted,
         rounds=check.round,
-        nodes=tuple(report for _, report in found),
+        nodes=nodes,
+        listed=tuple(msgspec.structs.replace(one, measures=()) for one in nodes[:LISTED_NODES]),
         places={name: index for index, (name, _) in enumerate(found)},
         counts=dict(Counter(report.verdict.value for _, report in found)),
     )

@@ -46,6 +46,12 @@ def called(*words: str) -> Result:
         (["run"], "Missing argument"),
         (["run", "-n", "0", "train.py"], "expected 1 <= MIN <= MAX"),
         (["walk"], "No such command"),
+        (["check", "--nnodes", "2"], "the nodes need a master to meet at"),
+        (["check", "--master", "node-a"], "is no URL"),
+        (["check", "--folder", "/no/such/folder"], "is not a folder of this machine"),
+        (["check", "--master", "http://127.0.0.1:1", "--local-addr", "a:b"], "'a:b' is no address"),
+        (["check", "--timeout", "soon"], "Invalid value for '--timeout'"),
+        (["run", "--ps", "1", "--node-check", __file__], "--node-check does not work with --ps"),
     ],
 )
 def test_what_must_be_mended_exits_78(words: list[str], said: str) -> None:
@@ -107,7 +113,7 @@ def test_short_help_is_whole() -> None:
     """The list of commands is not cut off, and the table of exit codes is the manual's."""
     lines = called("--help").output.splitlines()
     commands = lines[lines.index("Commands:") + 1 :]
-    assert len(commands) == 7
+    assert len(commands) == 9
     assert all(line.endswith(".") and not line.endswith("..") for line in commands)
     page = (Path(__file__).parents[3] / "docs/operate.md").read_text()
     for code in (0, 1, 77, 78, 130, 143):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -92,3 +92,26 @@ def test_a_view_for_a_node_costs_the_same_in_a_large_job() -> None:
     """Every agent asks for one when a round breaks."""
     few, many = views(FEW), views(MANY)
     assert max(many) < 1.1 * max(few), (max(few), max(many))
+
+
+def checked(nodes: int) -> list[int]:
+    """Requests of nodes that are checked together, but the last of each round, after which the next one is made."""
+    master, costs = MasterFake(), list[int]()
+    names = [f"a{index}" for index in range(nodes)]
+
+    def each(requests: Iterable[p.Message]) -> None:
+        costs.extend([calls_of(lambda request=request: master.call(request)) for request in requests][:-1])
+
+    secret = p.Secret("s")
+    each(p.JoinCheck("job", name, name, "10.0.0.1", 1, secret, nodes, nodes, 9.0, 9.0, 9.0) for name in names)
+    for step in (1, 2):
+        each(p.AwaitCheck("job", name, step - 1) for name in names)
+        each(p.ReportTransfer("job", name, step, 1e9, 1e-4) for name in names)
+    assert len(master.call(p.ShowCheck("job")).nodes) == nodes
+    return costs
+
+
+def test_a_node_check_costs_the_same_for_each_of_many_nodes() -> None:
+    few, many = checked(FEW), checked(MANY)
+    assert max(many) < 1.5 * max(few), (max(few), max(many))
+    assert sum(many) / len(many) < 1.2 * sum(few) / len(few)

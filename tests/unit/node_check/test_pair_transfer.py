@@ -46,6 +46,11 @@ def test_the_bytes_of_both_directions_are_counted(listener: TransferListener, mo
     assert (found.speed, found.round_trip_s) == (2000.0, 1.0)
 
 
+def test_a_node_behind_another_address_listens_on_all() -> None:
+    with TransferListener("", 0, SECRET) as everywhere:
+        assert called(everywhere).speed > 0
+
+
 def test_a_caller_without_the_secret_gets_nothing(listener: TransferListener) -> None:
     with pytest.raises((EOFError, ConnectionError)):
         dial("127.0.0.1", listener.port, Secret("another"), 1, "caller", LONG_S)
