@@ -104,7 +104,7 @@ class App:
     async def _respond(self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
         message, key = await self._read(row, decoder, request)
         if row.waits:
-            return _Reply(await _unless_gone(request, lambda: self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
+            return _Reply(await _unless_gone(request, self.runtime.wait, message))
         if row.event:
             return _Reply(await self.runtime.event(message, key))
         return _Reply(await self.runtime.query(message))
@@ -179,7 +179,7 @@ _LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
 """Longer paths are matched first: otherwise a name with slashes would match the rest of a longer path."""
 
 
-async def _unless_gone(request: Request, work: Callable[[], Awaitable[Message]]) -> Message:
+async def _unless_gone(request: Request, wait: Callable[[Any], Awaitable[Message]], message: Message) -> Message:
     """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected.
 
     A callback, not a second task that waits for it: that would take half of the memory of an open long-poll.
@@ -198,7 +198,7 @@ async def _unless_gone(request: Request, work: Callable[[], Awaitable[Message]])
     try:
         if gone:
             raise ClientDisconnect
-        return await work()
+        return await wait(message)
     except asyncio.CancelledError:
         if gone:
             raise ClientDisconnect from None
