@@ -102,17 +102,23 @@ class App:
         return endpoint
 
     async def _respond(self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
+        message, key = await self._read(row, decoder, request)
+        if row.waits:
+            return _Reply(await _unless_gone(request, self.runtime.wait, message))
+        if row.event:
+            return _Reply(await self.runtime.event(message, key))
+        return _Reply(await self.runtime.query(message))
+
+    async def _read(
+        self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request
+    ) -> tuple[Message, Key | None]:
         headers = dict[bytes, bytes](request.scope["headers"])  # starlette's would be searched for each name
         self._authorize(request, headers)
         if self._token is None:
             _check_browser(request)
         _check_protocol(headers)
         message = _from_url(row, request) if row.in_url else _decode(decoder, await self._body(request))
-        if row.waits:
-            return _Reply(await _unless_gone(request, lambda: self.runtime.wait(message)))  # pyright: ignore[reportArgumentType]
-        if row.event:
-            return _Reply(await self.runtime.event(message, _key(headers, message)))
-        return _Reply(await self.runtime.query(message))
+        return message, _key(headers, message) if row.event else None
 
     def _authorize(self, request: Request, headers: Mapping[bytes, bytes]) -> None:
         given = headers.get(b"authorization", b"")
@@ -173,7 +179,7 @@ _LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
 """Longer paths are matched first: otherwise a name with slashes would match the rest of a longer path."""
 
 
-async def _unless_gone(request: Request, work: Callable[[], Awaitable[Message]]) -> Message:
+async def _unless_gone(request: Request, wait: Callable[[Any], Awaitable[Message]], message: Message) -> Message:
     """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected.
 
     A callback, not a second task that waits for it: that would take half of the memory of an open long-poll.
@@ -188,10 +194,11 @@ async def _unless_gone(request: Request, work: Callable[[], Awaitable[Message]])
             waiting.cancel()
 
     connection.on_lost = lost
+    connection.forget_request(request.scope)
     try:
         if gone:
             raise ClientDisconnect
-        return await work()
+        return await wait(message)
     except asyncio.CancelledError:
         if gone:
             raise ClientDisconnect from None

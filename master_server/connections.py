@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dlrover_hooks.protocol import Problem
@@ -74,12 +75,39 @@ class _Pipeline(list[Any]):
         self.insert(0, one)
 
 
+class _Event(asyncio.Event):
+    """Its empty list of waiters takes 56 bytes; asyncio's deque takes 700."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiters: list[asyncio.Future[Any]] = []  # type: ignore[assignment]
+
+
+class _FlowControl(FlowControl):
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_writable_event = _Event()
+        self._is_writable_event.set()
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with `Limits`. The app finds it as `state["connection"]` in a request's scope.
 
     It stays open until the peer closes it, or TCP's keep-alive finds that the peer's host is gone. `on_lost`: called
     when it ends, for the request that is being answered.
     """
+
+    # with more than 30 attributes in its dict, that of each object would take 1.3 KiB more
+    __slots__ = (
+        "_admitted",
+        "_advanced",
+        "_head_timer",
+        "_in_head",
+        "_limits",
+        "_strangers",
+        "_unfinished_bytes",
+        "on_lost",
+    )
 
     def __init__(self, strangers: UnauthenticatedConnections, **more: Any) -> None:
         super().__init__(**more)
@@ -103,6 +131,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
+        self.flow = _FlowControl(transport)
         self._admitted = self._strangers.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -139,7 +168,18 @@ class Connection(HttpToolsProtocol):
         """Parser callback."""
         self._in_head, self._advanced = False, True
         self._stop_head_timer()
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle is not before:
+            self.cycle.message_event = _Event()  # nobody waits for the other one yet: the app runs later
+
+    def forget_request(self, scope: MutableMapping[str, Any]) -> None:
+        """The app has read the request: while it waits, nothing but what uvicorn needs for the response is kept."""
+        if self.scope is scope:  # else the next request has arrived already
+            self.headers = []
+        needed = {name: scope[name] for name in ("type", "method", "state")}
+        scope.clear()
+        scope.update(needed)
 
     def on_body(self, body: bytes) -> None:
         """Parser callback."""

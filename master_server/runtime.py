@@ -14,7 +14,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -396,36 +396,33 @@ class Runtime:
                 self._liveness.waited(request, answered=reply is not None)
 
     async def _wait_until(self, request: Poll, until: float | None) -> Message:
+        """The answer. Thousands of these are open: what they hold counts, so there is no `asyncio.wait` in it."""
         while not self.closing:
-            with self._waiting(views.topics(self.state, request)) as woken:
+            topics, woken = views.topics(self.state, request), self._loop.create_future()
+            for topic in topics:
+                self._waiters.setdefault(topic, {})[woken] = None
+            timer: asyncio.TimerHandle | None = None
+            try:
                 reply = await self._ask(request)
                 if reply is not None:
                     return reply
-                left = None if until is None else until - self._loop.time()
-                if left is not None and left <= 0:
-                    return _nothing(request)
-                timer = self._loop.call_later(left, _settle, woken, None) if left is not None else None
-                try:
-                    await woken  # not asyncio.wait: for thousands of open long-polls its memory counts
-                finally:
-                    if timer is not None:
-                        timer.cancel()
+                if until is not None:
+                    if (left_s := until - self._loop.time()) <= 0:
+                        return _nothing(request)
+                    timer = self._loop.call_later(left_s, _settle, woken, None)
+                await woken
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                self._wait_no_more(topics, woken)
         raise _ending()
 
-    @contextlib.contextmanager
-    def _waiting(self, topics: tuple[str, ...]) -> Iterator[asyncio.Future[None]]:
-        """A future that any of `topics` settles."""
-        woken: asyncio.Future[None] = self._loop.create_future()
+    def _wait_no_more(self, topics: tuple[str, ...], woken: asyncio.Future[None]) -> None:
         for topic in topics:
-            self._waiters.setdefault(topic, {})[woken] = None
-        try:
-            yield woken
-        finally:
-            for topic in topics:
-                if waiters := self._waiters.get(topic):
-                    waiters.pop(woken, None)
-                    if not waiters:
-                        del self._waiters[topic]
+            if waiters := self._waiters.get(topic):
+                waiters.pop(woken, None)
+                if not waiters:
+                    del self._waiters[topic]
 
     def _wake(self, topic: str) -> None:
         for woken in self._waiters.pop(topic, ()):

@@ -231,6 +231,23 @@ def test_an_event_sent_twice_is_applied_once(live_master: LiveMaster) -> None:
 
 
 @pytest.mark.requirement("ED-62")
+def test_requests_behind_a_long_poll_are_answered_after_it(live_master: LiveMaster) -> None:
+    """On one connection, sent at once: a long-poll drops the headers of its own request, not those of the next ones."""
+    live_master.client("agent").call(join())
+    body = msgspec.json.encode(p.Watch("job", "w0"))
+    head = f"Host: x\r\nAuthorization: Bearer {live_master.token}\r\nContent-Type: application/json\r\n"
+    watch = f"POST /v1/watch HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    jobs = f"GET /v1/jobs HTTP/1.1\r\n{head}\r\n".encode()
+    last = f"GET /v1/jobs HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode()
+    address = live_master.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=60) as line:
+        line.sendall(watch + jobs + last)
+        live_master.client("agent").call(p.Exited("job", "agent", "w1", -9))
+        answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert bodies == [msgspec.json.encode(p.Notice(1, broken=True)), *[msgspec.json.encode(p.Jobs(("job",)))] * 2]
+
+
 def test_killed_and_back_is_a_pause(live_master: LiveMaster) -> None:
     """Kill -9 under a long-poll, a call and a watch; all go on, and the state is what it was."""
     agents = [live_master.client(name) for name in ("a", "b")]

@@ -7,6 +7,7 @@ nothing, and bounded, so that no job can fill the master's memory.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import filterfalse
 
 import msgspec
 
@@ -86,5 +87,5 @@ def _size(name: str, value: bytes | None) -> int:
 
 
 def missing(keys: Keys, names: Iterable[str]) -> str | None:
-    """The first of `names` that is not set."""
-    return next((name for name in names if name not in keys.values), None)
+    """The first of `names` that is not set. Rank 0 may wait for a key of each rank, and is woken for many of them."""
+    return next(filterfalse(keys.values.__contains__, names), None)
