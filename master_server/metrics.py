@@ -55,8 +55,9 @@ SERIES = 500
 """Most unfinished jobs that get series of their own: those with the newest events. `dlrover_hooks_jobs` counts all."""
 
 
-USES = 256
-"""Most nodes, and most ranks, with series of what they use: those of unfinished jobs, by job, name and rank."""
+USES = 128
+"""Most nodes, and most ranks, with series of what they use: those of unfinished jobs, by job, name and rank.
+Writing them takes tens of milliseconds, in which the master answers nobody."""
 
 
 class _Jobs(Collector):

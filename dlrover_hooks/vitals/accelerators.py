@@ -12,6 +12,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Protocol
 
+import msgspec
+
 from dlrover_hooks.protocol import AcceleratorVitals
 from dlrover_hooks.vitals import nvidia
 
@@ -30,6 +32,14 @@ class Accelerator(Protocol):
     def sample(self) -> AcceleratorVitals:
         """What it uses now."""
         ...
+
+
+def sampler(local_rank: int, visible_gpus: str | None) -> Callable[[], AcceleratorVitals] | None:
+    """The function that samples the device of `find`. It raises ValidationError for what no master would accept."""
+    found = find(local_rank, visible_gpus)
+    if found is None:
+        return None
+    return lambda: msgspec.json.decode(msgspec.json.encode(found.sample()), type=AcceleratorVitals)
 
 
 def find(local_rank: int, visible_gpus: str | None) -> Accelerator | None:

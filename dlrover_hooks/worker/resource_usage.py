@@ -45,5 +45,4 @@ class Sampler:
 def _accelerator() -> Callable[[], AcceleratorVitals] | None:
     from dlrover_hooks.vitals import accelerators
 
-    found = accelerators.find(settings.place().local_rank, settings.visible_gpus())
-    return None if found is None else found.sample
+    return accelerators.sampler(settings.place().local_rank, settings.visible_gpus())

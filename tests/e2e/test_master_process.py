@@ -44,6 +44,9 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     assert call("w0", p.Locate("job", "w0", p.Generation(0, 1, "run0"), 0)).at == ()
     call("w0", p.Loaded("job", "w0", 1, True))
     call("w0", p.Heartbeat("job", "w0", 2))
+    cpu, memory = p.CPUVitals(8, 1.0, (1.0, 1.0, 1.0)), p.MemoryVitals(2, 1)
+    call("agent", p.NodeVitals("job", "agent", "node-agent", cpu, memory, p.NetworkVitals(0.0, 0.0)))
+    assert call("x", p.ShowVitals("job")).nodes[0].cpu == cpu
     whole = (p.Partition(end=20),)
     assert call("w0", p.OpenLedger("job", "w0", "a/data set", "f", whole, 10, shard_size=4)).fence == 1
     lease = call("w0", p.TakeLeases("job", "w0", "a/data set", 1)).leases[0]

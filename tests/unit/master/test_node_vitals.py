@@ -13,6 +13,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import BadRequest, Stale, UnknownJob
 from dlrover_hooks.master.core import heartbeats, job_registry, node_vitals
+from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import Journal
@@ -37,9 +38,9 @@ def report(agent: str = "agent", *, workers: tuple[str, ...] = ("w0", "w1"), **m
     return p.NodeVitals(**(fields | more))
 
 
-def run(tmp_path: Path, story: Callable[[Runtime], Awaitable[None]], **more: Any) -> None:
+def run(tmp_path: Path, story: Callable[[Runtime], Awaitable[None]]) -> None:
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "m.db"), storage=StorageFake(), **more)
+        runtime = Runtime(Journal(tmp_path / "m.db"), storage=StorageFake())
         runtime.start()
         try:
             await asyncio.wait_for(story(runtime), 60)
@@ -113,6 +114,7 @@ async def _nothing_is_kept(master: Runtime) -> None:
         (p.Exited("job", "b", "y0", -9), ["node-a"]),
         (p.Leave("job", "y0", p.Departure.DONE), ["node-a"]),
         (p.Exited("job", "a", "x0", 0), ["node-b"]),
+        (Lost(job="job", incarnation="y0", reason="no heartbeat"), ["node-a"]),
     ],
 )
 def test_a_node_without_workers_is_forgotten(tmp_path: Path, event: p.Message, left: list[str]) -> None:
@@ -127,22 +129,6 @@ def test_a_node_without_workers_is_forgotten(tmp_path: Path, event: p.Message, l
         assert list(master.nodes.reports["job"]) == left
 
     run(tmp_path, story)
-
-
-def test_a_lost_node_is_forgotten(tmp_path: Path) -> None:
-    """Its worker sends no more heartbeats."""
-
-    async def story(master: Runtime) -> None:
-        await two_nodes(master)
-        for worker in ("x0", "y0"):
-            await master.query(p.Heartbeat("job", worker))
-
-        while "node-b" in master.nodes.reports["job"]:
-            await master.query(p.Heartbeat("job", "x0"))
-            await asyncio.sleep(0)
-        assert [one.node for one in (await shown(master)).nodes] == ["node-a"]
-
-    run(tmp_path, story, lease_s=0.3, suspicion_s=0.05)
 
 
 def test_a_deleted_job_leaves_nothing(tmp_path: Path) -> None:
