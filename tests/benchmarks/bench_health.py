@@ -1,8 +1,8 @@
-"""Does the log blame the right rank, how fast, and is anything restarted without need? `make bench-health`.
+"""Is the right rank blamed, how fast, and is anything restarted without need? What do vitals and checks cost?
 
-Faults are injected into real jobs (`hang_world`); jobs without a fault run in virtual time (`stall_load`). Takes about
-ten minutes with 20 rounds of each fault. Writes build/bench/health.json. BENCH_ARGS: `--rounds N`, `--seed N`,
-`--only GROUP`.
+`make bench-health`. Faults are injected into real jobs (`hang_world`); jobs without a fault run in virtual time
+(`stall_load`), and so does the check of 1,000 nodes (`node_check_load`). Takes about ten minutes with 20 rounds of each
+fault. Writes build/bench/health.json. BENCH_ARGS: `--rounds N`, `--seed N`, `--only GROUP`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-from tests.benchmarks import hang_world, stall_load
+from tests.benchmarks import hang_world, node_check_load, stall_load, vitals_cost
 from tests.benchmarks.hang_world import Blame
 from tests.benchmarks.report import Figures, report
 
-BARS = {"false_restarts": 0.0}
+BARS = {"false_restarts": 0.0, "vitals_cpu_pct": 0.5, "check_1000_nodes_s": 60.0}
 AT_LEAST = {"blame_right_pct": 95.0}
 CALM_JOBS = 200
 
@@ -50,7 +50,24 @@ def _calm(rounds: int, seed: int) -> Figures:
     return {"calm_hours": hours, "false_restarts": found.restarts, "false_reports_per_hour": found.reports / hours}
 
 
-GROUPS: dict[str, Callable[[int, int], Figures]] = {"calm": _calm, "hangs": _hangs}
+def _vitals(rounds: int, seed: int) -> Figures:
+    """What sampling a node costs."""
+    del rounds, seed
+    return vitals_cost.measured()
+
+
+def _node_check(rounds: int, seed: int) -> Figures:
+    """A check of 1,000 simulated nodes."""
+    del rounds, seed
+    return node_check_load.measure()
+
+
+GROUPS: dict[str, Callable[[int, int], Figures]] = {
+    "calm": _calm,
+    "node_check": _node_check,
+    "vitals": _vitals,
+    "hangs": _hangs,
+}
 
 
 def main() -> int:
