@@ -58,7 +58,7 @@ def check(json: bool, **flags: Any) -> None:
     Before a run:   dlrover-hooks run --node-check ... train.py
 
     \b
-    Verdicts: ok; slow: a speed is less than half of the middle of all nodes, and an outlier; bad: a measurement
+    Verdicts: ok; slow: a speed is less than half of the median of all nodes, and an outlier; bad: a measurement
     failed, or no transfer succeeded while those of its peers did; unclear: transfers failed, and no third node shows
     which end is at fault.
 

@@ -119,7 +119,7 @@ def test_a_slow_network_is_the_slow_nodes(node: Node, live_master: LiveMaster) -
     assert [code for code, _ in ends] == [0, 0, 0]
     assert ends[0][1]["verdicts"] == {"c": "slow", "a": "ok", "b": "ok"}
     assert ends[2][1]["reason"].startswith("network: ")
-    assert " at best, with a, b; the middle of all nodes is " in shown(live_master)["c"].reason
+    assert " at best, with a, b; the median of all nodes is " in shown(live_master)["c"].reason
 
 
 def test_a_node_that_is_killed_in_a_transfer(node: Node, live_master: LiveMaster) -> None:

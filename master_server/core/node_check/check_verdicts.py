@@ -68,10 +68,10 @@ def _verdict(name: str, standings: Standings, references: dict[_Key, SpeedRefere
     slow = [text for measure in one.joined.measures if (text := _slow(measure, references))]
     if name not in standings.fast and one.best is not None:
         peers = sorted({standings.candidates[peer].joined.node for peer in one.peers})
-        middle = speed_text(None, standings.network.middle)
+        median = speed_text(None, standings.network.median)
         slow.append(
             f"network: {speed_text(None, one.best)} at best, with {', '.join(peers)}; "
-            f"the middle of all nodes is {middle}"
+            f"the median of all nodes is {median}"
         )
     return (NodeVerdict.SLOW, "; ".join(slow)) if slow else (NodeVerdict.OK, "")
 
@@ -83,8 +83,8 @@ def _slow(measure: Measure, references: dict[_Key, SpeedReference]) -> str:
     kind, reference = measure.kind, references[measure.kind, measure.model]
     if not reference.is_slow(measure.speed):
         return ""
-    here, middle = speed_text(kind, measure.speed), speed_text(kind, reference.middle)
-    return f"{kind.value} on {measure.what}: {here}; the middle of all nodes is {middle}"
+    here, median = speed_text(kind, measure.speed), speed_text(kind, reference.median)
+    return f"{kind.value} on {measure.what}: {here}; the median of all nodes is {median}"
 
 
 def _unconnected(name: str, standings: Standings) -> tuple[NodeVerdict, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 LEAST_RATIO = 2.0
-"""A slow node is at least so many times slower than the middle one. The bound of DLRover's node check (a straggler took
+"""A slow node is at least so many times slower than the median. The bound of DLRover's node check (a straggler took
 more than twice the median time): nodes of one kind differ by less, also while other programs disturb a measurement."""
 LEAST_SCORE = 3.5
 """Outliers have a modified z-score above this: Iglewicz and Hoaglin, How to Detect and Handle Outliers (1993)."""
@@ -17,17 +17,17 @@ _SIGMAS_PER_MAD = 0.6745
 
 
 class SpeedReference(msgspec.Struct, frozen=True):
-    """The middle of `count` speeds, and the median of their absolute deviations from it (MAD)."""
+    """The median of `count` speeds, and the median of their absolute deviations from it (MAD)."""
 
-    middle: float
+    median: float
     deviation: float
     count: int
 
     def is_slow(self, speed: float | None) -> bool:
-        """True if `speed` is both far below the middle and far outside of the usual deviations."""
-        if speed is None or self.count < 2 or speed * LEAST_RATIO >= self.middle:
+        """True if `speed` is both far below the median and far outside of the usual deviations."""
+        if speed is None or self.count < 2 or speed * LEAST_RATIO >= self.median:
             return False
-        return _SIGMAS_PER_MAD * (self.middle - speed) > LEAST_SCORE * self.deviation
+        return _SIGMAS_PER_MAD * (self.median - speed) > LEAST_SCORE * self.deviation
 
 
 def reference_of(speeds: Iterable[float]) -> SpeedReference:
@@ -39,6 +39,6 @@ def reference_of(speeds: Iterable[float]) -> SpeedReference:
     found = list(speeds)
     if not found:
         return SpeedReference(0.0, 0.0, 0)
-    middle = statistics.median_high(found)
-    deviation = statistics.median_low(abs(one - middle) for one in found)
-    return SpeedReference(middle, deviation, len(found))
+    median = statistics.median_high(found)
+    deviation = statistics.median_low(abs(one - median) for one in found)
+    return SpeedReference(median, deviation, len(found))

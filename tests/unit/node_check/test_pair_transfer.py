@@ -62,8 +62,8 @@ def test_strangers_do_not_disturb(listener: TransferListener, said: bytes) -> No
     """A port scanner, a browser: the next caller is served."""
     with socket.create_connection(("127.0.0.1", listener.port), LONG_S) as stranger:
         stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):  # there were bytes that nobody read
+        with contextlib.suppress(OSError):  # it may have been reset by now: there were bytes that nobody read
+            stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
     assert called(listener).speed > 0
 
