@@ -174,10 +174,13 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event = _SmallEvent()  # nobody waits for the other one yet: the app runs later
 
     def forget_request(self, scope: MutableMapping[str, Any]) -> None:
-        """The app has read the request: while it waits, nothing but what uvicorn needs for the response is kept."""
+        """The app has read the request: while it waits, only what is needed for the response is kept.
+
+        An access log would need more.
+        """
         if self.scope is scope:  # else the next request has arrived already
             self.headers = []
-        needed = {name: scope[name] for name in ("type", "method", "state")}
+        needed = {name: scope[name] for name in ("type", "method", "path", "state")}
         scope.clear()
         scope.update(needed)
 
