@@ -333,7 +333,7 @@ async def _http_problem(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
     body = Problem(
         type="MasterError",
         title="Internal error",

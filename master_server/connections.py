@@ -75,7 +75,7 @@ class _Pipeline(list[Any]):
         self.insert(0, one)
 
 
-class _Event(asyncio.Event):
+class _SmallEvent(asyncio.Event):
     """Its empty list of waiters takes 56 bytes; asyncio's deque takes 700."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Event(asyncio.Event):
 class _FlowControl(FlowControl):
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
-        self._is_writable_event = _Event()
+        self._is_writable_event = _SmallEvent()
         self._is_writable_event.set()
 
 
@@ -171,13 +171,16 @@ class Connection(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not None and self.cycle is not before:
-            self.cycle.message_event = _Event()  # nobody waits for the other one yet: the app runs later
+            self.cycle.message_event = _SmallEvent()  # nobody waits for the other one yet: the app runs later
 
     def forget_request(self, scope: MutableMapping[str, Any]) -> None:
-        """The app has read the request: while it waits, nothing but what uvicorn needs for the response is kept."""
+        """The app has read the request: while it waits, only what is needed for the response is kept.
+
+        An access log would need more.
+        """
         if self.scope is scope:  # else the next request has arrived already
             self.headers = []
-        needed = {name: scope[name] for name in ("type", "method", "state")}
+        needed = {name: scope[name] for name in ("type", "method", "path", "state")}
         scope.clear()
         scope.update(needed)
 

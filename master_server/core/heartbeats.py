@@ -28,7 +28,7 @@ Name = tuple[str, str]
 GRACE_S = 300.0
 """Grace period before the first heartbeat: a worker may import or load for so long."""
 BEATS_PER_S = 1000.0
-"""A heartbeat over HTTP takes 0.1 to 0.2 ms of a core (`make bench-master`), so all take a fifth of one at most."""
+"""A heartbeat over HTTP takes 0.1 to 0.2 ms of a core (`make bench-master`): all take a fifth of one at most."""
 RECONNECTS_PER_S = 1000.0
 """Connections that a busy master accepts again in a second, each with its first request; an idle one twice as many."""
 MISSED = 3

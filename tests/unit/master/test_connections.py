@@ -9,10 +9,18 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import uvicorn
 
+from dlrover_hooks.master.app import App
 from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
+from dlrover_hooks.master.core import views
+from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.metrics import Metrics
+from dlrover_hooks.master.runtime import Runtime
+from dlrover_hooks.protocol import Watch
+from dlrover_hooks.testing import StorageFake
 
 Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -27,11 +35,19 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: Limits) -> AsyncIterator[Any]:
+async def serving(limits: Limits, served: Any = app) -> AsyncIterator[Any]:
     """Gives `connect`."""
     listener = socket.create_server(("127.0.0.1", 0))
     made = functools.partial(Connection, UnauthenticatedConnections(limits))
-    config = uvicorn.Config(app, http=made, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
+    config = uvicorn.Config(
+        served,
+        interface="asgi3",
+        http=made,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+    )
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     config.load()
@@ -188,3 +204,27 @@ def test_connections_without_the_token_leave_the_last_place_to_others() -> None:
             assert await end(strangers[0]) == await end(strangers[1]) == b""
 
     asyncio.run(scenario())
+
+
+def test_a_bug_in_a_long_poll_is_answered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With the error's name, although most of the request is dropped while it waits."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        runtime = Runtime(Journal(), storage=StorageFake())
+        runtime.start()
+        async with serving(Limits(), App(runtime, Metrics()).asgi) as connect:
+            peer = await connect()
+            head = b"host: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            body = msgspec.json.encode(Watch("job", "w0"))
+            peer[1].write(b"POST /v1/watch HTTP/1.1\r\n%scontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+            answer = await end(peer)
+        await runtime.close()
+        assert answer.startswith(b"HTTP/1.1 500")
+        assert b"ZeroDivisionError in the master" in answer
+
+    monkeypatch.setitem(views._TABLE, Watch, broken)
+    asyncio.run(scenario())
+    assert "POST /v1/watch failed" in caplog.text
