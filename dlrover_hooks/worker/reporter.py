@@ -96,7 +96,7 @@ class Reporter:
         self._activity = ProcessActivity()
         self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
-        self._next_beat, self._asked_s, self._ended = 0.0, 0.0, False
+        self._next_beat, self._next_look, self._asked_s, self._ended = 0.0, 0.0, 0.0, False
         self._thread = BackgroundThread(
             "dlrover-hooks-reporter",
             self._run,
@@ -164,6 +164,9 @@ class Reporter:
         self._deliver()
         if self._ended:
             return
+        if time.monotonic() >= self._next_look:  # also while the master asks for heartbeats less often
+            self._next_look = time.monotonic() + BEAT_S
+            self._look_for_stall()
         if time.monotonic() >= self._next_beat:
             before_s, self._next_beat = self._asked_s, time.monotonic() + max(BEAT_S, self._asked_s)
             self._beat()
@@ -257,8 +260,7 @@ class Reporter:
     def _beat(self) -> None:
         if self.step:  # by then, the imports of the first step have happened
             preimport_list.tell()
-        stall = self._look_for_stall()
-        beat = p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample(), stall)
+        beat = p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample(), self._stall)
         reply = self._call(beat, "beat")
         if isinstance(reply, p.Beat):
             self._asked_s = reply.interval_s
@@ -266,7 +268,7 @@ class Reporter:
                 self.preemption.summon(reply.parting)
             self._heard(reply)
 
-    def _look_for_stall(self) -> p.Stall | None:
+    def _look_for_stall(self) -> None:
         """Says once where the training thread is, and once that it goes on."""
         idle_s = self._stalls.idle_s
         now = time.monotonic()
@@ -275,10 +277,10 @@ class Reporter:
                 after = f"makes steps again, after {idle_s:.0f} s without one" if self._trains else "ends its training"
                 log.warning("rank %d of job %s %s", self._rank, self._job, after)
             self._stall = None
-            return None
+            return
         stack = stack_of(self._training_thread)
         if stack is None:
-            return None
+            return
         if self._stall is None:
             log.warning(
                 "rank %d of job %s has made no step for %.0f s (the longest pause before: %.0f s; step_timeout). It is "
@@ -288,7 +290,6 @@ class Reporter:
             )  # fmt: skip
         policy, busy = self._config.stall_policy, self._stalls.busy
         self._stall = p.Stall(self._stalls.idle_s, stack.where, stack.waits_in, policy, busy)
-        return self._stall
 
     def _heard(self, reply: p.Voted | p.Beat, counted: p.Generation | None = None) -> None:
         self.cadence = reply.cadence

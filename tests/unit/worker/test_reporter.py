@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, Stale, S
 from dlrover_hooks.testing import MasterFake
 from dlrover_hooks.worker import reporter as reporter_module
 from dlrover_hooks.worker.reporter import Outage, Reporter
+from tests.waiting import until
 
 RUN = uuid.uuid4().hex
 
@@ -272,3 +274,18 @@ def test_a_stall_is_said_once_and_shown_while_it_lasts(
         "rank 0 of job j has made no step",
         "rank 0 of job j ends its training",
     ]
+
+
+def test_a_stall_is_looked_for_between_heartbeats(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master of many processes asks for heartbeats less often."""
+    monkeypatch.setattr(reporter_module, "BEAT_S", 0.01)
+    made = Reporter(line, "j", ("w", 0, 1), None, Config(step_timeout="0.2s"))
+    with caplog.at_level(logging.WARNING, "dlrover_hooks"):
+        made.start(p.Cadence())
+        line.wait(lambda: made._next_beat > 0.0)
+        made._next_beat = math.inf
+        made.step = 1
+        until(lambda: made._stall, "a stall")  # nothing is sent meanwhile
+        made.stop()
