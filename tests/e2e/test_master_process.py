@@ -70,6 +70,7 @@ def test_every_route_answers(live_master: LiveMaster) -> None:
     call("other", p.Join("short", "other", "node", (p.Seat("s0", 0),), "localhost", 1, 1, 1, "run1"))
     call("x", p.DeleteJob("short", force=True))
     play_tasks(call)
+    play_check(call)
     assert exercised == {row.request for row in p.ROUTES}
     metrics = requests.get(live_master.url + "/metrics", headers=_token(live_master), timeout=60).text
     assert 'dlrover_hooks_rounds_total{job="job"} 1.0' in metrics
@@ -95,6 +96,19 @@ def play_tasks(call: Callable[..., Any]) -> None:
     call("launcher", p.Fenced("ps", "launcher", ids[p.NodeType.WORKER], -9))
     call(chief, p.EndTasks("ps", chief))
     assert call("x", p.ShowTasks("ps")).finished
+
+
+def play_check(call: Callable[..., Any]) -> None:
+    """A check of two nodes that reach each other."""
+    names = ("one", "two")
+    for name in names:
+        call(name, p.JoinCheck("check", name, name, "localhost", 1, p.Secret("s"), 2, 2, 60.0, 60.0, 60.0))
+    turn = call("one", p.AwaitCheck("check", "one"))
+    while turn.report is None:
+        for name in names:
+            call(name, p.ReportTransfer("check", name, turn.step, 1e9, 1e-4))
+        turn = call("one", p.AwaitCheck("check", "one", turn.step))
+    assert [one.verdict for one in call("x", p.ShowCheck("check")).nodes] == [p.NodeVerdict.OK] * 2
 
 
 def test_it_describes_itself(live_master: LiveMaster) -> None:
