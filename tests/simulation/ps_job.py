@@ -47,6 +47,11 @@ class PSPromises(Promises):
         if key is None or not key.startswith(("launcher", "person")):
             super().answered(key, durable)
 
+    def _forget(self, state: Any, keep: int) -> None:
+        super()._forget(state, keep)
+        job = state.jobs.get(JOB)
+        self.ps_job.goes_on(job.ps if job is not None else None)
+
 
 class Task:
     """One process of the job: a server, a worker or the chief."""
@@ -87,7 +92,7 @@ class Task:
             request = p.AwaitCluster(JOB, self.client.incarnation, version, timeout_s=2.0)
             given = await self.client.call(request)
             if given.version > version:
-                self.job.given(self)
+                self.job.given(self, given.version)
                 version = given.version
                 await self._connect(given)
             for index, address in enumerate(self.servers):
@@ -171,7 +176,7 @@ class PSJob:
         self.all: dict[int, Task] = {}
         self.over = self.ends = False
         self.launcher: PSLauncher | None = None
-        self._names = self._version = 0
+        self._names = self._version = self._given = 0
         self._frozen: list[Process] = []
         self._acknowledged: tuple[int, ...] = ()
 
@@ -217,12 +222,20 @@ class PSJob:
     def _chiefs(self) -> list[Task]:
         return [one for one in self.all.values() if one.task.type is NodeType.CHIEF and not one.process.dead]
 
-    def given(self, chief: Task) -> None:
+    def given(self, chief: Task, version: int) -> None:
         """A version reaches a chief."""
+        self._given = max(self._given, version)
         others = [one.process.name for one in self._chiefs() if one is not chief]
         self.promises.check(not others, f"{chief.process.name} is given a version, and {others} exists")
 
     # ---- promises ----------------------------------------------------------------------------------------------------
+
+    def goes_on(self, clusters: PSClusters | None) -> None:
+        """A life of the master begins, or its journal refused: what was not durable has never been announced."""
+        self._version = clusters.version if clusters is not None else 0
+        self._acknowledged = clusters.acknowledged.ps if clusters is not None and clusters.acknowledged else ()
+        said = f"a chief was given version {self._given}, and the master goes on with {self._version}"
+        self.promises.check(self._version >= self._given, said)
 
     def look(self, clusters: PSClusters, event: Any) -> None:
         """After each event: numbers only count up, a fenced process is dead, a version is announced for a reason."""
