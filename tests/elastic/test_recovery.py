@@ -133,7 +133,7 @@ def test_a_copy_is_under_way_at_the_fault(crew: Crews, calm: str) -> None:
     """A lazy save is half copied, behind the step, when a peer dies: it is neither restored nor waited for in
     vain. At equal world size the end is bit-equal to that of the run that was left alone.
     """
-    one = crew(3, 3, snapshot="lazy", save_every=1, copy_held=5)
+    one = crew(3, 3, snapshot="lazy", save_every=5, copy_held=5)
     one.start(0)
     one.start(1, at=("fetched", 5), what="hold")
     one.start(2)

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from dlrover_hooks import AsyncCheckpointer, elastic_loader, elastic_run
+from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.save.overlapped_writer import LazyWriter
 from dlrover_hooks.elastic.in_process_recovery import Recovery
 from dlrover_hooks.launcher.warm import worker_bootstrap
@@ -69,8 +70,9 @@ class Worker:
         self.lives, self.step, self.pace_s = 0, 0, settings.pop("pace_s", 0.0)
         self.model: Any = lambda: None
         self.kind = settings.pop("kind", "train")
-        if (step := settings.pop("copy_held", None)) is not None:
-            self.hold_copy(step)
+        self.copy_held = settings.pop("copy_held", None)
+        if self.copy_held is not None:
+            self.hold_copy(self.copy_held)
         self.hook, self.norm = settings.pop("hook", False), settings.pop("norm", False)
         self.draws = settings.pop("draws", False)
         self.seeded = settings.pop("seeded", False)
@@ -204,6 +206,8 @@ class Worker:
             self.restored(checkpoints.step, net, optimizer, loader.sampler.cursor)
             for epoch in loader.epochs(self.epochs):
                 for x, y, index in loader:
+                    if checkpoints.step + 1 == self.copy_held:  # without memory, that save would be skipped
+                        until(lambda: engine_of(checkpoints).ready, "the memory for saves")
                     self.fetched(checkpoints.step)
                     ids = index.tolist() if loader.weight > 0 else []
                     (model(x).squeeze(1) - y).square().mean().backward()
@@ -255,6 +259,12 @@ class Worker:
 
     def told(self, what: str, news: Recovery) -> None:
         self.note(what, step=news.step, world=news.world_size, before=news.world_size_before, reason=news.reason)
+
+
+def engine_of(checkpoints: AsyncCheckpointer) -> Checkpointer:
+    assert checkpoints._driver is not None
+    assert checkpoints._driver.session._engine is not None
+    return checkpoints._driver.session._engine
 
 
 def state(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
