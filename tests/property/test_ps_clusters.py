@@ -15,7 +15,7 @@ from dlrover_hooks.master.core.events import Envelope, Lost, Tick, encode
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters, Version, find, live_chief
 from dlrover_hooks.master.core.ps_clusters.task_states import TaskRecord
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.protocol import NodeStatus, NodeType
 
 CHIEF, PS, WORKER = NodeType.CHIEF, NodeType.PS, NodeType.WORKER
@@ -52,7 +52,7 @@ class Clusters(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.journal = Journal(None)
+        self.journal = SqliteJournal(None)
         self.state = job_registry.Master()
         self.now = 1000.0
         self.used = 0
