@@ -192,11 +192,9 @@ def _serve_alone(options: ServeOptions, listener: socket.socket, address: str) -
 
 def _serve_candidate(options: ServeOptions, listener: socket.socket, address: str) -> Coroutine[Any, Any, bool]:
     assert options.journal is not None
-    return _stand(
-        options,
-        listener,
-        Candidate(options.journal, advertised(options.advertise, address), listener, options.leader_lease_s),
-    )
+    advertise = advertised(options.advertise, address)
+    candidate = Candidate(options.journal, advertise, listener, options.leader_lease_s)
+    return _stand(options, listener, candidate)
 
 
 async def _stand(options: ServeOptions, listener: socket.socket, candidate: Candidate) -> bool:
