@@ -36,7 +36,7 @@ from dlrover_hooks.master.journal.leadership import TTL_S
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.master.standby import Candidate, Standby, advertised, is_etcd
+from dlrover_hooks.master.standby import LeaderCandidate, StandbyMaster, advertised, is_etcd
 
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
@@ -193,13 +193,13 @@ def _serve_alone(options: ServeOptions, listener: socket.socket, address: str) -
 def _serve_candidate(options: ServeOptions, listener: socket.socket, address: str) -> Coroutine[Any, Any, bool]:
     assert options.journal is not None
     advertise = advertised(options.advertise, address)
-    candidate = Candidate(options.journal, advertise, listener, options.leader_lease_s)
+    candidate = LeaderCandidate(options.journal, advertise, listener, options.leader_lease_s)
     return _stand(options, listener, candidate)
 
 
-async def _stand(options: ServeOptions, listener: socket.socket, candidate: Candidate) -> bool:
+async def _stand(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
     """Serve as a standby, and as the leader once elected. False if the runtime failed."""
-    standby, loop = Standby(candidate.leader), asyncio.get_running_loop()
+    standby, loop = StandbyMaster(candidate.leader), asyncio.get_running_loop()
     server = Server(_config(options, standby.asgi))
     campaign = loop.run_in_executor(None, candidate.elected)
 

@@ -24,7 +24,7 @@ _KEEPALIVE_S = 0.5
 """A member of etcd that does not extend the leader's lease within this time is passed over."""
 
 
-class Standby:
+class StandbyMaster:
     """An ASGI application that becomes the leader's once `lead` was called. Loop."""
 
     def __init__(self, leader: Callable[[], str]) -> None:
@@ -63,7 +63,7 @@ class Standby:
         )
 
 
-class Candidate:
+class LeaderCandidate:
     """One process's journal in etcd and its candidacy. `elected` blocks until it leads.
 
     A leader that loses its leadership is replaced by a fresh standby in the same process (`exec`): no thread and no

@@ -93,23 +93,19 @@ class Masters:
 
     def leader(self, *not_these: int) -> int:
         """The index of the master that accepts requests, none of `not_these`; waits for one."""
+        among = [index for index in range(len(self.urls)) if index not in not_these]
 
-        def found() -> int | None:
-            for index, url in enumerate(self.urls):
-                if index not in not_these and self._ready(url):
-                    return index
-            return None
+        def found() -> list[int]:
+            return [index for index in among if (answer := self.readiness(index)) is not None and answer.ok]
 
-        return (
-            int(until(lambda: None if (index := found()) is None else index + 1, "a leader", diagnostic=self.told)) - 1
-        )
+        return int(until(found, "a leader", diagnostic=self.told)[0])
 
-    @staticmethod
-    def _ready(url: str) -> bool:
+    def readiness(self, index: int) -> requests.Response | None:
+        """What it answers to /readyz; None: nothing."""
         try:
-            return requests.get(f"{url}/readyz", timeout=5).status_code == 200
+            return requests.get(f"{self.urls[index]}/readyz", timeout=5)
         except requests.RequestException:
-            return False
+            return None
 
     def told(self) -> str:
         """The log of all masters."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
 from dlrover_hooks.master.journal.leadership import Leadership
 from tests.e2e.etcd_process import EtcdProcess, Masters
 from tests.e2e.job_script import join
+from tests.e2e.launched import Launched
 from tests.waiting import until
 
 
@@ -47,6 +49,12 @@ def names(client: MasterClient) -> set[str]:
     return set(client.call(p.ListJobs()).jobs)
 
 
+def named_by(masters: Masters, index: int) -> str:
+    """The leader that a standby names."""
+    answer = masters.readiness(index)
+    return "" if answer is None else answer.headers.get(p.LEADER_HEADER, "")
+
+
 def test_a_killed_leader_is_replaced_and_nothing_is_lost(masters: Masters) -> None:
     first = masters.leader()
     client = client_of(masters)
@@ -64,7 +72,7 @@ def test_a_standby_names_the_leader(masters: Masters) -> None:
     """One address is enough while that master runs."""
     first = masters.leader()
     standby = masters.urls[1 - first]
-    until(lambda: requests.get(f"{standby}/readyz", timeout=5).headers.get(p.LEADER_HEADER), "a standby that follows")
+    until(lambda: named_by(masters, 1 - first) == masters.urls[first], "a standby that knows the leader")
     client = client_of(masters, standby)
     client.call(join())
     assert names(client) == {"job"}
@@ -84,7 +92,7 @@ def test_a_stopped_leader_does_no_harm_when_it_goes_on(masters: Masters) -> None
     late = client_of(masters, masters.urls[first])
     assert names(late) == {"job", "second"}
     until(lambda: "goes on as a standby" in masters.told(), "the former leader")
-    until(lambda: requests.get(f"{masters.urls[first]}/readyz", timeout=5).status_code == 503, "a standby")
+    until(lambda: named_by(masters, first) == masters.urls[1 - first], "a standby that knows the leader")
     late.close()
     client.close()
 
@@ -207,3 +215,60 @@ def test_a_value_that_was_not_completed_does_not_exist(etcd: EtcdProcess, tmp_pa
     leader.journal.append([record(state, "second", 2.0)])
     assert set(leader.journal.load().jobs) == {"first", "second"}
     leader.journal.close()
+
+
+# ---- a training run
+
+HOLDS = (6, 15)
+TRAINING = """
+    import hashlib, torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from dlrover_hooks import AsyncCheckpointer, elastic_loader
+
+    torch.manual_seed(1)
+    torch.distributed.init_process_group("gloo")
+    net = torch.nn.Linear(4, 1)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    data = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(3)))
+    loader = elastic_loader(DataLoader(data, batch_size=4, shuffle=True), optimizer=optimizer)
+    save_to, holds = os.environ["SAVE_TO"], json.loads(os.environ["HOLDS"])
+    with AsyncCheckpointer(save_to, model=model, optimizer=optimizer, loader=loader, save_every=4) as saves:
+        for epoch in loader.epochs(2):
+            for (x,) in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if saves.step in holds and os.environ["RANK"] == "0":
+                    note(held=saves.step)
+                    open(f"go-{saves.step}").read()  # a FIFO
+        step = saves.step
+    weights = torch.cat([one.detach().flatten() for one in net.parameters()])
+    note(save_to=save_to, end=step, weights=hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_a_run_outlives_its_masters_and_ends_bit_equal(
+    masters: Masters, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """The leader is killed twice while the run trains; its checkpoint at the end was committed by the third one."""
+    calm = launch(TRAINING, "-n", "2", SAVE_TO="calm", HOLDS="[]")
+    code, said = calm.end()
+    assert code == 0, said
+    for step in HOLDS:
+        os.mkfifo(tmp_path / f"go-{step}")
+    leader = masters.leader()
+    run = launch(TRAINING, "-n", "2", "--rdzv-endpoint", ",".join(masters.urls), SAVE_TO="moved", HOLDS=str([*HOLDS]))
+    for step in HOLDS:
+        run.wait_for(lambda lives, step=step: any(life.get("held") == step for life in lives))
+        masters.kill(leader)
+        gone, leader = leader, masters.leader(leader)
+        masters.again(gone)
+        (tmp_path / f"go-{step}").open("w").close()
+    code, said = run.end()
+    assert code == 0, f"{said}\n{masters.told()}"
+    ends = [life for life in run.read() if "end" in life]
+    assert len(ends) == 4
+    assert len({(life["end"], life["weights"]) for life in ends}) == 1
+    committed = {int(path.parent.name.split("-")[1]) for path in (tmp_path / "moved").glob("step-*/MANIFEST*")}
+    assert max(committed) == ends[0]["end"]
