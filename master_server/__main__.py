@@ -15,12 +15,14 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import click
 import msgspec
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.config.duration import seconds
@@ -29,9 +31,12 @@ from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
 from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.journal_protocol import Journal
+from dlrover_hooks.master.journal.leadership import TTL_S
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
+from dlrover_hooks.master.standby import LeaderCandidate, StandbyMaster, advertised, is_etcd
 
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
@@ -67,6 +72,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
     life_fd: int | None = None
     ephemeral: bool = False
     log_level: str = "warning"
+    advertise: str | None = None
+    leader_lease_s: int = TTL_S
 
 
 def _seconds(_: click.Context, param: click.Parameter, text: str) -> float:
@@ -104,8 +111,12 @@ class Command(click.Command):
 @click.option("--host", default="127.0.0.1", help="Address to listen on. Any but loopback needs a token.")
 @click.option("--port", default=8780, type=click.IntRange(0, 65535), help="0 picks a free one and prints it.")
 @click.option("--fd", type=int, help="Listen on this inherited socket: its owner may restart the master unseen.")
-@click.option("--journal", type=click.Path(dir_okay=False), help="SQLite file that outlives this process. "
-              "Without it a restarted master has lost all jobs.")  # fmt: skip
+@click.option("--journal", help="SQLite file that outlives this process, or etcd://HOST:2379,HOST:2379/NAME for "
+              "several masters. Without it a restarted master has lost all jobs.")  # fmt: skip
+@click.option("--advertise", metavar="URL", help="With etcd: this master's address for clients and other masters. "
+              "By default that of --host and --port.")  # fmt: skip
+@click.option("--leader-lease", "leader_lease_s", default=TTL_S, type=click.IntRange(2, 60), metavar="SECONDS",
+              help="With etcd: a leader that cannot reach it for this long is replaced.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--lease", "lease_s", default="10s", callback=_lease, metavar="DURATION",
@@ -135,6 +146,7 @@ def command(token_file: str | None, **flags: Any) -> None:
     \b
     One machine:   nothing to do, `dlrover-hooks run` starts a master.
     Sidecar:       python -m dlrover_hooks.master --journal master.db
+    Several masters, of which one leads: --journal etcd://a,b,c on each; clients get the addresses of all.
     Many machines: DLROVER_HOOKS_TOKEN=... python -m dlrover_hooks.master --host 0.0.0.0 --journal master.db
     Workers find it through DLROVER_HOOKS_MASTER=http://HOST:8780 (and DLROVER_HOOKS_TOKEN).
 
@@ -163,17 +175,61 @@ def serve(options: ServeOptions) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
     listener = _listener(options)
     _keep_alive(listener)
-    journal = Journal(options.journal, synchronous=options.synchronous)
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if options.ssl_certfile else "http"
+    serving = _serve_candidate if is_etcd(options.journal) else _serve_alone
+    served = serving(options, listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
     if options.fd is None:  # a caller that passed a socket has its address
-        address = listener.getsockname()
-        scheme = "https" if options.ssl_certfile else "http"
-        click.echo(f"dlrover-hooks master: {scheme}://{address[0]}:{address[1]} pid {os.getpid()}", err=True)
-    if not uvloop.run(_serve(options, listener, journal)):
+        click.echo(f"dlrover-hooks master: {scheme}://{host}:{port} pid {os.getpid()}", err=True)
+    if not uvloop.run(served):
         sys.exit(FAILED)
 
 
-async def _serve(options: ServeOptions, listener: socket.socket, journal: Journal) -> bool:
-    """False if the runtime failed: only a new process, which replays the journal, has a reliable state."""
+def _serve_alone(options: ServeOptions, listener: socket.socket, address: str) -> Coroutine[Any, Any, bool]:
+    del address
+    return _serve(options, listener, SqliteJournal(options.journal, synchronous=options.synchronous))
+
+
+def _serve_candidate(options: ServeOptions, listener: socket.socket, address: str) -> Coroutine[Any, Any, bool]:
+    assert options.journal is not None
+    advertise = advertised(options.advertise, address)
+    candidate = LeaderCandidate(options.journal, advertise, listener, options.leader_lease_s)
+    return _stand(options, listener, candidate)
+
+
+async def _stand(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
+    """Serve as a standby, and as the leader once elected. False if the runtime failed."""
+    standby, loop = StandbyMaster(candidate.leader), asyncio.get_running_loop()
+    server = Server(_config(options, standby.asgi))
+    campaign = loop.run_in_executor(None, candidate.elected)
+
+    async def lead() -> None:
+        try:
+            if await campaign:
+                server.runtime, app = _runtime(options, candidate.journal, candidate.leadership.holds)
+                server.runtime.on_failure = server.fail
+                standby.lead(app.asgi)
+                log.warning("this master leads (epoch %d)", candidate.leadership.epoch)
+        except Exception:
+            log.critical("this master cannot lead", exc_info=True)
+            server.fail()
+
+    leading = loop.create_task(lead())
+    if options.life_fd is not None:
+        _end_with(options.life_fd, server, loop)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        candidate.stopping.set()
+        await leading
+        if server.runtime is not None:
+            await server.runtime.close()
+        await loop.run_in_executor(None, candidate.leadership.resign)
+    return not server.failed
+
+
+def _runtime(options: ServeOptions, journal: Journal, leads: Callable[[], bool] = lambda: True) -> tuple[Runtime, App]:
+    """A runtime that has started, and its application."""
     metrics = Metrics()
     runtime = Runtime(
         journal,
@@ -182,10 +238,16 @@ async def _serve(options: ServeOptions, listener: socket.socket, journal: Journa
         open_lease_s=options.open_lease_s,
         forget_after_s=options.forget_after_s,
         observe_commit=metrics.committed,
+        leads=leads,
     )
     runtime.start()
-    app = App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
-    server = Server(_config(options, app), runtime)
+    return runtime, App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
+
+
+async def _serve(options: ServeOptions, listener: socket.socket, journal: SqliteJournal) -> bool:
+    """False if the runtime failed: only a new process, which replays the journal, has a reliable state."""
+    runtime, app = _runtime(options, journal)
+    server = Server(_config(options, app.asgi), runtime)
     runtime.on_failure = server.fail
     if options.life_fd is not None:
         _end_with(options.life_fd, server, asyncio.get_running_loop())
@@ -198,13 +260,13 @@ async def _serve(options: ServeOptions, listener: socket.socket, journal: Journa
     return not runtime.failed
 
 
-def _config(options: ServeOptions, app: App) -> uvicorn.Config:
+def _config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = Limits(
         strangers=max(16, min(Limits().strangers, files // 4)), connections=max(files // 2, files - _OTHER_FILES)
     )
     return uvicorn.Config(
-        app.asgi,
+        app,
         http=functools.partial(Connection, UnauthenticatedConnections(limits)),  # type: ignore[arg-type]  # it is only called
         interface="asgi3",
         proxy_headers=False,  # nothing reads them
@@ -225,9 +287,11 @@ def _config(options: ServeOptions, app: App) -> uvicorn.Config:
 class Server(uvicorn.Server):
     """A uvicorn server that ends all long-polls before it waits for its connections to close."""
 
-    def __init__(self, config: uvicorn.Config, runtime: Runtime) -> None:
+    def __init__(self, config: uvicorn.Config, runtime: Runtime | None = None) -> None:
         super().__init__(config)
-        self._runtime = runtime
+        self.runtime = runtime
+        """None for a standby."""
+        self.failed = False
         self.orphaned = False
         """The owner of `life_fd` has closed it or ended."""
 
@@ -237,11 +301,12 @@ class Server(uvicorn.Server):
 
     def fail(self) -> None:
         """Stop at once: this process's state may be wrong. Call from the loop."""
-        self.should_exit = True
+        self.should_exit = self.failed = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it leaves its main loop."""
-        self._runtime.release_waiters()
+        if self.runtime is not None:
+            self.runtime.release_waiters()
         await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:

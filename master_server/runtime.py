@@ -36,7 +36,7 @@ from dlrover_hooks.master.core.events import Envelope, ForgetFinished, Key, Tick
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.views import Poll
 from dlrover_hooks.master.failure_detector import Liveness
-from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
+from dlrover_hooks.master.journal.journal_protocol import SNAPSHOT_EVERY, Journal, LeadershipLost
 from dlrover_hooks.master.manifest_storage import Storage
 from dlrover_hooks.master.storage_tasks import CheckpointCommits
 from dlrover_hooks.protocol import Attach, Beat, Heartbeat, Message, NodeVitals, Watch
@@ -59,7 +59,10 @@ class PendingEvent(msgspec.Struct):
 
 
 class Runtime:
-    """One process lifetime of a master. Create, `start` and use it in one running event loop."""
+    """One process lifetime of a master. Create, `start` and use it in one running event loop.
+
+    `leads`: False refuses every request, because another master may lead.
+    """
 
     def __init__(
         self,
@@ -73,13 +76,15 @@ class Runtime:
         snapshot_every: int = SNAPSHOT_EVERY,
         observe_commit: Callable[[float, int], None] = lambda seconds, count: None,
         clock: Clock = REAL,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.journal = journal
+        self._leads = leads
         self.state = journal.load()
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
         self._deposits = CheckpointCommits(
-            storage, owner=journal.owner, inform=self._inform, writes=self._writes, wall=clock.wall
+            storage, owner=journal.claims_as, inform=self._inform, writes=self._writes, wall=clock.wall, leads=leads
         )
         self._snapshot_every, self._forget_after_s = snapshot_every, forget_after_s
         self._observe_commit = observe_commit
@@ -262,7 +267,10 @@ class Runtime:
         """After a commit that raised, state and journal differ: end this process; the next one replays the journal."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        log.critical("the journal's commit failed within; this master ends", exc_info=error)
+        if isinstance(error, LeadershipLost):
+            log.warning("this master leads no longer: %s", error)
+        else:
+            log.critical("the journal's commit failed within; this master ends", exc_info=error)
         self.failed = True
         for entry in (*self._under_way, *self._queue):
             if not entry.done.done():
@@ -276,7 +284,7 @@ class Runtime:
         self.on_failure()
 
     def _check_failed(self) -> None:
-        if self.failed:
+        if self.failed or not self._leads():
             raise _ending()
 
     def _roll_back(self, batch: list[PendingEvent], error: JournalFailed) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import HooksError
+from dlrover_hooks.errors import HooksError, MasterAway
 from dlrover_hooks.master.core.effects import CommitGeneration, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten
 from dlrover_hooks.master.manifest_storage import HeldUrl, Storage, release
@@ -24,8 +23,9 @@ log = logging.getLogger("dlrover_hooks.master")
 class CheckpointCommits:
     """Storage work, one task at a time per job. Call it from the event loop; blocking calls run in a few threads.
 
-    `owner` names the journal. `inform` is called on the loop with the events that report the outcome. `writes` returns
-    whether a job needs its claims. `wall` dates manifests.
+    `owner` is that of the claims. `inform` is called on the loop with the events that report the outcome. `writes`
+    returns whether a job needs its claims. `wall` dates manifests. `leads`: False keeps this process from writing
+    manifests.
     """
 
     def __init__(
@@ -36,8 +36,10 @@ class CheckpointCommits:
         inform: Callable[[Message], None],
         writes: Callable[[str], bool],
         wall: Callable[[], float],
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._storage, self._journal, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
+        self._storage, self._owner, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
+        self._leads = leads
         self._claims: dict[tuple[str, str], HeldUrl] = {}
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """By job, while a task holds the lock or waits for it."""
@@ -66,7 +68,7 @@ class CheckpointCommits:
             return
         async with self._lock(job):
             if (job, url) not in self._claims:
-                self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner())
+                self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner)
 
     async def drain(self, patience_s: float) -> None:
         """Wait up to `patience_s` for the tasks under way, including those that start meanwhile."""
@@ -89,6 +91,12 @@ class CheckpointCommits:
     def _run(self, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
+    def _leading(self, work: Callable[..., None], *args: Any) -> None:
+        """Write to storage, in a thread that may have waited for long. Raises MasterAway."""
+        if not self._leads():
+            raise MasterAway("this master leads no longer: the next leader writes to storage")
+        work(*args)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -99,7 +107,7 @@ class CheckpointCommits:
         manifest = msgspec.structs.replace(effect.manifest, created_at=self._wall())
         async with self._lock(effect.job):
             try:
-                await self._run(self._storage.commit, effect.url, effect.options, manifest, effect.keep)
+                await self._run(self._leading, self._storage.commit, effect.url, effect.options, manifest, effect.keep)
             except Exception as error:  # whatever storage raised, the outcome must be journaled
                 log.warning("job %s: %s is not committed: %s", effect.job, generation, error)
                 self._inform(CommitFailed(job=effect.job, generation=generation, reason=str(error)))
@@ -109,7 +117,15 @@ class CheckpointCommits:
     async def _finish(self, effect: WriteFinished) -> None:
         async with self._lock(effect.job):
             try:
-                await self._run(self._storage.finish, effect.url, effect.options, effect.job, effect.run, effect.step)
+                await self._run(
+                    self._leading,
+                    self._storage.finish,
+                    effect.url,
+                    effect.options,
+                    effect.job,
+                    effect.run,
+                    effect.step,
+                )
             except Exception as error:  # the job is finished anyway; the master tries again after its next restart
                 log.warning("job %s: its end could not be recorded at %s: %s", effect.job, effect.url, error)
             else:
@@ -124,10 +140,6 @@ class CheckpointCommits:
     async def _claim_again(self, job: str, url: str, options: dict[str, Any]) -> None:
         async with self._lock(job):
             try:
-                self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner())
+                self._claims[job, url] = await self._run(self._storage.claim, url, options, job, self._owner)
             except HooksError as error:
                 log.warning("job %s: %s", job, error)
-
-    def _owner(self) -> str:
-        """The same after a restart, so that this master takes over its own claims."""
-        return f"master {self._journal} on {socket.gethostname()}"

@@ -26,14 +26,17 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from dlrover_hooks import config as settings
 from dlrover_hooks.client.liveness_connection import MasterAddress, Watcher, context
+from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.config import Tls
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, UsageError, named
-from dlrover_hooks.protocol import PROTOCOL, Message, Notice, Problem, Route, Routes
+from dlrover_hooks.protocol import LEADER_HEADER, PROTOCOL, Message, Notice, Problem, Route, Routes
 
 log = logging.getLogger("dlrover_hooks")
 
 _AGAIN = (502, 503, 504)
 _SILENT_S = 3.0
+_TURN_S = 3.0
+"""Of several masters one that does not answer for so long is passed over: its process may be stopped."""
 _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
 
 
@@ -49,7 +52,8 @@ class MasterClient:
     """Calls the master at `url` as `incarnation`.
 
     Args:
-        url: such as `http://127.0.0.1:8780`.
+        url: such as `http://127.0.0.1:8780`; those of several masters are separated by commas. A master that does not
+            lead names the leader, which is asked next.
         token: bearer token, if the master requires one.
         incarnation: identifies this process lifetime; part of every idempotency key.
         deadline_s: how long a call is repeated before it fails.
@@ -69,6 +73,7 @@ class MasterClient:
         tls: Tls | None = None,
     ) -> None:
         self.url, self.incarnation, self.deadline_s = url.rstrip("/"), incarnation, deadline_s
+        self._addresses = MasterAddresses(url)
         self._tls = _usable(tls or settings.tls()) if url.startswith("https:") else None
         self._headers = {"X-Dlrover-Hooks-Protocol": str(PROTOCOL), "Content-Type": "application/json"}
         if token is not None:
@@ -84,6 +89,7 @@ class MasterClient:
 
     def renew(self) -> None:
         """Resets locks and connections. Also called in a forked child, which must not use those of the parent."""
+        self._addresses.renew()
         self._guard = threading.Lock()
         self._channels: dict[str, threading.Lock] = {}
         self._local = threading.local()
@@ -144,7 +150,7 @@ class MasterClient:
         master refuses this incarnation because it was declared dead; the watch then ends. It calls `on_failure` with an
         unexpected error, also one of a callback, and goes on.
         """
-        wire = MasterAddress(url=self.url, headers=dict(self._headers), tls=self._tls)
+        wire = MasterAddress(addresses=self._addresses, headers=dict(self._headers), tls=self._tls)
         watcher = Watcher(wire, job, self.incarnation, on_notice, on_error, on_failure)
         self._watchers.add(watcher)
         return watcher
@@ -180,8 +186,9 @@ class MasterClient:
     def _send(self, row: Route, request: Message, until: float, headers: dict[str, str], *, again: bool) -> Any:
         pause_s, why, reached = 0.05, "it was not tried", False
         while (left := until - time.monotonic()) > 0:
+            url, leader = self._addresses.current, ""
             try:
-                response = self._exchange(row, request, left, headers)
+                response = self._exchange(url, row, request, left, headers)
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
                 if not self._met and (fault := _tls_fault(error)) is not None:
                     raise UsageError(f"The master at {self.url} is not to be trusted: {fault}.", hint=_TLS) from None
@@ -200,7 +207,11 @@ class MasterClient:
                         return reply
                     if response.status_code not in _AGAIN or isinstance(reply, JournalFailed):
                         raise reply
+                    leader = response.headers.get(LEADER_HEADER, "")
                     why = f"it answered {response.status_code}: {reply.message}"
+            if self._addresses.failed(url, leader):
+                for watcher in list(self._watchers):
+                    watcher.moved()
             self._say_silence(why)
             if not again or self._closed.wait(
                 min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))
@@ -222,21 +233,24 @@ class MasterClient:
             self._silent_since = math.inf
             log.warning("no master has answered at %s yet (%s); trying on. %s", self.url, why, _HINT)
 
-    def _exchange(self, row: Route, request: Message, left: float, headers: dict[str, str]) -> requests.Response:
-        path, query, body = row.path, None, None
+    def _exchange(
+        self, url: str, row: Route, request: Message, left: float, headers: dict[str, str]
+    ) -> requests.Response:
+        path, query, body, waits_s = row.path, None, None, 0.0
         if row.in_url:
             fields = {name: str(value) for name, value in msgspec.to_builtins(request).items()}
             query = {name: value for name, value in fields.items() if f"{{{name}}}" not in path}
             path = path.format_map({name: quote(value, safe="") for name, value in fields.items()})
         else:
-            body = msgspec.json.encode(_within(request, left) if row.waits else request)
+            sent = _within(request, left) if row.waits else request
+            body, waits_s = msgspec.json.encode(sent), getattr(sent, "timeout_s", 0.0) if row.waits else 0.0
         return self._session().request(
             row.method,
-            self.url + path,
+            url + path,
             params=query,
             data=body,
             headers=headers,
-            timeout=(max(0.05, min(left, 5.0)), left),
+            timeout=(max(0.05, min(left, 5.0)), min(left, waits_s + _TURN_S) if self._addresses.several else left),
             allow_redirects=False,
         )
 

@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.config import Tls
 from dlrover_hooks.errors import HooksError, MasterError, named
 from dlrover_hooks.host.background_thread import BackgroundThread
-from dlrover_hooks.protocol import Notice, Problem, Routes, Watch
+from dlrover_hooks.protocol import LEADER_HEADER, Notice, Problem, Routes, Watch
 
 _CONNECT_S = 5.0
 _AGAIN = (500, 502, 503, 504)
@@ -32,9 +33,9 @@ _AGAIN_S = 1.0
 
 
 class MasterAddress(msgspec.Struct, frozen=True):
-    """URL, headers and TLS files of the master."""
+    """URLs, headers and TLS files of the masters."""
 
-    url: str
+    addresses: MasterAddresses
     headers: dict[str, str]
     tls: Tls | None = None
     """For https; `ca` is filled in with a file or folder."""
@@ -44,20 +45,24 @@ class LivenessConnection:
     """One connection whose descriptor is recorded as soon as it exists, so that a fork at any moment can close it."""
 
     def __init__(self, wire: MasterAddress) -> None:
-        parts = urlsplit(wire.url)
+        self.url = wire.addresses.current
+        parts = urlsplit(self.url)
         self._wire, self._netloc, self._host = wire, parts.netloc, parts.hostname or ""
         self._context = context(wire.tls) if wire.tls is not None else None
         self._address = (self._host, parts.port or (443 if self._context else 80))
         self._sock: socket.socket | None = None
         self._http: http.client.HTTPConnection | None = None
 
-    def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer; waits without a time limit. Raises OSError or HTTPException."""
+    def ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str]:
+        """Status and body of the answer, and the leader if it names one; waits without a time limit.
+
+        Raises OSError or HTTPException.
+        """
         self.connect()
         assert self._http is not None
         self._http.request(method, path, body, self._wire.headers)
         response = self._http.getresponse()
-        return response.status, response.read()
+        return response.status, response.read(), response.getheader(LEADER_HEADER, "")
 
     def connect(self) -> None:
         """Connects unless connected already. Raises OSError."""
@@ -169,6 +174,12 @@ class Watcher:
         """End the watch. Idempotent; any thread."""
         self._thread.stop(_CONNECT_S)
 
+    def moved(self) -> None:
+        """Another master is asked now: leave the connection to this one. Any thread."""
+        line = self._line
+        if line is not None and line.url != self._wire.addresses.current:
+            line.hang_up()
+
     def _hang_up(self) -> None:
         line = self._line
         if line is not None:
@@ -216,23 +227,25 @@ class Watcher:
             if self._thread.stopping.is_set():  # `close` ran before there was a connection to shut down
                 return None
             self.away_since = None
-            status, body = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
+            status, body, leader = self._line.ask(row.method, row.path, msgspec.json.encode(self._request))
         except BaseException:
-            self._drop()
+            self._drop(lost=True)
             raise
         if status < 300:
             return msgspec.json.decode(body, type=Notice)
         if status in _AGAIN:
-            self._drop()
+            self._drop(lost=True, leader=leader)
             return None
         problem = msgspec.json.decode(body, type=Problem)
         error = named(problem.type)(problem.detail, hint=problem.hint)
         raise error if isinstance(error, MasterError) else MasterError(problem.detail, hint=problem.hint)
 
-    def _drop(self) -> None:
+    def _drop(self, *, lost: bool = False, leader: str = "") -> None:
         line, self._line = self._line, None
         if line is not None:
             line.close()
+            if lost:
+                self._wire.addresses.failed(line.url, leader)
 
     def let_go_in_child(self) -> None:
         """After a fork, in the child: drop the parent's connection."""

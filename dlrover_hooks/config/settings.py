@@ -69,8 +69,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     global_batch_size: int | None = None
     """Samples of an optimizer step over all ranks. None: as at the first start, the batch size times the world size."""
     master: str | None = None
-    """Address of the master, such as `http://127.0.0.1:8780`. None: the launcher's; without a launcher one worker needs
-    none."""
+    """Address of the master, such as `http://127.0.0.1:8780`; of several masters all, separated by commas. None: the
+    launcher's; without a launcher one worker needs none."""
     token: str | None = None
     """The master's bearer token. None: none is sent."""
     on_error: str = "raise"
@@ -184,8 +184,9 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
         values["keep"] = retention(values["keep"], name=said.get("keep", "keep"))
     if home:
         _keep_apart(values, home)
-    if "://" not in (values.get("master") or "://"):
-        values["master"] = f"http://{values['master']}"
+    if values.get("master"):
+        several = [one.strip() for one in values["master"].split(",")]
+        values["master"] = ",".join(one if "://" in one else f"http://{one}" for one in several if one)
     job = values.get("job") or _job(env)
     if _launched(env) and job != _job(env):
         raise UsageError(

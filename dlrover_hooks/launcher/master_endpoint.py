@@ -29,12 +29,14 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int
     scheme: str = "http"
     external: bool = False
+    others: tuple[str, ...] = ()
+    """URLs of the other masters, if there are several."""
 
     @property
     def url(self) -> str:
-        """The master's address for a client."""
+        """The master's address for a client; of several masters all addresses."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return ",".join((f"{self.scheme}://{host}:{self.port}", *self.others))
 
     @property
     def local(self) -> bool:
@@ -47,7 +49,15 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def endpoint(text: str) -> Endpoint:
-    """Parses `HOST`, `HOST:PORT`, `[V6]:PORT`, or a URL. Raises UsageError."""
+    """Parses `HOST`, `HOST:PORT`, `[V6]:PORT`, a URL, or several URLs separated by commas. Raises UsageError."""
+    if "," in text:
+        every = [endpoint(one.strip()) for one in text.split(",")]
+        if not all(one.external for one in every):
+            raise UsageError(
+                f"{text!r} names several masters, not all by URL",
+                hint="give each as http://HOST:PORT: no launcher serves one of several masters",
+            )
+        return msgspec.structs.replace(every[0], others=tuple(one.url for one in every[1:]))
     external = "://" in text
     with contextlib.suppress(ValueError):
         parts = urlsplit(text if external else f"http://{text}")

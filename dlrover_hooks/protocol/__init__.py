@@ -11,6 +11,7 @@ from dlrover_hooks.protocol.base_messages import (
     BAD_NODE as BAD_NODE,
     LARGEST_EVERY as LARGEST_EVERY,
     LARGEST_STEP as LARGEST_STEP,
+    LEADER_HEADER as LEADER_HEADER,
     PROTOCOL as PROTOCOL,
     REQUEUE as REQUEUE,
     Count as Count,

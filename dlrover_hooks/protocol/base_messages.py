@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 
 PROTOCOL = 1
+LEADER_HEADER = "X-Dlrover-Hooks-Leader"
+"""Of a standby's refusal: the URL of the master that leads."""
 """Wire version. The master speaks this one and the one before; `X-Dlrover-Hooks-Protocol` carries it."""
 
 

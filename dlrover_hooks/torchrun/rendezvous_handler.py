@@ -156,7 +156,9 @@ def _seconds(params: RendezvousParameters, name: str) -> float:
 
 
 def _url(endpoint: str) -> str:
-    """Accepts `HOST`, `HOST:PORT` or a full URL."""
+    """Accepts `HOST`, `HOST:PORT`, a full URL, or several of them separated by commas."""
+    if "," in endpoint:
+        return ",".join(_url(one.strip()) for one in endpoint.split(","))
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
     parts = urlsplit(url)
     try:
@@ -173,7 +175,7 @@ def _url(endpoint: str) -> str:
 
 def _host_towards(url: str) -> str:
     """This machine's address on the route to the master, which other nodes can reach."""
-    parts = urlsplit(url)
+    parts = urlsplit(url.partition(",")[0])
     with contextlib.suppress(OSError):
         return towards(parts.hostname, parts.port or 443)
     return socket.gethostname()

@@ -14,7 +14,8 @@ from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core import events, job_registry, views
 from dlrover_hooks.master.core.events import Envelope, Key, Lost
 from dlrover_hooks.master.core.heartbeats import Nodes
-from dlrover_hooks.master.journal import SNAPSHOT_EVERY, Journal
+from dlrover_hooks.master.journal.journal_protocol import SNAPSHOT_EVERY
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from tests.benchmarks.ledger_load import Load
 from tests.benchmarks.report import Figures
 from tests.e2e.master_process import LiveMaster
@@ -88,7 +89,7 @@ def rendezvous_figures() -> Figures:
 class JournaledLoad(Load):
     """Lease requests of 10,000 workers, journaled as the runtime does it, but without waiting for the disk."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: SqliteJournal) -> None:
         self._journal, self._batch = journal, list[bytes]()
         self.snapshots_s = list[float]()
         super().__init__(samples=10**12)
@@ -119,7 +120,7 @@ def restart_figures(count: int) -> Figures:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "master.db"
-        journal = Journal(path, synchronous="normal")
+        journal = SqliteJournal(path, synchronous="normal")
         load = JournaledLoad(journal)
         while load.requests < count or journal.since_snapshot + BATCH < SNAPSHOT_EVERY:
             load.turn()

@@ -22,8 +22,9 @@ from tests.e2e.master_process import LiveMaster
 def test_a_bug_in_a_commit_ends_the_process(tmp_path: Path) -> None:
     """Exit code 70 and a traceback, so that its owner starts the next life; no deaf master that says ready."""
     script = (
-        "from dlrover_hooks.master import __main__, journal\n"
-        "journal.Journal.append = lambda *_: 1 / 0\n"
+        "from dlrover_hooks.master import __main__\n"
+        "from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal\n"
+        "SqliteJournal.append = lambda *_: 1 / 0\n"
         "__main__.main()\n"
     )
     command = [sys.executable, "-c", script, "--port", "0", "--journal", str(tmp_path / "master.db")]

@@ -24,7 +24,7 @@ from dlrover_hooks.master.core.events import (
     encode,
 )
 from dlrover_hooks.master.core.job import Job
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.protocol.ranges import Ranges
 from tests.e2e.job_script import attach, held, join, shard, stored
 
@@ -39,7 +39,7 @@ class World(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.journal = Journal(None)
+        self.journal = SqliteJournal(None)
         self.state = job_registry.Master()
         self.now = 1000.0
         self.lives = 0

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import rule
 
 from dlrover_hooks.master.core import job_registry
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from tests.property.master_world import World
 
 
@@ -21,7 +21,7 @@ class Journaled(World):
         self._folder = tempfile.TemporaryDirectory()
         self.journal.close()
         self.path = Path(self._folder.name) / "master.db"
-        self.journal = Journal(self.path, synchronous="normal")
+        self.journal = SqliteJournal(self.path, synchronous="normal")
 
     def teardown(self) -> None:
         self.check()
@@ -36,7 +36,7 @@ class Journaled(World):
         """A new life goes on with the replayed state."""
         owner = self.journal.owner
         self.journal.close()
-        self.journal = Journal(self.path, synchronous="normal")
+        self.journal = SqliteJournal(self.path, synchronous="normal")
         self.check()
         self.state = self.journal.load()
         assert self.journal.owner == owner

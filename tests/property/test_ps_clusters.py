@@ -15,7 +15,7 @@ from dlrover_hooks.master.core.events import Envelope, Lost, Tick, encode
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.ps_clusters.cluster_state import PSClusters, Version, find, live_chief
 from dlrover_hooks.master.core.ps_clusters.task_states import TaskRecord
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.protocol import NodeStatus, NodeType
 
 CHIEF, PS, WORKER = NodeType.CHIEF, NodeType.PS, NodeType.WORKER
@@ -52,7 +52,7 @@ class Clusters(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.journal = Journal(None)
+        self.journal = SqliteJournal(None)
         self.state = job_registry.Master()
         self.now = 1000.0
         self.used = 0
@@ -99,7 +99,8 @@ class Clusters(RuleBasedStateMachine):
                 was = find(old, task.id)
                 if task.status is RELEASED and task.type is PS and was is not None and was.status is not RELEASED:
                     assert task.id not in (new.acknowledged.ps if new.acknowledged is not None else ())
-                    assert task.id not in (new.announced.ps if new.announced is not None else ())
+                    if new.announced is not None and not new.void:  # a refused version is offered to nobody
+                        assert task.id not in new.announced.ps
 
     def _announced(self, old: PSClusters, new: PSClusters) -> None:
         version = new.announced

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover_hooks.master.core import events, job_registry
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 
 _RAM = Path("/dev/shm")
 
@@ -106,7 +106,7 @@ class Disk:
             self._folder.cleanup()
 
 
-class FakeJournal(Journal):
+class FakeJournal(SqliteJournal):
     """The journal of one life. In memory its connection goes on to the next life."""
 
     def __init__(self, disk: Disk, path: Path | None) -> None:

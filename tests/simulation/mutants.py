@@ -18,7 +18,7 @@ from dlrover_hooks.master.core.effects import Wake, parting_topic
 from dlrover_hooks.master.core.leased_data import ledger, partitions
 from dlrover_hooks.master.core.ps_clusters import decisions, task_requests
 from dlrover_hooks.master.core.rounds import member_changes, preemption_agreement, rank_assignment, rendezvous
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.worker.preemption import DepartureGate
 
 Patch = pytest.MonkeyPatch
@@ -77,12 +77,12 @@ def count_echoes(patch: Patch) -> None:
 
 def forget_an_event(patch: Patch) -> None:
     """Now and then an event does not reach the journal."""
-    real, turn = Journal.append, itertools.count(1)
+    real, turn = SqliteJournal.append, itertools.count(1)
 
-    def append(self: Journal, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
+    def append(self: SqliteJournal, records: Iterable[bytes], snapshot: bytes | None = None) -> None:
         real(self, [record for record in records if next(turn) % 11], snapshot)
 
-    patch.setattr(Journal, "append", append)
+    patch.setattr(SqliteJournal, "append", append)
 
 
 def answer_early(patch: Patch) -> None:

@@ -19,12 +19,12 @@ Locate = Callable[[Generation, int], Located]
 
 
 def host_towards(master: str) -> str:
-    """This machine's address as the master at that URL sees it, if there is no proxy between. No packet is sent.
+    """This machine's address as the first master at that URL sees it, if there is no proxy between. No packet is sent.
 
     Raises:
         KeeperAway: there is no route to the master.
     """
-    url = urlsplit(master)
+    url = urlsplit(master.partition(",")[0])
     try:
         return towards(url.hostname, url.port or 80)
     except OSError as error:

@@ -155,7 +155,8 @@ def _replace(clusters: PSClusters, now: float) -> None:
     if growth is None:
         return
     new = {task.place for task in _found(clusters, growth.new) if task.status in EXPECTED}
-    growth.new += [add(clusters, place, growth.due).id for place in growth.places if place not in new]
+    due = growth.due if growth.due > now else now + growth.within_s  # one that had registered in time was lost since
+    growth.new += [add(clusters, place, due).id for place in growth.places if place not in new]
 
 
 def _rejoin(clusters: PSClusters) -> None:

@@ -16,7 +16,7 @@ import uvicorn
 from dlrover_hooks.master.app import App
 from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
 from dlrover_hooks.master.core import views
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Watch
@@ -213,7 +213,7 @@ def test_a_bug_in_a_long_poll_is_answered(monkeypatch: pytest.MonkeyPatch, caplo
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        runtime = Runtime(Journal(), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(), storage=StorageFake())
         runtime.start()
         async with serving(Limits(), App(runtime, Metrics()).asgi) as connect:
             peer = await connect()

@@ -19,7 +19,7 @@ from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.events import ForgetFinished, Key
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import SERIES, Metrics
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
@@ -91,7 +91,7 @@ def test_a_master_forgets(tmp_path: Path) -> None:
 
     async def first() -> None:
         runtime = Runtime(
-            Journal(tmp_path / "m.db"), storage=StorageFake(), lease_s=0.2, suspicion_s=0.02, forget_after_s=0.05
+            SqliteJournal(tmp_path / "m.db"), storage=StorageFake(), lease_s=0.2, suspicion_s=0.02, forget_after_s=0.05
         )
         runtime.start()
         for event in (join(), attach("w0", save_to="/tree"), attach("w1", save_to="/tree"), *DONE):
@@ -105,7 +105,7 @@ def test_a_master_forgets(tmp_path: Path) -> None:
         await runtime.close()
 
     asyncio.run(first())
-    journal = Journal(tmp_path / "m.db")
+    journal = SqliteJournal(tmp_path / "m.db")
     assert journal.load().jobs == {}
     journal.close()
 
@@ -114,7 +114,7 @@ def test_a_watch_of_a_deleted_job_ends(tmp_path: Path) -> None:
     """Deleted in the same commit that forms its round, too."""
 
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "m.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "m.db"), storage=StorageFake())
         runtime.start()
         await runtime.event(join())
         await runtime.event(attach("w0"))

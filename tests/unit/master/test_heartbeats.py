@@ -10,7 +10,7 @@ import pytest
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core import heartbeats
 from dlrover_hooks.master.core.heartbeats import BEATS_PER_S, MISSED, Nodes
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import MasterFake, StorageFake
 from tests.e2e.job_script import attach, join
@@ -118,7 +118,7 @@ def test_a_new_life_waits_for_what_the_one_before_has_told(tmp_path: Path) -> No
     """All members are silent for the interval that so many need, not only for `lease_s`."""
 
     async def first() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake())
         runtime.start()
         await runtime.event(join())
         for worker in ("w0", "w1"):
@@ -126,7 +126,7 @@ def test_a_new_life_waits_for_what_the_one_before_has_told(tmp_path: Path) -> No
         await runtime.close()
 
     async def second() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=1.0)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=1.0)
         runtime.nodes.beats_per_s = 0.1
         runtime.start()
         leases = {name: round(pulse.until) for (_, name), pulse in runtime.nodes.pulses.items()}

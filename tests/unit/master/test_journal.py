@@ -16,7 +16,7 @@ from dlrover_hooks.errors import BadRequest, JournalFailed, UsageError
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.journal import Journal, _crc
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal, _crc
 from tests.e2e.job_script import attach, join
 
 
@@ -27,7 +27,7 @@ def record(event: object, now: float = 1.0) -> bytes:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A journal with a join and two attaches."""
-    journal = Journal(tmp_path / "master.db")
+    journal = SqliteJournal(tmp_path / "master.db")
     journal.append([record(event) for event in (join(), attach("w0"), attach("w1"))])
     journal.close()
     return tmp_path / "master.db"
@@ -77,7 +77,7 @@ def test_damage_is_named_and_left(path: Path, statement: str, value: object, wor
 
 
 def load(path: Path) -> Master:
-    journal = Journal(path)
+    journal = SqliteJournal(path)
     try:
         return journal.load()
     finally:
@@ -114,7 +114,7 @@ def test_format_1_is_read_and_goes_on_as_format_2(tmp_path: Path) -> None:
     database.close()
     job_registry.apply(state, history[2], 1.0)
     assert job_registry.encode(load(path)) == job_registry.encode(state)
-    journal = Journal(path)
+    journal = SqliteJournal(path)
     assert journal.owner == "whose"
     journal.append([record(p.Leave("job", "w0", p.Departure.FAILED))])
     journal.close()
@@ -127,7 +127,7 @@ def test_format_1_is_read_and_goes_on_as_format_2(tmp_path: Path) -> None:
 
 def long(path: Path) -> bytes:
     """A journal with two snapshots and events before, between and after them. Returns its state."""
-    journal, state = Journal(path, synchronous="normal"), Master()
+    journal, state = SqliteJournal(path, synchronous="normal"), Master()
     for number in range(60):
         event = join(f"a{number}", 1, lives=f"{number}-", low=2, high=2)
         job_registry.apply(state, event, float(number))
@@ -146,7 +146,7 @@ def test_a_damaged_snapshot_is_made_up_for_by_the_one_before(
     change(path, f"UPDATE snapshots SET {damage} WHERE seq = (SELECT max(seq) FROM snapshots)")
     assert job_registry.encode(load(path)) == state
     assert "its snapshot at event" in caplog.text
-    journal = Journal(path)
+    journal = SqliteJournal(path)
     journal.load()
     journal.append([], state)
     assert [seq for (seq,) in journal._db.execute("SELECT seq FROM snapshots")] == [21, 60]
@@ -184,7 +184,7 @@ def test_a_flipped_byte_is_made_up_for_or_named(tmp_path: Path, part: int) -> No
 def test_what_a_newer_release_refuses_is_passed_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Row 10: an event that was accepted once ends no later start; it changes nothing."""
     whole = job_registry.encode(load(path))
-    journal = Journal(path)
+    journal = SqliteJournal(path)
     journal.append([record(join(job="a\nb")), msgspec.msgpack.encode(["Lost", 1.0, None, {"job": 3}])])
     journal.close()
     assert job_registry.encode(load(path)) == whole

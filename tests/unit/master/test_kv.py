@@ -16,7 +16,7 @@ from dlrover_hooks.master.core.effects import Wake
 from dlrover_hooks.master.core.events import Envelope, Key, decode, encode
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.rounds import key_value_store
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Change, KeyChange
 from dlrover_hooks.testing import StorageFake
@@ -182,7 +182,7 @@ def test_who_was_told_something_is_not_suspected_for_having_heard_it(tmp_path: P
     """A thousand that are told of one break ask again, and the last of them is heard late. Not so a hang-up."""
 
     async def scene() -> tuple[float, float]:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=10.0, suspicion_s=0.5)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=10.0, suspicion_s=0.5)
         runtime.start()
         for name in ("a", "b"):
             await runtime.event(agent(name))

@@ -16,7 +16,7 @@ from dlrover_hooks.master.core import heartbeats, job_registry, node_vitals
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.heartbeats import Nodes
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import USES, Metrics
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
@@ -40,7 +40,7 @@ def report(agent: str = "agent", *, workers: tuple[str, ...] = ("w0", "w1"), **m
 
 def run(tmp_path: Path, story: Callable[[Runtime], Awaitable[None]]) -> None:
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "m.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "m.db"), storage=StorageFake())
         runtime.start()
         try:
             await asyncio.wait_for(story(runtime), 60)

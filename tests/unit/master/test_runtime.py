@@ -21,14 +21,14 @@ from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
 from dlrover_hooks.master.core import effects, job_registry
 from dlrover_hooks.master.core.events import Lost
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.manifest_storage import HeldUrl
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
 from tests.e2e.job_script import attach, join, vote
 
 
-class FailingJournal(Journal):
+class FailingJournal(SqliteJournal):
     """Fails on demand, as a full disk would."""
 
     full = False
@@ -147,7 +147,7 @@ def test_a_new_life_takes_up_a_commit(tmp_path: Path) -> None:
 
     async def first() -> None:
         storage = StorageFake()
-        journal = Journal(tmp_path / "master.db")
+        journal = SqliteJournal(tmp_path / "master.db")
         runtime = Runtime(journal, storage=storage)
         runtime.start()
         await runtime.event(join())
@@ -161,14 +161,14 @@ def test_a_new_life_takes_up_a_commit(tmp_path: Path) -> None:
 
     async def second() -> None:
         storage = StorageFake()
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=storage)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=storage)
         runtime.start()
         await runtime.close()
         assert [manifest.generation.step for manifest in storage.manifests] == [4]
 
     asyncio.run(first())
     asyncio.run(second())
-    journal = Journal(tmp_path / "master.db")
+    journal = SqliteJournal(tmp_path / "master.db")
     committed = journal.load().jobs["job"].saves.newest_committed
     journal.close()
     assert committed == p.Generation(1, 4, "run0")
@@ -177,7 +177,7 @@ def test_a_new_life_takes_up_a_commit(tmp_path: Path) -> None:
 def test_the_end_waits_for_what_the_last_event_begins(tmp_path: Path) -> None:
     """The vote that completes a generation is still being journaled when the master is told to end."""
 
-    class SlowJournal(Journal):
+    class SlowJournal(SqliteJournal):
         writes, written = threading.Event(), threading.Event()
 
         def append(self, records: object, snapshot: bytes | None = None) -> None:
@@ -205,7 +205,7 @@ def test_the_end_waits_for_what_the_last_event_begins(tmp_path: Path) -> None:
         assert [manifest.generation.step for manifest in storage.manifests] == [4]
 
     asyncio.run(scenario())
-    journal = Journal(tmp_path / "master.db")
+    journal = SqliteJournal(tmp_path / "master.db")
     saves = journal.load().jobs["job"].saves
     journal.close()
     assert (saves.newest_committed, saves.committing) == (p.Generation(1, 4, "run0"), [])
@@ -218,7 +218,7 @@ def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
     """
 
     async def first() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake())
         runtime.start()
         await runtime.event(join())
         for worker in ("w0", "w1"):
@@ -226,7 +226,7 @@ def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
         await runtime.close()
 
     async def second() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
         runtime.start()
         if lends:
             await runtime.event(p.OpenLedger("job", "w1", "train", "f", (p.Partition(end=9),)))
@@ -250,7 +250,7 @@ def test_a_new_life_misses_holders_without_a_seat(tmp_path: Path, speaks: bool) 
     opening = p.OpenLedger("job", "w1", "train", "f", (p.Partition(end=1),), free=True)
 
     async def first() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake())
         runtime.start()
         await runtime.event(opening)
         lent = await runtime.event(p.TakeLeases("job", "w1", "train", 1, 1))
@@ -259,7 +259,7 @@ def test_a_new_life_misses_holders_without_a_seat(tmp_path: Path, speaks: bool) 
         await runtime.close()
 
     async def second() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
         runtime.start()
         if speaks:
             await runtime.event(p.TakeLeases("job", "w1", "train", 1, 0))
@@ -278,7 +278,7 @@ def test_a_job_claims_where_it_saves(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         storage = StorageFake()
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=storage)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=storage)
         runtime.start()
         await runtime.event(join())
         await runtime.event(attach("w0", save_to="/tree/"))
@@ -304,7 +304,7 @@ def test_an_ended_job_gives_its_save_to_up(tmp_path: Path, end: str) -> None:
     url = str(tmp_path / "tree")
 
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=CommittedStorage())
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=CommittedStorage())
         runtime.start()
         await runtime.event(join())
         for worker in ("w0", "w1"):
@@ -341,7 +341,7 @@ def test_a_job_that_goes_on_keeps_its_save_to(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         storage = StorageFake()
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=storage)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=storage)
         runtime.start()
         await runtime.event(join(count=1, low=1, high=1))
         await runtime.event(attach("w0", save_to="/tree"))
@@ -358,7 +358,7 @@ def test_a_job_that_goes_on_keeps_its_save_to(tmp_path: Path) -> None:
 
 def test_each_effect_has_an_executor(tmp_path: Path) -> None:
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake())
         assert set(runtime.executors) == set(typing.get_args(effects.Effect))
         runtime.start()
         await runtime.close()
@@ -380,7 +380,7 @@ def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
     asked, ended = threading.Event(), threading.Event()
 
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "master.db"), storage=Slow())
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=Slow())
         runtime.start()
         await runtime.event(join())
         attaching = asyncio.ensure_future(runtime.event(attach(worker, save_to=str(tmp_path / "tree"))))
@@ -426,7 +426,7 @@ def test_whoever_left_in_vain_is_missed(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-class BrokenJournal(Journal):
+class BrokenJournal(SqliteJournal):
     """Fails as only a bug does."""
 
     broken = False
@@ -465,6 +465,6 @@ def test_a_bug_in_a_commit_ends_the_life(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("synchronous", ["full", "normal"])
 def test_journal_mode(tmp_path: Path, synchronous: str) -> None:
-    journal = Journal(tmp_path / "master.db", synchronous=synchronous)
+    journal = SqliteJournal(tmp_path / "master.db", synchronous=synchronous)
     assert journal._db.execute("PRAGMA synchronous").fetchone()[0] == {"full": 2, "normal": 1}[synchronous]
     journal.close()

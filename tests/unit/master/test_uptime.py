@@ -16,7 +16,7 @@ from dlrover_hooks.errors import BadRequest, MasterError
 from dlrover_hooks.master.clock import Clock, Uptime
 from dlrover_hooks.master.core import dispatch, job_registry
 from dlrover_hooks.master.core.events import Tick
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.testing import StorageFake
 from tests.e2e.job_script import attach, join, vote
@@ -37,7 +37,7 @@ class Hands:
         self.wall_s += seconds
 
 
-class SlowJournal(Journal):
+class SlowJournal(SqliteJournal):
     """While `gate` is cleared an `append` does not end."""
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class SlowJournal(Journal):
 
 
 @asynccontextmanager
-async def training(journal: Journal, hands: Hands, **more: Any) -> AsyncIterator[Runtime]:
+async def training(journal: SqliteJournal, hands: Hands, **more: Any) -> AsyncIterator[Runtime]:
     """Two workers train and send heartbeats."""
     runtime = Runtime(journal, storage=StorageFake(), clock=hands.clock, **more)
     runtime.start()
@@ -85,7 +85,7 @@ def test_a_stopped_master_loses_nobody(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         hands = Hands()
-        async with training(Journal(tmp_path / "m.db"), hands) as runtime:
+        async with training(SqliteJournal(tmp_path / "m.db"), hands) as runtime:
             hands.pass_by(300.0)
             judge(runtime)
             assert await alive(runtime) == [True, True]
@@ -128,7 +128,7 @@ def test_the_wall_clock_is_set(tmp_path: Path, step_s: float) -> None:
 
     async def scenario() -> None:
         hands = Hands()
-        async with training(Journal(tmp_path / "m.db"), hands) as runtime:
+        async with training(SqliteJournal(tmp_path / "m.db"), hands) as runtime:
             await runtime.event(p.OpenLedger("job", "w0", "d", "f", (p.Partition(end=8),)))
             lent = await runtime.event(p.TakeLeases("job", "w0", "d", 1))
             assert isinstance(lent, p.Leases)
@@ -151,7 +151,7 @@ def test_a_new_life_goes_on_from_the_journal(tmp_path: Path) -> None:
     hands = Hands()
 
     async def scenario(expected: float) -> None:
-        async with training(Journal(tmp_path / "m.db"), hands) as runtime:
+        async with training(SqliteJournal(tmp_path / "m.db"), hands) as runtime:
             assert runtime.state.now == pytest.approx(expected)
 
     run(lambda: scenario(1e9))
@@ -210,7 +210,7 @@ def test_a_bug_in_the_core_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
             assert [entry.generation.step for entry in saves.open] == [11, 12]
             assert saves.newest_complete == p.Generation(1, 11, "run0")
             assert not runtime.failed
-        assert job_registry.encode(Journal(tmp_path / "m.db").load()) == job_registry.encode(runtime.state)
+        assert job_registry.encode(SqliteJournal(tmp_path / "m.db").load()) == job_registry.encode(runtime.state)
 
     run(scenario)
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_journaled_is_not_applied(tmp_path: Path) -> None:
     """Master row 6: storage options may hold any JSON, and so an integer that MessagePack does not know."""
 
     async def scenario() -> None:
-        runtime = Runtime(Journal(tmp_path / "m.db"), storage=StorageFake())
+        runtime = Runtime(SqliteJournal(tmp_path / "m.db"), storage=StorageFake())
         runtime.start()
         await runtime.event(join())
         before = job_registry.encode(runtime.state)

@@ -10,11 +10,11 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.master import write_ahead_log
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.journal import Journal
+from dlrover_hooks.master.journal import write_ahead_log
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from tests.e2e.job_script import join
 
 FRAME = 24 + 4096
@@ -25,7 +25,7 @@ class Killed:
 
     def __init__(self, folder: Path, events_before: int = 30) -> None:
         live, self.path = folder / "live.db", folder / "killed.db"
-        journal, state = Journal(live), Master()
+        journal, state = SqliteJournal(live), Master()
         for number in range(events_before + 1):
             event = join(f"a{number}", 1, lives=f"{number}-", low=2, high=2)
             self.before = job_registry.encode(state)
@@ -43,7 +43,7 @@ class Killed:
         self.path.write_bytes(self.base)
         Path(f"{self.path}-wal").write_bytes(log)
         Path(f"{self.path}-shm").unlink(missing_ok=True)
-        journal = Journal(self.path)
+        journal = SqliteJournal(self.path)
         try:
             return job_registry.encode(journal.load())
         finally:
@@ -85,7 +85,7 @@ def test_a_torn_last_write_is_no_damage(killed: Killed) -> None:
 
 def test_frames_of_the_logs_previous_use_are_no_damage(tmp_path: Path) -> None:
     """After a checkpoint SQLite writes the log from its start again, and leaves the rest of it."""
-    journal = Journal(tmp_path / "master.db")
+    journal = SqliteJournal(tmp_path / "master.db")
     for number in range(40):
         journal.append([events.encode(Envelope(now=1.0, event=join(f"a{number}", 1)))])
     journal._db.execute("PRAGMA wal_checkpoint(RESTART)")

@@ -22,13 +22,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dlrover_hooks.errors import HooksError, JournalFailed, UsageError
-from dlrover_hooks.master import write_ahead_log
-from dlrover_hooks.master.core import events, job_registry
+from dlrover_hooks.errors import JournalFailed, UsageError
+from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.master.journal import write_ahead_log
+from dlrover_hooks.master.journal.journal_protocol import replay
 
 log = logging.getLogger("dlrover_hooks.master")
-SNAPSHOT_EVERY = 10_000
 FORMAT = 2
 """Version of the tables and records. A release reads its own format and older ones."""
 _TABLES = """
@@ -57,7 +57,7 @@ _HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
 """Tables, by format."""
 
 
-class Journal:
+class SqliteJournal:
     """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and kept.
 
     Raises:
@@ -150,6 +150,11 @@ class Journal:
         if found != "ok":
             raise ValueError(str(found))
 
+    @property
+    def claims_as(self) -> str:
+        """See `Journal`. With the host: a copy of the file on another host is another journal."""
+        return f"master {self.owner} on {socket.gethostname()}"
+
     def load(self) -> Master:
         """The state: the newest undamaged snapshot and the events since.
 
@@ -204,17 +209,10 @@ class Journal:
                 if number != seq:
                     raise LookupError(f"it is missing, the next one is {number}")
                 _check(number, record, crc)
-                self._replay(state, number, record)
+                replay(self.path, state, number, record)
         except Exception as error:  # a damaged part may raise any exception
             raise self._damaged(f"event {seq}: {type(error).__name__}: {error}") from error
         return seq
-
-    def _replay(self, state: Master, number: int, record: bytes) -> None:
-        try:
-            envelope = events.decode(record)
-            job_registry.apply(state, envelope.event, envelope.now, envelope.key)
-        except HooksError as error:
-            log.warning("journal %s: event %d is passed over, this release refuses it: %s", self.path, number, error)
 
     def _damaged(self, what: str) -> UsageError:
         return UsageError(

@@ -1,0 +1,44 @@
+"""The addresses of the masters, of which one leads, and which of them is asked next."""
+
+from __future__ import annotations
+
+import threading
+
+
+class MasterAddresses:
+    """`urls`: one, or several separated by commas. Shared by the calls and the liveness connection of a client."""
+
+    def __init__(self, urls: str) -> None:
+        self._urls = [one.strip().rstrip("/") for one in urls.split(",") if one.strip()]
+        self._at = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Also called in a forked child: a thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return ", ".join(self._urls)
+
+    @property
+    def current(self) -> str:
+        """The one to ask."""
+        return self._urls[self._at]
+
+    @property
+    def several(self) -> bool:
+        """More than one is known."""
+        return len(self._urls) > 1
+
+    def failed(self, url: str, leader: str = "") -> bool:
+        """`url` did not answer, or leads no longer: ask `leader` next, if `url` named one, otherwise the one after it.
+
+        Returns whether another one is asked now. Does nothing if another thread has learned it before.
+        """
+        with self._lock:
+            if self.current != url or leader == url:
+                return False
+            if leader and leader not in self._urls:
+                self._urls.append(leader)
+            self._at = self._urls.index(leader) if leader else (self._at + 1) % len(self._urls)
+            return self.current != url

@@ -1,0 +1,126 @@
+"""A master while another one leads: it follows the journal, answers where the leader is, and takes over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dlrover_hooks.errors import UsageError
+from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused
+from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
+from dlrover_hooks.master.journal.leadership import Leadership
+from dlrover_hooks.protocol import LEADER_HEADER, Problem
+
+log = logging.getLogger("dlrover_hooks.master")
+_KEEPALIVE_S = 0.5
+"""A member of etcd that does not extend the leader's lease within this time is passed over."""
+
+
+class StandbyMaster:
+    """An ASGI application that becomes the leader's once `lead` was called. Loop."""
+
+    def __init__(self, leader: Callable[[], str]) -> None:
+        self._leader = leader
+        self._app: ASGIApp | None = None
+
+    def lead(self, app: ASGIApp) -> None:
+        """Answer with `app` from now on."""
+        self._app = app
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application."""
+        if self._app is not None:
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return None
+        alive = scope["path"] == "/healthz"
+        body = msgspec.json.encode(
+            {"status": "ok", "pid": os.getpid(), "role": "standby"} if alive else self._refusal()
+        )
+        headers = [(b"content-type", b"application/json" if alive else b"application/problem+json")]
+        if leader := self._leader():
+            headers.append((LEADER_HEADER.lower().encode(), leader.encode()))
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200 if alive else 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _refusal(self) -> Problem:
+        leader = self._leader()
+        return Problem(
+            type="MasterAway",
+            title="Standby",
+            status=503,
+            detail=f"This master is a standby; {leader or 'no master'} leads.",
+            hint="Give clients the addresses of all masters: DLROVER_HOOKS_MASTER=http://A:8780,http://B:8780.",
+        )
+
+
+class LeaderCandidate:
+    """One process's journal in etcd and its candidacy. `elected` blocks until it leads.
+
+    A leader that loses its leadership is replaced by a fresh standby in the same process (`exec`): no thread and no
+    connection of the former leader is left.
+    """
+
+    def __init__(self, url: str, address: str, listener: socket.socket, ttl_s: int) -> None:
+        members, prefix = members_of(url)
+        self._port = int(listener.getsockname()[1])
+        self.leadership = Leadership(
+            EtcdGateway(members, turn_s=_KEEPALIVE_S), f"{prefix}leader".encode(), address, self._step_down, ttl_s=ttl_s
+        )
+        self.stopping = threading.Event()
+        try:
+            self.journal = EtcdJournal(EtcdGateway(members), prefix, self.leadership)
+        except (EtcdAway, EtcdRefused) as error:
+            raise UsageError(
+                f"The journal {url} cannot be reached: {error.message}.", hint="Does etcd run there, without TLS?"
+            ) from None
+
+    def leader(self) -> str:
+        """The leader's address as of the last look; empty: none was seen."""
+        return self.leadership.leader.address if self.leadership.leader is not None else ""
+
+    def elected(self) -> bool:
+        """Follow the leader until this process is elected (True) or `stopping` is set (False). Any thread."""
+        return self.leadership.campaign(self.stopping, self._follow)
+
+    def _follow(self) -> None:
+        try:
+            self.journal.follow()
+        except UsageError as error:
+            log.error("this standby cannot follow: %s", error)
+
+    def _step_down(self) -> None:
+        log.warning("this master leads no longer: it goes on as a standby")
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        try:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--port", str(self._port)])
+        except OSError as error:
+            log.critical("no standby can be started in this process: %s", error)
+            os._exit(70)
+
+
+def is_etcd(journal: str | None) -> bool:
+    """`--journal` names etcd."""
+    return journal is not None and journal.startswith("etcd://")
+
+
+def advertised(given: str | None, address: str) -> str:
+    """The URL under which clients reach the master that listens at `address`. Raises UsageError if it is unknown."""
+    if given:
+        return given.rstrip("/")
+    if urlsplit(address).hostname in ("0.0.0.0", "::"):
+        raise UsageError(
+            "--host is a wildcard, so the other masters do not learn this one's address",
+            hint="add --advertise http://HOST:PORT, as clients reach this master",
+        )
+    return address

@@ -1,0 +1,274 @@
+"""Several masters on one journal in a real etcd: one leads, the others follow; a killed or stopped one is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from dlrover_hooks import protocol as p
+from dlrover_hooks.client import MasterClient
+from dlrover_hooks.master.core import events, job_registry
+from dlrover_hooks.master.core.events import Envelope
+from dlrover_hooks.master.core.job_registry import Master
+from dlrover_hooks.master.journal import etcd_journal
+from dlrover_hooks.master.journal.etcd_gateway import EtcdGateway
+from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
+from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
+from dlrover_hooks.master.journal.leadership import Leadership
+from tests.e2e.etcd_process import EtcdProcess, Masters
+from tests.e2e.job_script import join
+from tests.e2e.launched import Launched
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def masters(tmp_path: Path, etcd: EtcdProcess) -> Iterator[Masters]:
+    several = Masters(tmp_path, etcd)
+    yield several
+    several.close()
+
+
+def client_of(masters: Masters, *urls: str) -> MasterClient:
+    return MasterClient(",".join(urls or masters.urls), incarnation="agent", deadline_s=60.0)
+
+
+def names(client: MasterClient) -> set[str]:
+    return set(client.call(p.ListJobs()).jobs)
+
+
+def named_by(masters: Masters, index: int) -> str:
+    """The leader that a standby names."""
+    answer = masters.readiness(index)
+    return "" if answer is None else answer.headers.get(p.LEADER_HEADER, "")
+
+
+def test_a_killed_leader_is_replaced_and_nothing_is_lost(masters: Masters) -> None:
+    first = masters.leader()
+    client = client_of(masters)
+    client.call(join())
+    masters.kill(first)
+    assert names(client) == {"job"}
+    client.call(join(job="second"))
+    masters.again(first)
+    masters.kill(masters.leader(first))
+    assert names(client) == {"job", "second"}, masters.told()
+    client.close()
+
+
+def test_a_standby_names_the_leader(masters: Masters) -> None:
+    """One address is enough while that master runs."""
+    first = masters.leader()
+    standby = masters.urls[1 - first]
+    until(lambda: named_by(masters, 1 - first) == masters.urls[first], "a standby that knows the leader")
+    client = client_of(masters, standby)
+    client.call(join())
+    assert names(client) == {"job"}
+    assert requests.get(f"{standby}/healthz", timeout=5).json()["role"] == "standby"
+    client.close()
+
+
+def test_a_stopped_leader_does_no_harm_when_it_goes_on(masters: Masters) -> None:
+    """Requests reach it before it could learn that it was replaced: it answers none of them as the leader."""
+    first = masters.leader()
+    client = client_of(masters)
+    client.call(join())
+    masters.signal(first, signal.SIGSTOP)
+    masters.leader(first)
+    client.call(join(job="second"))
+    masters.signal(first, signal.SIGCONT)
+    late = client_of(masters, masters.urls[first])
+    assert names(late) == {"job", "second"}
+    until(lambda: "goes on as a standby" in masters.told(), "the former leader")
+    until(lambda: named_by(masters, first) == masters.urls[1 - first], "a standby that knows the leader")
+    late.close()
+    client.close()
+
+
+def test_a_leader_that_ends_is_replaced_at_once(masters: Masters) -> None:
+    first = masters.leader()
+    masters.signal(first, signal.SIGTERM)
+    assert masters.processes[first].wait(60) == 0
+    masters.leader(first)
+
+
+def test_etcd_is_away_for_a_while(tmp_path: Path) -> None:
+    """Without etcd no master leads; what was acknowledged is there when it is back."""
+    own = EtcdProcess(tmp_path)
+    masters = Masters(tmp_path, own)
+    client = client_of(masters)
+    try:
+        masters.leader()
+        client.call(join())
+        own.kill(0)
+        until(lambda: "goes on as a standby" in masters.told(), "a leader that stops to lead", diagnostic=masters.told)
+        own.again(0)
+        client.call(join(job="second"))
+        assert names(client) == {"job", "second"}
+    finally:
+        client.close()
+        masters.close()
+        own.close()
+
+
+def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
+    own = EtcdProcess(tmp_path, 3)
+    masters = Masters(tmp_path, own)
+    client = client_of(masters)
+    try:
+        masters.leader()
+        client.call(join())
+        for index in range(3):
+            own.kill(index)
+            client.call(join(job=f"without-{index}"))
+            own.again(index)
+        assert names(client) == {"job", "without-0", "without-1", "without-2"}
+    finally:
+        client.close()
+        masters.close()
+        own.close()
+
+
+# ---- the journal alone
+
+
+class Follower:
+    """One candidate for the journal `name`, in this process."""
+
+    def __init__(self, etcd: EtcdProcess, name: str) -> None:
+        members, prefix = members_of(f"etcd://{etcd.members}/{name}")
+        self.lost = threading.Event()
+        self.gateway = EtcdGateway(members)
+        self.leadership = Leadership(self.gateway, f"{prefix}leader".encode(), name, self.lost.set)
+        self.journal = EtcdJournal(self.gateway, prefix, self.leadership)
+
+    def lead(self) -> Master:
+        assert self.leadership.campaign(threading.Event(), self.journal.follow)
+        return self.journal.load()
+
+
+def record(state: Master, job: str, now: float) -> bytes:
+    event = join(job=job)
+    job_registry.apply(state, event, now, None)
+    return events.encode(Envelope(now=now, event=event, key=None))
+
+
+def test_a_journal_is_read_back(etcd: EtcdProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of several parts, batches, and what a warm standby has read in between: all give the same state."""
+    monkeypatch.setattr(etcd_journal, "PART_BYTES", 700)
+    leader, standby = Follower(etcd, tmp_path.name), Follower(etcd, tmp_path.name)
+    state = leader.lead()
+    for turn in range(6):
+        batch = [record(state, f"job-{turn}-{index}", float(turn)) for index in range(3)]
+        leader.journal.append(batch, job_registry.encode(state) if turn % 2 else None)
+        if turn in (0, 3):
+            standby.journal.follow()
+        assert job_registry.encode(leader.journal.load()) == job_registry.encode(state)
+    leader.journal.close()
+    assert job_registry.encode(standby.lead()) == job_registry.encode(state)
+    assert standby.journal.since_snapshot == 0
+    keys = leader.gateway.range(b"/dlrover-hooks/", b"/dlrover-hooks0", keys_only=True)
+    assert {one.key.split(b"/")[4] for one in keys if b"/events/" in one.key and tmp_path.name.encode() in one.key} == {
+        b"%016d" % first for first in (13, 16)
+    }, "events that are in the older of two snapshots are gone"
+    standby.journal.close()
+
+
+def test_a_replaced_leader_writes_nothing(etcd: EtcdProcess, tmp_path: Path) -> None:
+    """Also one that still believes in its lease: the epoch is a condition of each write."""
+    former, leader = Follower(etcd, tmp_path.name), Follower(etcd, tmp_path.name)
+    state = former.lead()
+    former.journal.append([record(state, "first", 1.0)])
+    former.gateway.revoke(former.leadership._lease)
+    state = leader.lead()
+    former.leadership._until = float("inf")
+    with pytest.raises(LeadershipLost):
+        former.journal.append([record(Master(), "lost", 2.0)])
+    with pytest.raises(LeadershipLost):
+        former.journal.probe()
+    leader.journal.append([record(state, "second", 2.0)])
+    assert set(leader.journal.load().jobs) == {"first", "second"}
+    former.journal.close()
+    leader.journal.close()
+
+
+def test_a_value_that_was_not_completed_does_not_exist(etcd: EtcdProcess, tmp_path: Path) -> None:
+    former, leader = Follower(etcd, tmp_path.name), Follower(etcd, tmp_path.name)
+    state = former.lead()
+    former.journal.append([record(state, "first", 1.0)])
+    key = f"/dlrover-hooks/{tmp_path.name}/events/{2:016d}/{1:05d}".encode()
+    former.journal._fenced([etcd_journal.put(key, b"the second part of two")])
+    former.journal.close()
+    state = leader.lead()
+    leader.journal.append([record(state, "second", 2.0)])
+    assert set(leader.journal.load().jobs) == {"first", "second"}
+    leader.journal.close()
+
+
+# ---- a training run
+
+HOLDS = (6, 15)
+TRAINING = """
+    import hashlib, torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from dlrover_hooks import AsyncCheckpointer, elastic_loader
+
+    torch.manual_seed(1)
+    torch.distributed.init_process_group("gloo")
+    net = torch.nn.Linear(4, 1)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    data = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(3)))
+    loader = elastic_loader(DataLoader(data, batch_size=4, shuffle=True), optimizer=optimizer)
+    save_to, holds = os.environ["SAVE_TO"], json.loads(os.environ["HOLDS"])
+    with AsyncCheckpointer(save_to, model=model, optimizer=optimizer, loader=loader, save_every=4) as saves:
+        for epoch in loader.epochs(2):
+            for (x,) in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if saves.step in holds and os.environ["RANK"] == "0":
+                    note(held=saves.step)
+                    open(f"go-{saves.step}").read()  # a FIFO
+        step = saves.step
+    weights = torch.cat([one.detach().flatten() for one in net.parameters()])
+    note(save_to=save_to, end=step, weights=hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_a_run_outlives_its_masters_and_ends_bit_equal(
+    masters: Masters, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """The leader is killed twice while the run trains; its checkpoint at the end was committed by the third one."""
+    calm = launch(TRAINING, "-n", "2", SAVE_TO="calm", HOLDS="[]")
+    code, said = calm.end()
+    assert code == 0, said
+    for step in HOLDS:
+        os.mkfifo(tmp_path / f"go-{step}")
+    leader = masters.leader()
+    run = launch(TRAINING, "-n", "2", "--rdzv-endpoint", ",".join(masters.urls), SAVE_TO="moved", HOLDS=str([*HOLDS]))
+    for step in HOLDS:
+        run.wait_for(lambda lives, step=step: any(life.get("held") == step for life in lives))
+        masters.kill(leader)
+        gone, leader = leader, masters.leader(leader)
+        masters.again(gone)
+        (tmp_path / f"go-{step}").open("w").close()
+    code, said = run.end()
+    assert code == 0, f"{said}\n{masters.told()}"
+    ends = [life for life in run.read() if "end" in life]
+    assert len(ends) == 4
+    assert len({(life["end"], life["weights"]) for life in ends}) == 1
+    committed = {int(path.parent.name.split("-")[1]) for path in (tmp_path / "moved").glob("step-*/MANIFEST*")}
+    assert max(committed) == ends[0]["end"]
