@@ -46,9 +46,9 @@ class StepClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now, self._last = now, 0.0
+        self._now, self._last = now, now()
         self._seconds, self._stepped, self._ends = [0.0] * len(_Part), False, 0
-        self._apart, self._fetched, self._optimizes = False, False, False
+        self._apart, self._fetched, self._optimizes, self._begun = False, False, False, False
         self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
         self._window_from: float | None = None
 
@@ -60,11 +60,12 @@ class StepClock:
     def boundary(self) -> None:
         """The next batch is requested. After a step, that step is over."""
         if not self._stepped:
-            return self._ended(_Part.COMPUTE)
+            return self._ended(_Part.COMPUTE if self._fetched else _Part.OTHER)  # an epoch began, or a micro-batch
         self._ended(_Part.OTHER)
-        if self._fetched and self._optimizes:  # false in the first step, and for adapters that do not make these calls
+        if self._begun and self._fetched and self._optimizes:  # there are adapters that do not make these calls
             self._steps.append(_Timed(self._seconds, self._apart and self._ends == 1))
         self._stepped, self._ends, self._apart, self._fetched, self._optimizes = False, 0, False, False, False
+        self._begun = True  # the first step may compile, or load libraries
         self._seconds = [0.0] * len(_Part)
 
     def saved(self) -> None:
