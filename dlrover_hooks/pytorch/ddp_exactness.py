@@ -99,8 +99,7 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
 
 
 def on_backward_end(ddp: DistributedDataParallel, call: Callable[[], object]) -> RemovableHandle | None:
-    """Call `call` in each synchronised backward, when this rank's own work in it is done. In the thread of
-    the backward pass.
+    """Call `call` in each synchronised backward, in its thread, when this rank's own work in it is done.
 
     That is at the first parameter's gradient, which as a rule is the last one. None where the time up to there would
     say nothing of this rank's own work: the forward pass waits for other ranks, too (buffers that DDP keeps equal, or

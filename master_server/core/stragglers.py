@@ -26,8 +26,8 @@ _NORMAL = 1.4826
 SHARE = 0.1
 """Of the step's time that the others must lose. With less, a new process or node does not repay its start for long."""
 
-_JUDGED_ALONE = (StepPhase.DATA, StepPhase.CHECKPOINT)
-"""These parts hold no waiting for other ranks, also if the end of the backward pass is not known."""
+LEAST_RANKS = 3
+"""If it is not known who waits. What looks like slow work may be a wait for the slow rank, but then all others do it."""
 
 
 class Slow(NamedTuple):
@@ -100,12 +100,13 @@ def slow_ranks(windows: list[StepPhases]) -> dict[int, Slow]:
     apart = len(windows) > 1 and len(known) == len(windows)
     waits_s = known[len(known) // 2] if apart else 0.0
     worst: dict[int, Slow] = {}
-    for phase in StepPhase if apart else _JUDGED_ALONE:
+    judged = tuple(StepPhase) if apart else (StepPhase.DATA,) if len(windows) >= LEAST_RANKS else ()
+    for phase in judged:
         seconds = [_seconds(one, phase) for one in windows]
         for number in _outliers(seconds):
             window, slow = windows[number], Slow(phase, seconds[number], _median(seconds))
             least_s = SHARE * window.total_s
-            others_wait = window.network_s is None or not apart or waits_s - window.network_s >= least_s
+            others_wait = not apart or waits_s - (window.network_s or 0.0) >= least_s
             costs_most = number not in worst or _lost(slow) > _lost(worst[number])
             if _lost(slow) >= least_s and others_wait and costs_most:
                 worst[number] = slow

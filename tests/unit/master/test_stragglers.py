@@ -125,10 +125,16 @@ def test_a_slow_rank_is_named_within_the_windows(ranks: int, phase: str, seconds
 
 def test_slow_data_is_found_without_the_end_of_the_backward_pass() -> None:
     """Then the compute of the others holds their wait for it, and nobody is named for that."""
-    job = SimulatedJob(2, 1, lambda rank, _, at: 0.1 * (rank == 1 and at is StepPhase.DATA), apart=False)
+    job = SimulatedJob(3, 1, lambda rank, _, at: 0.1 * (rank == 1 and at is StepPhase.DATA), apart=False)
     assert [" ".join(text.split()[:1] + text.split()[3:7]) for text in job.run(240)] == ["rank is slow: its data"]
-    job = SimulatedJob(2, 1, lambda rank, _, at: 0.1 * (rank == 1 and at is StepPhase.COMPUTE), apart=False)
+    job = SimulatedJob(3, 1, lambda rank, _, at: 0.1 * (rank == 1 and at is StepPhase.COMPUTE), apart=False)
     assert job.run(240) == []
+
+
+def test_of_two_ranks_none_is_named_if_it_is_not_known_who_waits() -> None:
+    """The fast one may wait for the slow one's device where it gets its batch."""
+    assert stragglers.slow_ranks([window(0.01, None), window(0.05, None)]) == {}
+    assert list(stragglers.slow_ranks([window(0.01, None), window(0.05, None), window(0.01, None)])) == [1]
 
 
 def window(data: float, network: float | None) -> StepPhases:
