@@ -27,7 +27,7 @@ SHARE = 0.1
 """Of the step's time that the others must lose. With less, a new process or node does not repay its start for long."""
 
 LEAST_RANKS = 3
-"""If it is not known who waits. What looks like slow work may be a wait for the slow rank, but then all others do it."""
+"""If it is not known who waits. What looks like slow work may be a wait for the slow rank; then all others do it."""
 
 
 class Slow(NamedTuple):
