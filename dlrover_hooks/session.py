@@ -89,6 +89,7 @@ class Session:
         self._engine = session_collaborators.engine(config, place, self, self.membership) if checkpoint else None
         seat = (self._incarnation, place.rank, place.world_size)
         self._reporter = Reporter(self._caller, config.job, seat, self._engine, config)
+        self.clock = self._reporter.clock
         self._surface = DeferredErrors(config, place, self._engine, self._reporter)
         self.parting = PreemptionSave(
             config, place, seat[0], self._reporter, self.membership and self.membership.parting
@@ -178,6 +179,7 @@ class Session:
 
     def stepped(self) -> None:
         """The optimizer stepped. Only sets a mark: schedulers, scaler, EMA and validation are still to come."""
+        self.clock.stepped()
         self.at_step_end, self._rng = True, None
         self._data.mark()
 

@@ -111,11 +111,13 @@ class StepDriver:
             Preempted: all ranks leave, and this step is saved.
             HooksError: what a background thread met since the last boundary.
         """
+        self.session.clock.boundary()
         step_ends, due = self.session.at_step_end, self.session.batch_requested(step)
         if self._recovery is not None:
             self._recovery.boundary(step, step_ends=step_ends)
         if due:
             self.session.cut(step, state())
+        self.session.clock.saved()
 
     def finish(self, step: int, state: Any) -> None:
         """Training ended at `step`: make it durable. `close` with DONE follows, also when this raises."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from dlrover_hooks.master.clock import Uptime
-from dlrover_hooks.master.core import heartbeats, node_vitals, stalls
+from dlrover_hooks.master.core import heartbeats, node_vitals, stalls, stragglers
 from dlrover_hooks.master.core.events import EndStalled, ForgetFinished, Lost
 from dlrover_hooks.master.core.heartbeats import GRACE_S, Name, Nodes
 from dlrover_hooks.master.core.job import Job, knows
@@ -119,13 +119,15 @@ class Liveness:
     def beat(self, request: Heartbeat, told_s: float | None = None) -> None:
         """A heartbeat was answered, with the interval `told_s`: its sender's lease starts again."""
         name, now = (request.job, request.incarnation), self._now()
-        step, vitals, stall = request.step, request.vitals, request.stall
-        heartbeats.beat(self._nodes, name, now, step=step, vitals=vitals, stall=stall, told_s=told_s)
+        step, vitals, stall, phases = request.step, request.vitals, request.stall, request.phases
+        heartbeats.beat(self._nodes, name, now, step=step, vitals=vitals, stall=stall, phases=phases, told_s=told_s)
         job = self._state().jobs.get(request.job)
         if job is not None and (verdict := stalls.found(self._nodes, job, request.incarnation)) is not None:
             log.warning("job %s: %s", request.job, verdict.text)
             if verdict.ends is not None:
                 self._inform(verdict.ends)
+        for text in stragglers.found(self._nodes, job, request.incarnation) if job is not None else ():
+            log.warning("job %s: %s", request.job, text)
         self._arm()
 
     def reported(self, report: NodeVitals) -> None:

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from dlrover_hooks.protocol import AcceleratorVitals, JobVitals, NodeUse, RankUse
+    from dlrover_hooks.protocol import AcceleratorVitals, JobVitals, NodeUse, RankUse, StepPhases
 
 _USAGE, _FAILED = 78, 1
 _PATIENCE_S = 30.0
 _EVERY_S = 2.0
 _SILENT_S = 20.0
 """A report this old is marked: three were missed."""
+
+_PHASES = ("step ms", "data", "compute", "network", "optimizer", "checkpoint")
 
 
 @click.command(short_help="Show what nodes and ranks use.")
@@ -113,6 +115,9 @@ def _ranks(found: JobVitals) -> Table:
     if devices:
         for column in ("GPU", "its memory", "°C", "W"):
             table.add_column(column, justify="right")
+    phases = any(use.phases for use in found.ranks)
+    for column in _PHASES if phases else ():
+        table.add_column(column, justify="right")
     table.add_column()
     for use in found.ranks:
         figures = use.processes or use.vitals
@@ -123,8 +128,18 @@ def _ranks(found: JobVitals) -> Table:
             cells[5] = str(use.processes.processes)
         if devices:
             cells += _device_cells(devices.get(use.rank))
+        if phases:
+            cells += _phase_cells(use.phases)
         table.add_row(*cells, _rank_note(use, devices.get(use.rank)))
     return table
+
+
+def _phase_cells(phases: StepPhases | None) -> list[str]:
+    """Milliseconds per step. "-": the network is not known, and the compute may hold waiting."""
+    if phases is None:
+        return [""] * len(_PHASES)
+    seconds = phases.total_s, phases.data_s, phases.compute_s, phases.network_s, phases.optimizer_s, phases.checkpoint_s
+    return [f"{1000 * one:.3g}" if one is not None else "-" for one in seconds]
 
 
 def _device_cells(device: AcceleratorVitals | None) -> list[str]:
@@ -158,6 +173,8 @@ def _node_note(use: NodeUse) -> str:
 
 def _rank_note(use: RankUse, device: AcceleratorVitals | None) -> str:
     notes = [f"no step for {use.stall.seconds:.0f} s: {use.stall.where}"] if use.stall is not None else []
+    if (slow := use.straggler) is not None:
+        notes.append(f"slow: {slow.phase.value} {slow.seconds:.3g} s per step, median {slow.median_s:.3g} s")
     if device is not None:
         notes += [f"throttled: {', '.join(device.throttled_by)}"] if device.throttled_by else []
         notes += [f"{device.ecc_errors} ECC errors"] if device.ecc_errors else []

@@ -216,8 +216,8 @@ class InProcessMaster:
 
     def _beat(self, request: Heartbeat, told_s: float) -> None:
         name, now = (request.job, request.incarnation), self.clock.now()
-        step, vitals, stall = request.step, request.vitals, request.stall
-        heartbeats.beat(self.nodes, name, now, step=step, vitals=vitals, stall=stall, told_s=told_s)
+        step, vitals, stall, phases = request.step, request.vitals, request.stall, request.phases
+        heartbeats.beat(self.nodes, name, now, step=step, vitals=vitals, stall=stall, phases=phases, told_s=told_s)
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Deadline):

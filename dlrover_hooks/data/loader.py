@@ -114,6 +114,7 @@ class ElasticLoader:
     else `dataset[ids]`.
 
     `before_batch`: functions called at every step boundary, after the commit and before the next batch is fetched.
+    `after_batch`: functions called when it is fetched, before the loop receives it.
     """
 
     def __init__(self, inner: DataLoader[Any], sampler: ElasticSampler, *, name: str = "train") -> None:
@@ -121,6 +122,7 @@ class ElasticLoader:
         self.sampler = sampler
         self.name = name
         self.before_batch: list[Callable[[], object]] = []
+        self.after_batch: list[Callable[[], object]] = []
         feeding: Any = inner
         self._feed = cast(Batches, feeding.sampler if isinstance(feeding.sampler, Batches) else feeding.batch_sampler)
         self._marks: list[RemovableHandle] = []
@@ -217,6 +219,8 @@ class ElasticLoader:
         self.sampler.progress.on_batch()
         if self._accumulation is not None:
             self._accumulation.received(self)
+        for call in self.after_batch:
+            call()
         return batch
 
     def epochs(self, n: int) -> Iterator[int]:

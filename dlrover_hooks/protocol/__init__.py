@@ -161,6 +161,9 @@ from dlrover_hooks.protocol.vitals_messages import (
     NetworkVitals as NetworkVitals,
     NextVitals as NextVitals,
     NodeVitals as NodeVitals,
+    StepPhase as StepPhase,
+    StepPhases as StepPhases,
+    Straggler as Straggler,
     Vitals as Vitals,
     WorkerProcesses as WorkerProcesses,
 )

@@ -8,7 +8,7 @@ import msgspec
 
 from dlrover_hooks.protocol.base_messages import Count, ExitCode, Message, Passed, Port, Rank, Seconds, Step
 from dlrover_hooks.protocol.checkpoint_messages import Cadence, Generation
-from dlrover_hooks.protocol.vitals_messages import Vitals
+from dlrover_hooks.protocol.vitals_messages import StepPhases, Vitals
 
 
 class Seat(Message, frozen=True):
@@ -113,13 +113,14 @@ class Stall(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Refreshes the lease; never journaled. `vitals`: if they are new. `stall`: while the rank stalls."""
+    """Refreshes the lease; never journaled. `vitals`, `phases`: if they are new. `stall`: while the rank stalls."""
 
     job: str
     incarnation: str
     step: Step = 0
     vitals: Vitals | None = None
     stall: Stall | None = None
+    phases: StepPhases | None = None
 
 
 class Beat(Message, frozen=True):

@@ -11,6 +11,8 @@ from dlrover_hooks.protocol.vitals_messages import (
     DiskVitals,
     MemoryVitals,
     NetworkVitals,
+    StepPhases,
+    Straggler,
     Vitals,
     WorkerProcesses,
 )
@@ -61,6 +63,8 @@ class MemberView(Message, frozen=True):
     exit_code: ExitCode | None = None
     """As its launcher reported it."""
     stall: Stall | None = None
+    straggler: Straggler | None = None
+    """While the others wait for it."""
 
 
 class Unlisted(Message, frozen=True):
@@ -136,6 +140,9 @@ class RankUse(Message, frozen=True):
     vitals: Vitals | None = None
     processes: WorkerProcesses | None = None
     stall: Stall | None = None
+    phases: StepPhases | None = None
+    """Of its last window."""
+    straggler: Straggler | None = None
 
 
 class JobVitals(Message, frozen=True):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
 
-from dlrover_hooks.protocol.base_messages import Count, Message, Rank, Rate, Seconds, Size
+from dlrover_hooks.protocol.base_messages import Count, Message, Rank, Rate, Seconds, Size, Step
 
 Percent = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 """Of one core where CPU time is meant, so it may exceed 100."""
@@ -43,6 +44,47 @@ class Vitals(Message, frozen=True):
     cpu_percent: Percent = 0.0
     memory_bytes: Size = 0
     accelerator: AcceleratorVitals | None = None
+
+
+class StepPhase(enum.Enum):
+    """A part of a step that is a rank's own work, in which it waits for no other rank."""
+
+    DATA = "data"
+    COMPUTE = "compute"
+    OPTIMIZER = "optimizer"
+    CHECKPOINT = "checkpoint"
+
+
+class StepPhases(Message, frozen=True):
+    """Where the steps of one window of a rank spend their time, in seconds per step.
+
+    `data`: from the request of a batch until it is handed out. `compute`: from then until this rank's own backward pass
+    is done. `network`: from then until the optimizer steps, which is the wait for the gradients of the other ranks.
+    `checkpoint`: what a save blocks. What is left of `total_s` is evaluation, logging and the like.
+    """
+
+    step: Step
+    """The last one of the window."""
+    steps: Count
+    window_s: Seconds
+    total_s: Seconds
+    data_s: Seconds
+    compute_s: Seconds
+    optimizer_s: Seconds
+    checkpoint_s: Seconds
+    network_s: Seconds | None = None
+    """None: the end of the own backward pass is not known. `compute` and `optimizer` may then hold waiting."""
+
+
+class Straggler(Message, frozen=True):
+    """A rank that the others wait for, because of its `phase`. Both times are seconds per step."""
+
+    phase: StepPhase
+    seconds: Seconds
+    median_s: Seconds
+    """Of all ranks of the round."""
+    for_s: Seconds
+    """How long it has been slow."""
 
 
 class CPUVitals(Message, frozen=True):

@@ -27,7 +27,7 @@ from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.restored_value_check import listed, own_state, require
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
-from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, on_backward_end, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import leader
 from dlrover_hooks.pytorch.extra_state import Stateful
 from dlrover_hooks.pytorch.loader_kinds import is_training as is_training, keeps_own_state as keeps_own_state
@@ -222,6 +222,8 @@ class TrainingLoop:
             orders = self._saved.get("bucket_orders", [])
             saved = orders[len(self._buckets)] if len(self._buckets) < len(orders) else ()
             self._buckets.append(keep_buckets(wrapped, saved))
+            if (hook := on_backward_end(wrapped, self.session.clock.backward_ended)) is not None:
+                self._undo.append(hook.remove)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The unwrapped optimizer; the first one's steps count. Raises UsageError for another class."""
@@ -233,6 +235,7 @@ class TrainingLoop:
         self.window.optimizers.append(optimizer)
         exact_optimizer_states([optimizer] if saved else [], saved)
         if index == 0:
+            self._undo.append(optimizer.register_step_pre_hook(lambda *_: self.session.clock.optimizing()).remove)
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._stepped()).remove)
 
     def add_own_loader(self, loader: StatefulLoader) -> None:
@@ -263,6 +266,8 @@ class TrainingLoop:
         calls = [functools.partial(_refuse_evaluation, made), self.boundary]
         made.before_batch += calls
         self._undo += [functools.partial(made.before_batch.remove, call) for call in calls]
+        made.after_batch.append(self.session.clock.fetched)
+        self._undo.append(lambda: made.after_batch.remove(self.session.clock.fetched))
         made.leads = not self._loaders
         self._loaders.append(made)
         self._led_by(made)

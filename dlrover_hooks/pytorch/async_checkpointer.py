@@ -28,7 +28,13 @@ from dlrover_hooks.data.loader import ElasticLoader
 from dlrover_hooks.elastic.adapter_recovery import AdapterRecovery
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.protocol.restored_value_check import own_state, require
-from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, SyncAtEnds, never_rebuilds, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import (
+    BucketOrder,
+    SyncAtEnds,
+    never_rebuilds,
+    on_backward_end,
+    weigh_gradients,
+)
 from dlrover_hooks.pytorch.even_batches import EvenLoader, leader
 from dlrover_hooks.pytorch.extra_state import Extras, Stateful
 from dlrover_hooks.pytorch.loader_kinds import keeps_own_state
@@ -36,6 +42,7 @@ from dlrover_hooks.pytorch.state_dict import NamedOptimizer, WholeState, bare
 from dlrover_hooks.pytorch.tensor_loading import Filling, is_sharded, refuse
 from dlrover_hooks.session import Preempted, Restored, Session
 from dlrover_hooks.step_driver import StepDriver
+from dlrover_hooks.worker.step_clock import StepClock
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -185,6 +192,8 @@ class AsyncCheckpointer:
         for loader in self._loaders:
             if self._boundary in loader.before_batch:
                 loader.before_batch.remove(self._boundary)
+            if not isinstance(loader, LeasedLoader) and self._driver.session.clock.fetched in loader.after_batch:
+                loader.after_batch.remove(self._driver.session.clock.fetched)
             if isinstance(loader, LeasedLoader):
                 loader.close()
         self._driver.close(reason, self.step)
@@ -215,6 +224,7 @@ class AsyncCheckpointer:
         if self._ddp is not None:
             self._share_gradients(self._ddp)
             self._buckets = keep_buckets(self._ddp, saved)
+        self._time_phases(session.clock)
         self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._stepped(driver)))
         for loader in self._loaders:
             loader.before_batch.append(self._boundary)
@@ -223,6 +233,14 @@ class AsyncCheckpointer:
         if session.membership is not None:
             models, ends = [self._whole.model], [loader.close for loader in self._loaders]
             driver.begin(AdapterRecovery(session, models, [self._optimizer], self._extra_state, self._state, ends))
+
+    def _time_phases(self, clock: StepClock) -> None:
+        self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: clock.optimizing()))
+        if self._ddp is not None and (hook := on_backward_end(self._ddp, clock.backward_ended)) is not None:
+            self._hooks.append(hook)
+        for loader in self._loaders:
+            if not isinstance(loader, LeasedLoader):  # it agrees with the other ranks on a batch: that is no own work
+                loader.after_batch.append(clock.fetched)
 
     def _say_unsupported(self, session: Session, leased: list[str]) -> None:
         """Report what cannot be recovered in process."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,29 @@ def _tell_ahead(ddp: DistributedDataParallel, world: int) -> bool:
 
     node.register_prehook(ahead)
     return True
+
+
+def on_backward_end(ddp: DistributedDataParallel, call: Callable[[], object]) -> RemovableHandle | None:
+    """Call `call` in each synchronised backward, in its thread, when this rank's own work in it is done.
+
+    That is at the first parameter's gradient, which as a rule is the last one. None where the time up to there would
+    say nothing of this rank's own work: the forward pass waits for other ranks, too (buffers that DDP keeps equal, or
+    SyncBatchNorm), a GPU works behind the Python code, or that parameter may have no gradient.
+    """
+    parameters = list(_reduced(ddp).values())
+    waits = ddp.broadcast_buffers and any(True for _ in ddp.module.buffers())
+    waits = waits or any(isinstance(one, nn.SyncBatchNorm) for one in ddp.module.modules())
+    if waits or never_rebuilds(ddp) or any(one.device.type != "cpu" for one in parameters):
+        return None
+    held = weakref.ref(ddp)
+
+    def ended(_: Any) -> None:
+        found = held()
+        if found is not None and found.require_forward_param_sync:  # not within `no_sync`
+            call()
+
+    node = torch.autograd.graph.get_gradient_edge(parameters[0]).node
+    return cast(RemovableHandle, node.register_prehook(ended))
 
 
 def _weighted_sum(group: Any, weight: Callable[[], float], *, told: bool = True) -> Callable[..., Any]:

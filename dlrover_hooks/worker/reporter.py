@@ -27,6 +27,7 @@ from dlrover_hooks.worker.preemption import Preemption
 from dlrover_hooks.worker.process_activity import ProcessActivity
 from dlrover_hooks.worker.resource_usage import Sampler
 from dlrover_hooks.worker.stall_watch import StallWatch
+from dlrover_hooks.worker.step_clock import StepClock
 from dlrover_hooks.worker.thread_stack import stack_of
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Reporter:
         self._config = config or Config()
         self._stalls = StallWatch(self._config.step_timeout_s)
         self._stall: p.Stall | None = None
+        self.clock = StepClock()
+        self._phases: p.StepPhases | None = None
         self._activity = ProcessActivity()
         self._trains, self._training_thread = True, threading.get_ident()
         self._reached, self._outage = False, Outage()
@@ -167,6 +170,7 @@ class Reporter:
         if time.monotonic() >= self._next_look:  # also while the master asks for heartbeats less often
             self._next_look = time.monotonic() + BEAT_S
             self._look_for_stall()
+            self._phases = self.clock.window(self.step, time.monotonic()) or self._phases
         if time.monotonic() >= self._next_beat:
             before_s, self._next_beat = self._asked_s, time.monotonic() + max(BEAT_S, self._asked_s)
             self._beat()
@@ -260,10 +264,11 @@ class Reporter:
     def _beat(self) -> None:
         if self.step:  # by then, the imports of the first step have happened
             preimport_list.tell()
-        beat = p.Heartbeat(self._job, self._incarnation, self.step, self._vitals.sample(), self._stall)
+        vitals, phases = self._vitals.sample(), self._phases
+        beat = p.Heartbeat(self._job, self._incarnation, self.step, vitals, self._stall, phases)
         reply = self._call(beat, "beat")
         if isinstance(reply, p.Beat):
-            self._asked_s = reply.interval_s
+            self._asked_s, self._phases = reply.interval_s, None
             if self.preemption is not None:
                 self.preemption.summon(reply.parting)
             self._heard(reply)

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dlrover_hooks.master.core.events import Lost
-from dlrover_hooks.protocol import NodeVitals, Stall, Vitals
+from dlrover_hooks.protocol import NodeVitals, Stall, StepPhase, StepPhases, Straggler, Vitals
 
 Name = tuple[str, str]
 """(job, incarnation)."""
@@ -50,7 +50,8 @@ class LivenessLease(msgspec.Struct):
 
     `ears`: number of its open watch connections. `cut`: the last one has ended without an answer, and it has sent
     nothing since. `beats`: it has sent a heartbeat. `interval_s`: what it was told last. `judged`: how far the verdict
-    on its `stall` is.
+    on its `stall` is. `new_phases`: they are not judged yet. It was slow, by `slow_phase`, in the last `slow_windows`,
+    for `slow_s`, or not slow in the last `fine_windows`.
     """
 
     until: float
@@ -64,6 +65,13 @@ class LivenessLease(msgspec.Struct):
     vitals: Vitals | None = None
     stall: Stall | None = None
     judged: Judged = Judged.NO
+    phases: StepPhases | None = None
+    new_phases: bool = False
+    slow_phase: StepPhase | None = None
+    slow_windows: int = 0
+    slow_s: float = 0.0
+    fine_windows: int = 0
+    straggler: Straggler | None = None
 
     @property
     def end(self) -> float:
@@ -127,6 +135,7 @@ def beat(
     step: int = 0,
     vitals: Vitals | None = None,
     stall: Stall | None = None,
+    phases: StepPhases | None = None,
     told_s: float | None = None,
 ) -> None:
     """A heartbeat: the lease starts again, a suspicion is dropped. `told_s`: the interval in its reply; None: it is not
@@ -141,6 +150,8 @@ def beat(
     pulse.vitals, pulse.stall = vitals or pulse.vitals, stall
     if stall is None:
         pulse.judged = Judged.NO
+    if phases is not None and phases != pulse.phases:  # a heartbeat may arrive twice
+        pulse.phases, pulse.new_phases = phases, True
     _queue(nodes, name, pulse)
 
 

@@ -81,6 +81,8 @@ def rank_uses(nodes: Nodes, job: Job) -> Iterator[RankUse]:
             vitals=pulse.vitals if pulse else None,
             processes=next((tree for tree in trees if tree.incarnation == member.incarnation), None),
             stall=pulse.stall if pulse else None,
+            phases=pulse.phases if pulse else None,
+            straggler=pulse.straggler if pulse else None,
         )
 
 

@@ -189,6 +189,7 @@ def _member(nodes: Nodes, job: str, member: Member) -> MemberView:
         gone=member.gone or "",
         exit_code=member.exit_code,
         stall=pulse.stall if pulse else None,
+        straggler=pulse.straggler if pulse else None,
     )
 
 

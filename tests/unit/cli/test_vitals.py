@@ -141,3 +141,11 @@ def test_a_watch_ends_with_ctrl_c(master: LiveMaster, flags: list[str]) -> None:
 )
 def test_a_part_of_a_whole(used: int | None, total: int | None, text: str) -> None:
     assert _part(used, total) == text
+
+
+def test_the_parts_of_a_step(master: LiveMaster) -> None:
+    phases = p.StepPhases(41, 50, 10.0, 0.21, 0.01, 0.12, 0.02, 0.001, 0.05)
+    master.client("agent").call(p.Heartbeat("job", "w1", 41, phases=phases))
+    lines = [" ".join(line.split()) for line in called("job", *at(master)).output.splitlines()]
+    assert any("step ms data compute network optimizer checkpoint" in line for line in lines), lines
+    assert any("210 10 120 50 20 1" in line for line in lines), lines

@@ -1,0 +1,128 @@
+"""Measures where a worker's steps spend their time: data, compute, network, optimizer, checkpoint."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from dlrover_hooks.protocol import StepPhases
+
+WINDOW_S = 10.0
+"""Least length of a window: long enough for the mean of noisy steps, and one message in ten heartbeats."""
+WINDOW_STEPS = 20
+"""Least steps in a window: `TRIMMED` then leaves out one of them at least."""
+TRIMMED = 0.05
+"""Share of the slowest steps that a mean leaves out: a pause in one of twenty steps, such as an evaluation or a garbage
+collection, does not count. What a DataLoader with up to 19 workers does in turn does."""
+MOST_STEPS = 4096
+"""Kept until the window is read; older ones are dropped. 16 s of steps of 4 ms."""
+
+
+class _Part(enum.IntEnum):
+    DATA = 0
+    COMPUTE = 1
+    NETWORK = 2
+    OPTIMIZER = 3
+    CHECKPOINT = 4
+    OTHER = 5
+
+
+class _Timed(NamedTuple):
+    """Seconds of one step, in the order of `_Part`. `apart`: its compute holds no waiting for other ranks."""
+
+    seconds: list[float]
+    apart: bool
+
+
+class StepClock:
+    """Each call ends a part of the step. The training thread makes them, and the backward pass calls
+    `backward_ended`, in whichever thread it runs; `window` is called by one other thread.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._last = now, now()
+        self._seconds, self._stepped, self._ends = [0.0] * len(_Part), False, 0
+        self._apart, self._fetched, self._optimizes, self._begun = False, False, False, False
+        self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
+        self._window_from: float | None = None
+
+    def _ended(self, part: _Part) -> None:
+        now = self._now()
+        self._seconds[part] += now - self._last
+        self._last = now
+
+    def boundary(self) -> None:
+        """The next batch is requested. After a step, that step is over."""
+        if not self._stepped:
+            return self._ended(_Part.COMPUTE if self._fetched else _Part.OTHER)  # an epoch began, or a micro-batch
+        self._ended(_Part.OTHER)
+        if self._begun and self._fetched and self._optimizes:  # there are adapters that do not make these calls
+            self._steps.append(_Timed(self._seconds, self._apart and self._ends == 1))
+        self._stepped, self._ends, self._apart, self._fetched, self._optimizes = False, 0, False, False, False
+        self._begun = True  # the first step may compile, or load libraries
+        self._seconds = [0.0] * len(_Part)
+
+    def saved(self) -> None:
+        """What is saved at this boundary is copied, or its copy has begun."""
+        self._ended(_Part.CHECKPOINT)
+
+    def fetched(self) -> None:
+        """A batch is handed out."""
+        self._ended(_Part.DATA)
+        self._fetched = True
+
+    def backward_ended(self) -> None:
+        """This rank's gradients are all computed, and the last of them is about to be reduced."""
+        self._ended(_Part.COMPUTE)
+        self._ends += 1
+
+    def optimizing(self) -> None:
+        """The optimizer begins its step: all gradients are reduced."""
+        self._ended(_Part.NETWORK if self._ends else _Part.COMPUTE)
+        self._apart, self._optimizes = self._ends == 1, True
+
+    def stepped(self) -> None:
+        """The optimizer has made its step."""
+        self._ended(_Part.OPTIMIZER)
+        self._stepped = True
+
+    def window(self, step: int, now: float) -> StepPhases | None:
+        """The window since the last one, once it is long enough. `step`: the last one made. `now`: monotonic."""
+        if self._window_from is None:
+            self._window_from = now
+        if now - self._window_from < WINDOW_S or len(self._steps) < WINDOW_STEPS:
+            return None
+        taken = [self._steps.popleft() for _ in range(len(self._steps))]
+        began, self._window_from = self._window_from, now
+        return summary(taken, step, now - began)
+
+
+def summary(taken: list[_Timed], step: int, window_s: float) -> StepPhases:
+    """The means over the steps of a window, without the slowest. `taken`: at least one."""
+    means = [_mean(part) for part in zip(*(one.seconds for one in taken), strict=True)]
+    saved = sum(one.seconds[_Part.CHECKPOINT] for one in taken) / len(taken)  # few steps save: they count
+    apart = all(one.apart for one in taken)
+    compute, network = means[_Part.COMPUTE], means[_Part.NETWORK]
+    return StepPhases(
+        step=step,
+        steps=len(taken),
+        window_s=window_s,
+        total_s=_mean(sum(one.seconds) for one in taken),
+        data_s=means[_Part.DATA],
+        compute_s=compute if apart else compute + network,
+        optimizer_s=means[_Part.OPTIMIZER],
+        checkpoint_s=saved,
+        network_s=network if apart else None,
+    )
+
+
+def _mean(seconds: Iterable[float]) -> float:
+    ordered = sorted(seconds)
+    kept = ordered[: len(ordered) - max(1, int(TRIMMED * len(ordered)))] or ordered
+    return max(0.0, sum(kept) / len(kept))
