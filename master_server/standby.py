@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dlrover_hooks.errors import UsageError
-from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused
+from dlrover_hooks.master.journal.etcd_gateway import EtcdGateway
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
 from dlrover_hooks.master.journal.leadership import Leadership
 from dlrover_hooks.protocol import LEADER_HEADER, Problem
@@ -77,12 +77,8 @@ class LeaderCandidate:
             EtcdGateway(members, turn_s=_KEEPALIVE_S), f"{prefix}leader".encode(), address, self._step_down, ttl_s=ttl_s
         )
         self.stopping = threading.Event()
-        try:
-            self.journal = EtcdJournal(EtcdGateway(members), prefix, self.leadership)
-        except (EtcdAway, EtcdRefused) as error:
-            raise UsageError(
-                f"The journal {url} cannot be reached: {error.message}.", hint="Does etcd run there, without TLS?"
-            ) from None
+        self.journal = EtcdJournal(EtcdGateway(members), prefix, self.leadership)
+        self._trouble = ""
 
     def leader(self) -> str:
         """The leader's address as of the last look; empty: none was seen."""
@@ -96,7 +92,9 @@ class LeaderCandidate:
         try:
             self.journal.follow()
         except UsageError as error:
-            log.error("this standby cannot follow: %s", error)
+            if error.message != self._trouble:
+                log.error("this standby cannot follow: %s", error)
+            self._trouble = error.message
 
     def _step_down(self) -> None:
         log.warning("this master leads no longer: it goes on as a standby")

@@ -48,12 +48,7 @@ class ValueHead(msgspec.Struct, frozen=True):
 
 
 class EtcdJournal:
-    """A `Journal` below `prefix`. Only the elected leader may call `load`, `append` and `probe`; a standby `follow`s.
-
-    Raises:
-        UsageError: the journal has a newer format.
-        EtcdAway, EtcdRefused: etcd does not answer, or refuses.
-    """
+    """A `Journal` below `prefix`. Only the elected leader may call `load`, `append` and `probe`; a standby `follow`s."""
 
     def __init__(self, etcd: EtcdGateway, prefix: str, leadership: Leadership) -> None:
         self.name = f"etcd:{prefix}"
@@ -61,7 +56,8 @@ class EtcdJournal:
         self._etcd, self._prefix, self._leadership = etcd, prefix.encode(), leadership
         self._last = self._sound = 0
         self._replica: Replica | None = None
-        self._owner = self._identify()
+        self._owner = ""
+        """Read at the first contact: etcd may be away when this process starts."""
 
     def _identify(self) -> str:
         key, mine = self._prefix + b"owner", {"format": FORMAT, "owner": uuid.uuid4().hex}
@@ -83,7 +79,11 @@ class EtcdJournal:
         return f"the masters of {self.name} ({self._owner})"
 
     def follow(self) -> None:
-        """Read what the leader has written since the last call. Raises EtcdAway, EtcdRefused, UsageError."""
+        """Read what the leader has written since the last call. Raises EtcdAway, EtcdRefused, UsageError.
+
+        UsageError: a part is damaged, or the journal has a newer format.
+        """
+        self._owner = self._owner or self._identify()
         if self._replica is None:
             self._replica = Replica(self._etcd, self._prefix, self.name)
         self._replica.catch_up()

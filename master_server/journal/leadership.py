@@ -71,7 +71,7 @@ class Leadership:
                 said = False
             except (EtcdAway, EtcdRefused) as error:
                 if not said:
-                    log.warning("this standby cannot follow: %s", error)
+                    log.warning("this standby cannot follow: %s. Does etcd run there, without TLS? Trying on", error)
                 said = True
             stop.wait(POLL_S)
         return False

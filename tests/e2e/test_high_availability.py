@@ -114,6 +114,7 @@ def test_etcd_is_away_for_a_while(tmp_path: Path) -> None:
         client.call(join())
         own.kill(0)
         until(lambda: "goes on as a standby" in masters.told(), "a leader that stops to lead", diagnostic=masters.told)
+        until(lambda: masters.told().count("cannot follow") >= 2, "two standbys", diagnostic=masters.told)
         own.again(0)
         client.call(join(job="second"))
         assert names(client) == {"job", "second"}
