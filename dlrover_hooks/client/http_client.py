@@ -35,8 +35,10 @@ log = logging.getLogger("dlrover_hooks")
 
 _AGAIN = (502, 503, 504)
 _SILENT_S = 3.0
-_TURN_S = 3.0
+_TURN_S = 2.0
 """Of several masters one that does not answer for so long is passed over: its process may be stopped."""
+_LONGEST_PAUSE_S, _LONGEST_PAUSE_OF_SEVERAL_S = 1.0, 0.5
+"""Between two attempts. A standby takes over within seconds, a single master is started again."""
 _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
 
 
@@ -217,7 +219,7 @@ class MasterClient:
                 min(max(0.0, until - time.monotonic()), pause_s * random.uniform(0.5, 1.0))
             ):
                 break
-            pause_s = min(1.0, 2 * pause_s)
+            pause_s = min(_LONGEST_PAUSE_OF_SEVERAL_S if self._addresses.several else _LONGEST_PAUSE_S, 2 * pause_s)
         away = MasterAway(
             f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
             hint=_HINT if self._met or self._tls is None else f"{_HINT} {_TLS}",

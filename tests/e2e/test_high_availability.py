@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
+from dlrover_hooks.errors import HooksError
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
@@ -138,6 +140,68 @@ def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
         assert names(client) == {"job", "without-0", "without-1", "without-2"}
     finally:
         client.close()
+        masters.close()
+        own.close()
+
+
+class Writer:
+    """Sends one event after the other, each for a job of its own, from a thread until `end`."""
+
+    def __init__(self, masters: Masters, number: int) -> None:
+        self.acknowledged: list[str] = []
+        self.errors: list[Exception] = []
+        self._number, self._ending = number, threading.Event()
+        self._client = MasterClient(",".join(masters.urls), incarnation=f"agent-{number}", deadline_s=60.0)
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        while not self._ending.is_set() and not self.errors:
+            job = f"job-{self._number}-{len(self.acknowledged)}"
+            try:
+                self._client.call(join(f"agent-{self._number}", job=job, lives=f"{job}-w"))
+            except HooksError as error:
+                self.errors.append(error)
+            self.acknowledged.append(job)
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(60.0)
+        self._client.close()
+
+
+@pytest.mark.deep
+def test_ten_takeovers_under_load_lose_nothing(tmp_path: Path) -> None:
+    """Leaders are killed, or stopped and woken, while clients write. What was acknowledged was done, and done once."""
+    own = EtcdProcess(tmp_path, 3)
+    masters = Masters(tmp_path, own, 3)
+    rng = random.Random(16)
+    writers = [Writer(masters, number) for number in range(3)]
+    try:
+        for turn in range(10):
+            leader = masters.leader()
+            enough = sum(len(one.acknowledged) for one in writers) + rng.randrange(10, 200)
+            until(lambda enough=enough: sum(len(one.acknowledged) for one in writers) > enough, "more events")
+            if turn % 2:
+                masters.signal(leader, signal.SIGSTOP)
+            else:
+                masters.kill(leader)
+            masters.leader(leader)
+            if turn % 2:
+                masters.signal(leader, signal.SIGCONT)
+            else:
+                masters.again(leader)
+        for one in writers:
+            one.end()
+        assert [one.errors for one in writers] == [[], [], []]
+        client = client_of(masters)
+        expected = {job for one in writers for job in one.acknowledged}
+        assert names(client) == expected
+        assert {client.call(p.ShowJob(job)).round for job in expected} == {1}
+        client.close()
+    finally:
+        for one in writers:
+            one.end()
         masters.close()
         own.close()
 
