@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+
+_SILENT_S = 5.0
+"""A standby that names a master that was silent just now does not know better: it learns of a lost leader later."""
 
 
 class MasterAddresses:
@@ -11,14 +16,12 @@ class MasterAddresses:
     def __init__(self, urls: str) -> None:
         self._urls = [one.strip().rstrip("/") for one in urls.split(",") if one.strip()]
         self._at = 0
+        self._silent, self._silent_at = "", -math.inf
         self.renew()
 
     def renew(self) -> None:
         """Also called in a forked child: a thread of the parent may have held the lock."""
         self._lock = threading.Lock()
-
-    def __str__(self) -> str:
-        return ", ".join(self._urls)
 
     @property
     def current(self) -> str:
@@ -37,6 +40,10 @@ class MasterAddresses:
         """
         with self._lock:
             if self.current != url or leader == url:
+                return False
+            if not leader:
+                self._silent, self._silent_at = url, time.monotonic()
+            elif leader == self._silent and time.monotonic() < self._silent_at + _SILENT_S:
                 return False
             if leader and leader not in self._urls:
                 self._urls.append(leader)

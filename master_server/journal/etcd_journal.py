@@ -48,7 +48,7 @@ class ValueHead(msgspec.Struct, frozen=True):
 
 
 class EtcdJournal:
-    """A `Journal` below `prefix`. Only the elected leader may call `load`, `append` and `probe`; a standby `follow`s."""
+    """A `Journal` below `prefix`. The elected leader calls `load`, `append` and `probe`; a standby calls `follow`."""
 
     def __init__(self, etcd: EtcdGateway, prefix: str, leadership: Leadership) -> None:
         self.name = f"etcd:{prefix}"
