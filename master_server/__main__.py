@@ -15,7 +15,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -177,27 +177,19 @@ def serve(options: ServeOptions) -> None:
     _keep_alive(listener)
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
-    serving = _serve_candidate if is_etcd(options.journal) else _serve_alone
-    served = serving(options, listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    if is_etcd(options.journal):
+        address = advertised(options.advertise, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+        candidate = LeaderCandidate(str(options.journal), address, listener, options.leader_lease_s)
+        served = _serve_candidate(options, listener, candidate)
+    else:
+        served = _serve_alone(options, listener, SqliteJournal(options.journal, synchronous=options.synchronous))
     if options.fd is None:  # a caller that passed a socket has its address
         click.echo(f"dlrover-hooks master: {scheme}://{host}:{port} pid {os.getpid()}", err=True)
     if not uvloop.run(served):
         sys.exit(FAILED)
 
 
-def _serve_alone(options: ServeOptions, listener: socket.socket, address: str) -> Coroutine[Any, Any, bool]:
-    del address
-    return _serve(options, listener, SqliteJournal(options.journal, synchronous=options.synchronous))
-
-
-def _serve_candidate(options: ServeOptions, listener: socket.socket, address: str) -> Coroutine[Any, Any, bool]:
-    assert options.journal is not None
-    advertise = advertised(options.advertise, address)
-    candidate = LeaderCandidate(options.journal, advertise, listener, options.leader_lease_s)
-    return _stand(options, listener, candidate)
-
-
-async def _stand(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
+async def _serve_candidate(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
     """Serve as a standby, and as the leader once elected. False if the runtime failed."""
     standby, loop = StandbyMaster(candidate.leader), asyncio.get_running_loop()
     server = Server(_config(options, standby.asgi))
@@ -244,7 +236,7 @@ def _runtime(options: ServeOptions, journal: Journal, leads: Callable[[], bool] 
     return runtime, App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)
 
 
-async def _serve(options: ServeOptions, listener: socket.socket, journal: SqliteJournal) -> bool:
+async def _serve_alone(options: ServeOptions, listener: socket.socket, journal: SqliteJournal) -> bool:
     """False if the runtime failed: only a new process, which replays the journal, has a reliable state."""
     runtime, app = _runtime(options, journal)
     server = Server(_config(options, app.asgi), runtime)

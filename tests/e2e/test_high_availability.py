@@ -313,6 +313,7 @@ TRAINING = """
 """
 
 
+@pytest.mark.requirement("ED-56", "ED-58", "ED-62")
 def test_a_run_outlives_its_masters_and_ends_bit_equal(
     masters: Masters, launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
