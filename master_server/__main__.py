@@ -36,7 +36,7 @@ from dlrover_hooks.master.journal.leadership import TTL_S
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.master.standby import LeaderCandidate, StandbyMaster, advertised, is_etcd
+from dlrover_hooks.master.standby import LeaderCandidate, LeaderStorage, StandbyMaster, advertised, is_etcd
 
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
@@ -220,17 +220,17 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
     return not server.failed
 
 
-def _runtime(options: ServeOptions, journal: Journal, leads: Callable[[], bool] = lambda: True) -> tuple[Runtime, App]:
-    """A runtime that has started, and its application."""
+def _runtime(options: ServeOptions, journal: Journal, leads: Callable[[], bool] | None = None) -> tuple[Runtime, App]:
+    """A runtime that has started, and its application. `leads`: of one of several masters."""
     metrics = Metrics()
     runtime = Runtime(
         journal,
-        storage=CommittedStorage(),
+        storage=CommittedStorage() if leads is None else LeaderStorage(CommittedStorage(), leads),
         lease_s=options.lease_s,
         open_lease_s=options.open_lease_s,
         forget_after_s=options.forget_after_s,
         observe_commit=metrics.committed,
-        leads=leads,
+        leads=leads or (lambda: True),
     )
     runtime.start()
     return runtime, App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)

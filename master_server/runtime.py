@@ -84,7 +84,7 @@ class Runtime:
         self.life = uuid.uuid4().hex
         self.nodes = Nodes(lease_s=lease_s, suspicion_s=suspicion_s, open_lease_s=open_lease_s)
         self._deposits = CheckpointCommits(
-            storage, owner=journal.claims_as, inform=self._inform, writes=self._writes, wall=clock.wall, leads=leads
+            storage, owner=journal.claims_as, inform=self._inform, writes=self._writes, wall=clock.wall
         )
         self._snapshot_every, self._forget_after_s = snapshot_every, forget_after_s
         self._observe_commit = observe_commit

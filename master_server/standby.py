@@ -7,17 +7,19 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dlrover_hooks.errors import UsageError
+from dlrover_hooks.errors import MasterAway, UsageError
 from dlrover_hooks.master.journal.etcd_gateway import EtcdGateway
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
 from dlrover_hooks.master.journal.leadership import Leadership
-from dlrover_hooks.protocol import LEADER_HEADER, Problem
+from dlrover_hooks.master.manifest_storage import HeldUrl, Storage
+from dlrover_hooks.protocol import LEADER_HEADER, Manifest, Problem, Retention
 
 log = logging.getLogger("dlrover_hooks.master")
 _KEEPALIVE_S = 0.5
@@ -61,6 +63,32 @@ class StandbyMaster:
             detail=f"This master is a standby; {leader or 'no master'} leads.",
             hint="Give clients the addresses of all masters: DLROVER_HOOKS_MASTER=http://A:8780,http://B:8780.",
         )
+
+
+class LeaderStorage:
+    """A `Storage` that writes only while `leads` is true, asked in the thread that writes: it may have waited."""
+
+    def __init__(self, storage: Storage, leads: Callable[[], bool]) -> None:
+        self._storage, self._leads = storage, leads
+
+    def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
+        """See `Storage`. Raises MasterAway."""
+        self._check()
+        self._storage.commit(url, options, manifest, keep)
+
+    def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
+        """See `Storage`. Raises MasterAway."""
+        self._check()
+        self._storage.finish(url, options, job, run, step)
+
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
+        """See `Storage`. Raises MasterAway."""
+        self._check()
+        return self._storage.claim(url, options, job, owner)
+
+    def _check(self) -> None:
+        if not self._leads():
+            raise MasterAway("This master leads no longer.", hint="The next leader writes to storage.")
 
 
 class LeaderCandidate:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dlrover_hooks.errors import HooksError, MasterAway
+from dlrover_hooks.errors import HooksError
 from dlrover_hooks.master.core.effects import CommitGeneration, WriteFinished
 from dlrover_hooks.master.core.events import CommitFailed, Committed, FinishWritten
 from dlrover_hooks.master.manifest_storage import HeldUrl, Storage, release
@@ -24,8 +24,7 @@ class CheckpointCommits:
     """Storage work, one task at a time per job. Call it from the event loop; blocking calls run in a few threads.
 
     `owner` is that of the claims. `inform` is called on the loop with the events that report the outcome. `writes`
-    returns whether a job needs its claims. `wall` dates manifests. `leads`: False keeps this process from writing
-    manifests.
+    returns whether a job needs its claims. `wall` dates manifests.
     """
 
     def __init__(
@@ -36,10 +35,8 @@ class CheckpointCommits:
         inform: Callable[[Message], None],
         writes: Callable[[str], bool],
         wall: Callable[[], float],
-        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self._storage, self._owner, self._inform, self._writes, self._wall = storage, owner, inform, writes, wall
-        self._leads = leads
         self._claims: dict[tuple[str, str], HeldUrl] = {}
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         """By job, while a task holds the lock or waits for it."""
@@ -91,12 +88,6 @@ class CheckpointCommits:
     def _run(self, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    def _leading(self, work: Callable[..., None], *args: Any) -> None:
-        """Write to storage, in a thread that may have waited for long. Raises MasterAway."""
-        if not self._leads():
-            raise MasterAway("this master leads no longer: the next leader writes to storage")
-        work(*args)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -107,7 +98,7 @@ class CheckpointCommits:
         manifest = msgspec.structs.replace(effect.manifest, created_at=self._wall())
         async with self._lock(effect.job):
             try:
-                await self._run(self._leading, self._storage.commit, effect.url, effect.options, manifest, effect.keep)
+                await self._run(self._storage.commit, effect.url, effect.options, manifest, effect.keep)
             except Exception as error:  # whatever storage raised, the outcome must be journaled
                 log.warning("job %s: %s is not committed: %s", effect.job, generation, error)
                 self._inform(CommitFailed(job=effect.job, generation=generation, reason=str(error)))
@@ -117,15 +108,7 @@ class CheckpointCommits:
     async def _finish(self, effect: WriteFinished) -> None:
         async with self._lock(effect.job):
             try:
-                await self._run(
-                    self._leading,
-                    self._storage.finish,
-                    effect.url,
-                    effect.options,
-                    effect.job,
-                    effect.run,
-                    effect.step,
-                )
+                await self._run(self._storage.finish, effect.url, effect.options, effect.job, effect.run, effect.step)
             except Exception as error:  # the job is finished anyway; the master tries again after its next restart
                 log.warning("job %s: its end could not be recorded at %s: %s", effect.job, effect.url, error)
             else:
