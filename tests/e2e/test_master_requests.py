@@ -36,10 +36,10 @@ def test_the_end_of_a_worker_is_told_until_it_is_heard(tmp_path: Path) -> None:
         def alive() -> list[bool]:
             return [member.alive for member in client.call(p.ShowJob("job")).members]
 
-        here, client.url = client.url, NOWHERE
+        here, client._addresses = client._addresses, MasterAddresses(NOWHERE)
         agent._requests.tell({"w1": WorkerExit("worker 1", 1)})
         agent._turn()
-        client.url = here
+        client._addresses = here
         assert alive() == [True, True]
         agent._turn()
         assert alive() == [True, False]
