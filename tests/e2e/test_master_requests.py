@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dlrover_hooks import protocol as p
+from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.launcher.agent import Agent
 from dlrover_hooks.launcher.failures.verdict import WorkerExit
 from dlrover_hooks.launcher.master_requests import AgentAddress
