@@ -202,7 +202,7 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
                 server.runtime.on_failure = server.fail
                 standby.lead(app.asgi)
                 log.warning("this master leads (epoch %d)", candidate.leadership.epoch)
-        except Exception:
+        except Exception:  # nothing awaits this task before the server ends: without it, a standby that never leads
             log.critical("this master cannot lead", exc_info=True)
             server.fail()
 
@@ -249,7 +249,7 @@ async def _serve_alone(options: ServeOptions, listener: socket.socket, journal: 
         await runtime.close()
         if options.ephemeral and server.orphaned:
             journal.remove()
-    return not runtime.failed
+    return not server.failed
 
 
 def _config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:

@@ -7,7 +7,8 @@ steps takes longer than the same part of the others by each of these measures, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
@@ -104,7 +105,7 @@ def slow_ranks(windows: list[StepPhases]) -> dict[int, Slow]:
     for phase in judged:
         seconds = [_seconds(one, phase) for one in windows]
         for number in _outliers(seconds):
-            window, slow = windows[number], Slow(phase, seconds[number], _median(seconds))
+            window, slow = windows[number], Slow(phase, seconds[number], statistics.median_low(seconds))
             least_s = SHARE * window.total_s
             others_wait = not apart or waits_s - (window.network_s or 0.0) >= least_s
             costs_most = number not in worst or _lost(slow) > _lost(worst[number])
@@ -119,16 +120,10 @@ def _lost(slow: Slow) -> float:
 
 def _outliers(seconds: list[float]) -> list[int]:
     """The places of those that exceed the median by the factor, and by the deviations of all that do not."""
-    median = _median(seconds)
+    median = statistics.median_low(seconds)  # of two ranks the faster one is the measure
     above = [number for number, one in enumerate(seconds) if one > FACTOR * median]
-    deviation = _median(abs(one - median) for one in seconds if one <= FACTOR * median)
+    deviation = statistics.median_low(abs(one - median) for one in seconds if one <= FACTOR * median)
     return [number for number in above if seconds[number] - median > DEVIATIONS * _NORMAL * deviation]
-
-
-def _median(seconds: Iterable[float]) -> float:
-    """The lower one of two, so that of two ranks the faster one is the measure."""
-    ordered = sorted(seconds)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _seconds(window: StepPhases, phase: StepPhase) -> float:

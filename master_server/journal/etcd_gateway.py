@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import requests
 
-from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.errors import HooksError
 
 _REFUSED = {3, 5, 7, 8, 9, 11, 16}
 """gRPC status codes of a request that was certainly not carried out: invalid argument, not found, permission denied,
@@ -34,12 +34,11 @@ class EtcdAway(HooksError):
 
 
 class EtcdKey(NamedTuple):
-    """A key with its value and the revisions of its creation and of its last change."""
+    """A key with its value and the revision of its creation."""
 
     key: bytes
     value: bytes
     created: int
-    changed: int
 
 
 class EtcdGateway:
@@ -49,8 +48,6 @@ class EtcdGateway:
     """
 
     def __init__(self, members: Sequence[str], *, turn_s: float = _TURN_S) -> None:
-        if not members:
-            raise UsageError("etcd has no members", hint="give --journal etcd://HOST:2379,HOST:2379/NAME")
         self._members, self._turn_s, self._at = tuple(members), turn_s, 0
         self._local = threading.local()
 
@@ -72,17 +69,15 @@ class EtcdGateway:
         found = self.range(key, key + b"\0", limit=1)
         return found[0] if found else None
 
-    def transaction(
-        self, compare: Sequence[Mapping[str, Any]], success: Sequence[Mapping[str, Any]]
-    ) -> tuple[bool, int]:
-        """Do all of `success` if all of `compare` hold. Returns whether they did, and the store's revision.
+    def transaction(self, compare: Sequence[Mapping[str, Any]], success: Sequence[Mapping[str, Any]]) -> bool:
+        """Do all of `success` if all of `compare` hold. Returns whether they did.
 
         Raises:
             EtcdRefused: nothing was done.
             EtcdAway: unknown.
         """
         reply = self.call("/v3/kv/txn", {"compare": list(compare), "success": list(success)})
-        return bool(reply.get("succeeded")), int(reply["header"]["revision"])
+        return bool(reply.get("succeeded"))
 
     def grant(self, ttl_s: int) -> int:
         """A new lease's id. Raises EtcdAway, EtcdRefused."""
@@ -148,7 +143,6 @@ def _key(fields: Mapping[str, Any]) -> EtcdKey:
         base64.b64decode(fields["key"]),
         base64.b64decode(fields.get("value", "")),
         int(fields["create_revision"]),
-        int(fields["mod_revision"]),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +27,7 @@ from dlrover_hooks.master.journal.etcd_gateway import (
     delete,
     put,
 )
-from dlrover_hooks.master.journal.journal_protocol import LeadershipLost, replay
+from dlrover_hooks.master.journal.journal_protocol import LeadershipLost, checksum, replay
 from dlrover_hooks.master.journal.leadership import Leadership
 
 log = logging.getLogger("dlrover_hooks.master")
@@ -142,7 +141,7 @@ class EtcdJournal:
 
     def _write(self, folder: bytes, number: int, value: bytes) -> None:
         parts = [value[at : at + PART_BYTES] for at in range(0, len(value), PART_BYTES)] or [b""]
-        head = msgspec.json.encode(ValueHead(parts=len(parts), crc=_crc(number, value)))
+        head = msgspec.json.encode(ValueHead(parts=len(parts), crc=checksum(number, value)))
         key = self._prefix + folder + _number(number)
         for part in range(len(parts) - 1, 0, -1):
             self._fenced([put(key + _part(part), parts[part])])
@@ -154,7 +153,7 @@ class EtcdJournal:
 
         def attempt() -> None:
             nonlocal done
-            done, _ = self._etcd.transaction([created_at(self._leadership.key, self._leadership.epoch)], operations)
+            done = self._etcd.transaction([created_at(self._leadership.key, self._leadership.epoch)], operations)
 
         self._insist(attempt)
         if not done:
@@ -241,7 +240,7 @@ class Replica:
                 value = b"".join([first, *(found[part] for part in range(1, head.parts))])
             except (msgspec.MsgspecError, KeyError) as error:
                 raise self._damaged(f"{folder.decode()}{number}: {type(error).__name__}: {error}") from error
-            if _crc(number, value) != head.crc:
+            if checksum(number, value) != head.crc:
                 raise self._damaged(f"{folder.decode()}{number}: it does not match its checksum")
             yield number, value
 
@@ -280,7 +279,3 @@ def _place(key: bytes) -> tuple[int, int]:
 def _end(prefix: bytes) -> bytes:
     """The first key that does not begin with `prefix`."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
-
-
-def _crc(number: int, value: bytes) -> int:
-    return zlib.crc32(value, zlib.crc32(b"%d" % number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -56,6 +57,11 @@ class Journal(Protocol):
     def close(self) -> None:
         """Release everything. Idempotent."""
         ...
+
+
+def checksum(seq: int, data: bytes) -> int:
+    """Of a record and its number."""
+    return zlib.crc32(data, zlib.crc32(b"%d" % seq))
 
 
 def replay(journal: str, state: Master, number: int, record: bytes) -> None:

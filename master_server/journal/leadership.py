@@ -1,8 +1,8 @@
 """Which of several masters leads: the one whose key in etcd lives. Its key's creation revision is the epoch.
 
 The epoch is a condition of every write of the journal, so a master that was replaced writes nothing, however late it
-learns of it. It stops to answer by its own clock before its lease can have expired: the lease is extended every third
-of its time to live, and counts from the moment at which the extension was sent.
+learns of it. It stops to answer by its own clock before its lease can have expired: the lease is extended six times
+in its time to live, and counts from the moment at which the extension was sent.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Leadership:
         return self.holds()
 
     def _margin(self) -> float:
-        """Seconds after an extension was sent for which this process leads. Clocks may differ in rate by 1 %."""
+        """Seconds after an extension was sent for which this process leads: the rest is for a pause between the look at
+        the clock and the answer.
+        """
         return 0.9 * self._ttl_s
 
     def _keep(self) -> None:

@@ -18,7 +18,6 @@ import os
 import socket
 import sqlite3
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from dlrover_hooks.errors import JournalFailed, UsageError
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import write_ahead_log
-from dlrover_hooks.master.journal.journal_protocol import replay
+from dlrover_hooks.master.journal.journal_protocol import checksum, replay
 
 log = logging.getLogger("dlrover_hooks.master")
 FORMAT = 2
@@ -96,7 +95,7 @@ class SqliteJournal:
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if synchronous == 'normal' else 'FULL'}")
-        self._db.create_function("crc", 2, _crc, deterministic=True)
+        self._db.create_function("crc", 2, checksum, deterministic=True)
         if not (tables := self._tables()):
             self._begin()
         found = int(self._value("format"))
@@ -139,7 +138,7 @@ class SqliteJournal:
     def _signature(self) -> str:
         """Checksum of the owner and of the tables' SQL: damage to that SQL changes which rows SQLite finds."""
         tables = self._db.execute("SELECT CAST(sql AS BLOB) FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name")
-        return str(_crc(FORMAT, b"\0".join([self.owner.encode(), *(sql for (sql,) in tables)])))
+        return str(checksum(FORMAT, b"\0".join([self.owner.encode(), *(sql for (sql,) in tables)])))
 
     def _sign(self) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('crc', ?)", (self._signature(),))
@@ -229,7 +228,7 @@ class SqliteJournal:
         Raises:
             JournalFailed: nothing was written.
         """
-        rows = [(seq, record, _crc(seq, record)) for seq, record in enumerate(records, self._last + 1)]
+        rows = [(seq, record, checksum(seq, record)) for seq, record in enumerate(records, self._last + 1)]
         last = self._last + len(rows)
         with self._transaction():
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", rows)
@@ -261,7 +260,9 @@ class SqliteJournal:
 
     def _replace(self, last: int, snapshot: bytes) -> None:
         """Add a snapshot. Keep the one before and the events since that one, in case the new one gets damaged."""
-        self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (last, snapshot, _crc(last, snapshot)))
+        self._db.execute(
+            "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (last, snapshot, checksum(last, snapshot))
+        )
         if last > self._sound:
             self._db.execute("DELETE FROM snapshots WHERE seq NOT IN (?, ?)", (last, self._sound))
             self._db.execute("DELETE FROM events WHERE seq <= ?", (self._sound,))
@@ -290,13 +291,8 @@ class SqliteJournal:
             os.close(lock)
 
 
-def _crc(seq: int, data: bytes) -> int:
-    """Checksum of a record and its number."""
-    return zlib.crc32(data, zlib.crc32(b"%d" % seq))
-
-
 def _check(seq: int, data: bytes, crc: int) -> None:
-    if _crc(seq, data) != crc:
+    if checksum(seq, data) != crc:
         raise ValueError("it does not match its checksum")
 
 

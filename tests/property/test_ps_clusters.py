@@ -99,7 +99,7 @@ class Clusters(RuleBasedStateMachine):
                 was = find(old, task.id)
                 if task.status is RELEASED and task.type is PS and was is not None and was.status is not RELEASED:
                     assert task.id not in (new.acknowledged.ps if new.acknowledged is not None else ())
-                    if new.announced is not None and not new.void:  # a refused version is offered to nobody
+                    if new.announced is not None and not new.void:  # a refused version is not offered
                         assert task.id not in new.announced.ps
 
     def _announced(self, old: PSClusters, new: PSClusters) -> None:

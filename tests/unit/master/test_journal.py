@@ -16,7 +16,8 @@ from dlrover_hooks.errors import BadRequest, JournalFailed, UsageError
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
-from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal, _crc
+from dlrover_hooks.master.journal.journal_protocol import checksum
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from tests.e2e.job_script import attach, join
 
 
@@ -39,7 +40,7 @@ SIGNED = "UPDATE events SET record = ?1, crc = crc(2, ?1) WHERE seq = 2"
 
 def change(path: Path, statement: str, *values: object) -> None:
     database = sqlite3.connect(path)
-    database.create_function("crc", 2, _crc, deterministic=True)
+    database.create_function("crc", 2, checksum, deterministic=True)
     with database:
         database.execute(statement, values)
     database.close()
