@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import requests
+from urllib3.exceptions import NewConnectionError
 
 from dlrover_hooks.errors import HooksError
 
@@ -93,21 +94,21 @@ class EtcdGateway:
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request. Raises EtcdAway, EtcdRefused."""
-        why = "it was not tried"
+        why, unanswered = "it was not tried", False
         for _ in self._members:
             member = self._members[self._at % len(self._members)]
             try:
                 reply = self._session().post(f"http://{member}{path}", json=body, timeout=self._turn_s)
                 answer = reply.json()
             except (requests.RequestException, ValueError) as error:
-                why = f"{member}: {type(error).__name__}"
+                why, unanswered = f"{member}: {type(error).__name__}", unanswered or not _unsent(error)
             else:
                 if reply.status_code == 200 and "error" not in answer:
                     return answer.get("result", answer)
                 text = str(answer.get("error") or answer.get("message") or reply.status_code)
-                if answer.get("code") in _REFUSED:
+                if answer.get("code") in _REFUSED and not unanswered:  # else another member may have carried it out
                     raise EtcdRefused(f"etcd at {member} refused a request: {text}")
-                why = f"{member}: {text}"
+                why, unanswered = f"{member}: {text}", True
             self._at += 1
         raise EtcdAway(f"no member of etcd has answered ({why})")
 
@@ -117,6 +118,11 @@ class EtcdGateway:
             session = self._local.session = requests.Session()
             session.trust_env = False
         return session
+
+
+def _unsent(error: Exception) -> bool:
+    """No connection was made."""
+    return isinstance(getattr(error.args[0] if error.args else None, "reason", None), NewConnectionError)
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:

@@ -161,12 +161,16 @@ class EtcdJournal:
 
     def _insist(self, work: Callable[[], None]) -> None:
         """Do `work`, again and again while etcd does not answer, as long as this process leads."""
+        unanswered = False
         while self._leadership.holds():
             try:
                 return work()
             except EtcdAway:
+                unanswered = True
                 self._leadership.pause(_AGAIN_S)
             except EtcdRefused as error:
+                if unanswered:
+                    raise LeadershipLost("etcd refuses to repeat a write that it may have stored") from error
                 raise JournalFailed(
                     f"The journal {self.name} cannot be written: {error.message}. Nothing was changed.",
                     hint="Is etcd's disk or its quota full? See etcdctl endpoint status and alarm list.",

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
-from dlrover_hooks.errors import HooksError
+from dlrover_hooks.errors import HooksError, JournalFailed
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import etcd_journal
-from dlrover_hooks.master.journal.etcd_gateway import EtcdGateway
+from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
 from dlrover_hooks.master.journal.leadership import Leadership
@@ -267,6 +268,25 @@ def test_a_replaced_leader_writes_nothing(etcd: EtcdProcess, tmp_path: Path) -> 
     assert set(leader.journal.load().jobs) == {"first", "second"}
     former.journal.close()
     leader.journal.close()
+
+
+def test_a_refusal_after_silence_is_an_unknown_outcome(etcd: EtcdProcess, tmp_path: Path) -> None:
+    """The first attempt was stored, although no answer came: it must not be reported as not stored."""
+    leader, answers = Follower(etcd, tmp_path.name), iter([EtcdAway("no answer"), EtcdRefused("no space")])
+    leader.lead()
+
+    def attempt() -> None:
+        raise next(answers)
+
+    with pytest.raises(LeadershipLost):
+        leader.journal._insist(attempt)
+    with pytest.raises(JournalFailed):
+        leader.journal._insist(partial(fail, EtcdRefused("no space")))
+    leader.journal.close()
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def test_a_value_that_was_not_completed_does_not_exist(etcd: EtcdProcess, tmp_path: Path) -> None:
