@@ -185,8 +185,7 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     if home:
         _keep_apart(values, home)
     if values.get("master"):
-        several = [one.strip() for one in values["master"].split(",")]
-        values["master"] = ",".join(one if "://" in one else f"http://{one}" for one in several if one)
+        values["master"] = _addresses(values["master"], said.get("master", "master"))
     job = values.get("job") or _job(env)
     if _launched(env) and job != _job(env):
         raise UsageError(
@@ -197,6 +196,17 @@ def load(environ: Mapping[str, str] | None = None, **given: Any) -> Config:
     config = Config(**values)
     check(config, said)
     return config
+
+
+def _addresses(text: str, name: str) -> str:
+    """The URLs of all masters, separated by commas. Raises UsageError."""
+    several = [one for part in text.split(",") if (one := part.strip())]
+    if not several:
+        raise UsageError(
+            f"{name}={text!r} names no master",
+            hint="such as http://127.0.0.1:8780; of several masters all addresses, separated by commas",
+        )
+    return ",".join(one if "://" in one else f"http://{one}" for one in several)
 
 
 def _keep_apart(values: dict[str, Any], home: str) -> None:

@@ -292,3 +292,10 @@ def test_the_shared_keywords_are_those_of_config() -> None:
     """What editors offer for an adapter is what `load` accepts."""
     settings = {field.name for field in msgspec.structs.fields(config.Config)} - {"named", "save_to"}
     assert set(SharedKeywords.__annotations__) == settings
+
+
+def test_several_masters() -> None:
+    """Each address is completed; a list without one is refused."""
+    assert config.load({"DLROVER_HOOKS_MASTER": "a:1, http://b:2,"}).master == "http://a:1,http://b:2"
+    with pytest.raises(UsageError, match="names no master"):
+        config.load({"DLROVER_HOOKS_MASTER": ","})
