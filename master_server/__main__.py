@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
 from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
-from dlrover_hooks.master.journal.journal_protocol import Journal
+from dlrover_hooks.master.journal.journal_protocol import Journal, LeadershipLost
 from dlrover_hooks.master.journal.leadership import TTL_S
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
@@ -192,7 +193,7 @@ def serve(options: ServeOptions) -> None:
 async def _serve_candidate(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
     """Serve as a standby, and as the leader once elected. False if the runtime failed."""
     standby, loop = StandbyMaster(candidate.leader), asyncio.get_running_loop()
-    server = Server(_config(options, standby.asgi))
+    server = Server(_config(options, standby.asgi), ending=candidate.stopping)
     campaign = loop.run_in_executor(None, candidate.elected)
 
     async def lead() -> None:
@@ -202,6 +203,8 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
                 server.runtime.on_failure = server.fail
                 standby.lead(app.asgi)
                 log.warning("this master leads (epoch %d)", candidate.leadership.epoch)
+        except LeadershipLost:  # this master is ending: otherwise it would have been replaced by a standby
+            log.info("this master ends before it leads")
         except Exception:  # nothing awaits this task before the server ends: without it, a standby that never leads
             log.critical("this master cannot lead", exc_info=True)
             server.fail()
@@ -212,7 +215,7 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
     try:
         await server.serve(sockets=[listener])
     finally:
-        candidate.stopping.set()
+        server.ending.set()
         await leading
         if server.runtime is not None:
             await server.runtime.close()
@@ -279,10 +282,14 @@ def _config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
 class Server(uvicorn.Server):
     """A uvicorn server that ends all long-polls before it waits for its connections to close."""
 
-    def __init__(self, config: uvicorn.Config, runtime: Runtime | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, runtime: Runtime | None = None, ending: threading.Event | None = None
+    ) -> None:
         super().__init__(config)
         self.runtime = runtime
         """None for a standby."""
+        self.ending = ending or threading.Event()
+        """Set as soon as this process is to end."""
         self.failed = False
         self.orphaned = False
         """The owner of `life_fd` has closed it or ended."""
@@ -290,10 +297,12 @@ class Server(uvicorn.Server):
     def end(self) -> None:
         """Stop soon: this master's owner has ended. Call from the loop."""
         self.should_exit = self.orphaned = True
+        self.ending.set()
 
     def fail(self) -> None:
         """Stop at once: this process's state may be wrong. Call from the loop."""
         self.should_exit = self.failed = True
+        self.ending.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it leaves its main loop."""
@@ -306,6 +315,7 @@ class Server(uvicorn.Server):
         del frame
         log.info("ending on %s", signal.Signals(sig).name)
         self.should_exit = True
+        self.ending.set()
 
 
 def _end_with(life_fd: int, server: Server, loop: asyncio.AbstractEventLoop) -> None:

@@ -95,12 +95,13 @@ class LeaderCandidate:
     """One process's journal in etcd and its candidacy. `elected` blocks until it leads.
 
     A leader that loses its leadership is replaced by a fresh standby in the same process (`exec`): no thread and no
-    connection of the former leader is left.
+    connection of the former leader is left. The standby inherits the socket that listens, so that no other program can
+    take the port. Once `stopping` is set, the process ends instead.
     """
 
     def __init__(self, url: str, address: str, listener: socket.socket, ttl_s: int) -> None:
         members, prefix = members_of(url)
-        self._port = int(listener.getsockname()[1])
+        self._listener = listener
         self.leadership = Leadership(
             EtcdGateway(members, turn_s=_KEEPALIVE_S), f"{prefix}leader".encode(), address, self._step_down, ttl_s=ttl_s
         )
@@ -125,11 +126,14 @@ class LeaderCandidate:
             self._trouble = error.message
 
     def _step_down(self) -> None:
+        if self.stopping.is_set():
+            return
         log.warning("this master leads no longer: it goes on as a standby")
         for handler in logging.getLogger().handlers:
             handler.flush()
         try:
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--port", str(self._port)])
+            self._listener.set_inheritable(True)
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--fd", str(self._listener.fileno())])
         except OSError as error:
             log.critical("no standby can be started in this process: %s", error)
             os._exit(70)

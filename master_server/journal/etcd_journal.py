@@ -157,7 +157,7 @@ class EtcdJournal:
 
         self._insist(attempt)
         if not done:
-            raise LeadershipLost("another master leads: nothing was written")
+            raise self._lost("another master leads: nothing was written")
 
     def _insist(self, work: Callable[[], None]) -> None:
         """Do `work`, again and again while etcd does not answer, as long as this process leads."""
@@ -170,12 +170,17 @@ class EtcdJournal:
                 self._leadership.pause(_AGAIN_S)
             except EtcdRefused as error:
                 if unanswered:
-                    raise LeadershipLost("etcd refuses to repeat a write that it may have stored") from error
+                    raise self._lost("etcd refuses to repeat a write that it may have stored") from error
                 raise JournalFailed(
                     f"The journal {self.name} cannot be written: {error.message}. Nothing was changed.",
                     hint="Is etcd's disk or its quota full? See etcdctl endpoint status and alarm list.",
                 ) from error
-        raise LeadershipLost("etcd has not confirmed this master's leadership in time")
+        raise self._lost("etcd has not confirmed this master's leadership in time")
+
+    def _lost(self, why: str) -> LeadershipLost:
+        """Give the leadership up: this process's state may differ from the journal."""
+        self._leadership.give_up()
+        return LeadershipLost(why)
 
 
 class Replica:

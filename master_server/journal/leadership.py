@@ -34,7 +34,10 @@ class Leader(msgspec.Struct, frozen=True):
 
 
 class Leadership:
-    """One process's candidacy for `key`. `campaign` blocks; `lost` is called once, on a thread of its own."""
+    """One process's candidacy for `key`. `campaign` blocks.
+
+    `lost` is called when the leadership is lost, perhaps several times, on any thread; not after `resign`.
+    """
 
     def __init__(
         self, etcd: EtcdGateway, key: bytes, address: str, lost: Callable[[], None], *, ttl_s: int = TTL_S
@@ -49,7 +52,7 @@ class Leadership:
         self._until = 0.0
         self._thread = BackgroundThread(
             "dlrover-hooks-leader", self._keep, where="the leadership of this master", on_error="warn", again_s=0.0,
-            failed=lambda error: self._end(),
+            failed=lambda error: self.give_up(),
         )  # fmt: skip
 
     def holds(self) -> bool:
@@ -89,6 +92,12 @@ class Leadership:
                 self._etcd.revoke(self._lease)
             self._lease = 0
 
+    def give_up(self) -> None:
+        """Stop to lead because another one leads, or may lead."""
+        self._until = 0.0
+        if not self._thread.stopping.is_set():
+            self._lost()
+
     def _elected(self) -> bool:
         found = self._etcd.get(self.key)
         if found is None:
@@ -120,17 +129,12 @@ class Leadership:
     def _keep(self) -> None:
         while not self._thread.stopping.wait(self._ttl_s / 6 if now() < self._until else 0.0):
             if not self.holds():
-                return self._end()
+                return self.give_up()
             sent = now()
             try:
                 if not self._etcd.keep_alive(self._lease):
-                    return self._end()
+                    return self.give_up()
             except (EtcdAway, EtcdRefused) as error:
                 log.warning("the leader's lease was not extended: %s", error)
             else:
                 self._until = max(self._until, sent + self._margin()) if self.holds() else 0.0
-
-    def _end(self) -> None:
-        self._until = 0.0
-        if not self._thread.stopping.is_set():
-            self._lost()

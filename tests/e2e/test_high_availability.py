@@ -20,7 +20,7 @@ from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import etcd_journal
-from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused
+from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused, delete
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
 from dlrover_hooks.master.journal.leadership import Leadership
@@ -100,6 +100,22 @@ def test_a_stopped_leader_does_no_harm_when_it_goes_on(masters: Masters) -> None
     client.close()
 
 
+def test_a_leader_without_its_key_goes_on_as_a_standby(masters: Masters, etcd: EtcdProcess, tmp_path: Path) -> None:
+    """The journal tells it: its lease lives. It neither ends nor writes, and it keeps its port."""
+    first = masters.leader()
+    client = client_of(masters)
+    client.call(join())
+    members, prefix = members_of(masters.journal)
+    key = f"{prefix}leader".encode()
+    EtcdGateway(members).transaction([], [delete(key, key + b"\0")])
+    client.call(join(job="second"))
+    assert names(client) == {"job", "second"}
+    until(lambda: "goes on as a standby" in masters.told(), "a leader that stops to lead", diagnostic=masters.told)
+    until(lambda: masters.readiness(first) is not None, "an answer of the former leader", diagnostic=masters.told)
+    assert masters.processes[first].poll() is None
+    client.close()
+
+
 def test_a_leader_that_ends_is_replaced_at_once(masters: Masters) -> None:
     first = masters.leader()
     masters.signal(first, signal.SIGTERM)
@@ -139,6 +155,7 @@ def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
             client.call(join(job=f"without-{index}"))
             own.again(index)
         assert names(client) == {"job", "without-0", "without-1", "without-2"}
+        assert [process.poll() for process in masters.processes] == [None, None], masters.told()
     finally:
         client.close()
         masters.close()
@@ -264,6 +281,7 @@ def test_a_replaced_leader_writes_nothing(etcd: EtcdProcess, tmp_path: Path) -> 
         former.journal.append([record(Master(), "lost", 2.0)])
     with pytest.raises(LeadershipLost):
         former.journal.probe()
+    assert former.lost.is_set()
     leader.journal.append([record(state, "second", 2.0)])
     assert set(leader.journal.load().jobs) == {"first", "second"}
     former.journal.close()
@@ -278,10 +296,11 @@ def test_a_refusal_after_silence_is_an_unknown_outcome(etcd: EtcdProcess, tmp_pa
     def attempt() -> None:
         raise next(answers)
 
-    with pytest.raises(LeadershipLost):
-        leader.journal._insist(attempt)
     with pytest.raises(JournalFailed):
         leader.journal._insist(partial(fail, EtcdRefused("no space")))
+    with pytest.raises(LeadershipLost):
+        leader.journal._insist(attempt)
+    assert leader.lost.is_set()
     leader.journal.close()
 
 
