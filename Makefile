@@ -29,7 +29,7 @@ IN_PROCESS := tests/unit tests/property tests/simulation
 SPREAD := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ps test test-deep test-oldest requirements simulate chaos check structure format docs clean
+.PHONY: help setup demo demo-ps test test-deep test-oldest requirements simulate simulate-masters chaos check structure format docs clean
 
 help:  ## show this list
 	@echo "dlrover-hooks - make targets"
@@ -62,6 +62,9 @@ requirements: $(READY)  ## run all tests, then list the requirements that they p
 	@rm -f $(PROOFS)
 	@status=0; $(MAKE) -k test test-deep PYTEST='$(PYTEST) --requirements $(PROOFS)' || status=$$?; \
 		$(BIN)/python -m tests.requirements_report $(PROOFS) && exit $$status
+
+simulate-masters: $(READY)  ## several masters on a journal in etcd in virtual time, with faults (SEEDS=FIRST:LAST)
+	$(BIN)/python -m tests.simulation $(SEEDS) masters
 
 simulate: $(READY)  ## the master and whole jobs in virtual time, with faults (SEEDS=FIRST:LAST)
 	$(BIN)/python -m tests.simulation $(SEEDS)

@@ -154,7 +154,15 @@ class Runtime:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     async def event(self, event: Message, key: Key | None = None) -> Message:
-        """Apply and journal `event`, then return the reply. If this raises a MasterError nothing was changed."""
+        """Apply and journal `event`, then return the reply. If this raises a MasterError nothing was changed.
+
+        An event that was applied before is answered even if nothing can be written.
+        """
+        await self._intact()
+        if key is not None and (reply := job_registry.repeated(self.state, event, key)) is not None:
+            done: asyncio.Future[Message] = self._loop.create_future()
+            self._answer_after_commits(done, reply)
+            return await done
         await self._writable()
         if isinstance(event, Attach) and event.save_to is not None:
             return await self._attach(event, event.save_to.rstrip("/"), key)

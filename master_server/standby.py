@@ -48,8 +48,7 @@ class StandbyMaster:
             {"status": "ok", "pid": os.getpid(), "role": "standby"} if alive else self._refusal()
         )
         headers = [(b"content-type", b"application/json" if alive else b"application/problem+json")]
-        if leader := self._leader():
-            headers.append((LEADER_HEADER.lower().encode(), leader.encode()))
+        headers.append((LEADER_HEADER.lower().encode(), self._leader().encode()))
         headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": 200 if alive else 503, "headers": headers})
         await send({"type": "http.response.body", "body": body})

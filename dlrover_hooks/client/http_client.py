@@ -187,6 +187,7 @@ class MasterClient:
 
     def _send(self, row: Route, request: Message, until: float, headers: dict[str, str], *, again: bool) -> Any:
         pause_s, why, reached = 0.05, "it was not tried", False
+        unknown = False  # an earlier attempt may have been carried out, or may still be
         while (left := until - time.monotonic()) > 0:
             url, leader = self._addresses.current, ""
             try:
@@ -194,7 +195,8 @@ class MasterClient:
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
                 if not self._met and (fault := _tls_fault(error)) is not None:
                     raise UsageError(f"The master at {self.url} is not to be trusted: {fault}.", hint=_TLS) from None
-                why, reached = type(error).__name__, reached or not _unconnected(error)
+                why, sent = type(error).__name__, not _unconnected(error)
+                reached, unknown = reached or sent, unknown or sent
             else:
                 reached = True
                 try:
@@ -207,9 +209,11 @@ class MasterClient:
                     self._met = True
                     if not isinstance(reply, HooksError):
                         return reply
-                    if response.status_code not in _AGAIN or isinstance(reply, JournalFailed):
+                    refused = isinstance(reply, JournalFailed) and not unknown
+                    if response.status_code not in _AGAIN or refused:
                         raise reply
                     leader = response.headers.get(LEADER_HEADER, "")
+                    unknown = unknown or LEADER_HEADER not in response.headers
                     why = f"it answered {response.status_code}: {reply.message}"
             if self._addresses.failed(url, leader):
                 for watcher in list(self._watchers):

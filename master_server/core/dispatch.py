@@ -73,7 +73,7 @@ _REPLY: dict[type[Message], type[Message]] = {route.request: route.reply for rou
 
 def apply(job: Job, event: Message, now: float, key: Key | None = None) -> EventOutcome:
     """Apply `event` to `job`. If this raises a MasterError nothing was changed."""
-    if key is not None and (reply := _repeated(job, event, key)) is not None:
+    if key is not None and (reply := repeated(job, event, key)) is not None:
         return EventOutcome(reply=reply, repeated=True)
     effects: Effects = []
     failures = job.failures
@@ -89,7 +89,8 @@ def apply(job: Job, event: Message, now: float, key: Key | None = None) -> Event
     return EventOutcome(reply=reply, effects=tuple(effects))
 
 
-def _repeated(job: Job, event: Message, key: Key) -> Message | None:
+def repeated(job: Job, event: Message, key: Key) -> Message | None:
+    """The reply to an event that was applied before; None if it was not. Raises Stale if a later one was."""
     last = job.replies.get(key.incarnation, {}).get(key.channel)
     if last is None or key.seq > last.seq:
         return None

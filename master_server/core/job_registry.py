@@ -72,6 +72,12 @@ def apply(state: Master, event: Message, now: float, key: Key | None = None) -> 
     return outcome
 
 
+def repeated(state: Master, event: Message, key: Key) -> Message | None:
+    """The reply to an event that was applied before; None if it was not. Raises Stale if a later one was."""
+    job = state.jobs.get(getattr(event, "job", ""))
+    return None if job is None else dispatch.repeated(job, event, key)
+
+
 def _apply(state: Master, event: Message, now: float, key: Key | None) -> EventOutcome:
     if isinstance(event, Join):
         return _join(state, event, now, key)

@@ -98,19 +98,23 @@ class EtcdGateway:
         for _ in self._members:
             member = self._members[self._at % len(self._members)]
             try:
-                reply = self._session().post(f"http://{member}{path}", json=body, timeout=self._turn_s)
-                answer = reply.json()
+                status, answer = self._post(member, path, body)
             except (requests.RequestException, ValueError) as error:
                 why, unanswered = f"{member}: {type(error).__name__}", unanswered or not _unsent(error)
             else:
-                if reply.status_code == 200 and "error" not in answer:
+                if status == 200 and "error" not in answer:
                     return answer.get("result", answer)
-                text = str(answer.get("error") or answer.get("message") or reply.status_code)
+                text = str(answer.get("error") or answer.get("message") or status)
                 if answer.get("code") in _REFUSED and not unanswered:  # else another member may have carried it out
                     raise EtcdRefused(f"etcd at {member} refused a request: {text}")
                 why, unanswered = f"{member}: {text}", True
             self._at += 1
         raise EtcdAway(f"no member of etcd has answered ({why})")
+
+    def _post(self, member: str, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """One attempt: HTTP status and body. Raises requests.RequestException or, for a body that is no JSON, ValueError."""
+        reply = self._session().post(f"http://{member}{path}", json=body, timeout=self._turn_s)
+        return reply.status_code, reply.json()
 
     def _session(self) -> requests.Session:
         session: requests.Session | None = getattr(self._local, "session", None)

@@ -1,4 +1,7 @@
-"""`make simulate SEEDS=FIRST:LAST`: run seeds on all processors and say what happened. Exit code 1: a promise broke."""
+"""`make simulate SEEDS=FIRST:LAST`: run seeds on all processors and say what happened. Exit code 1: a promise broke.
+
+`make simulate-masters` does the same with several masters on one journal in etcd.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
+from tests.simulation.leaders import simulate_masters
 from tests.simulation.world import Result, simulate
 
 _TELL_S = 5.0
@@ -69,13 +74,13 @@ def _begin() -> None:
     gc.disable()  # a seed leaves half a MiB of cycles, which end with the process: see `_TASKS`
 
 
-def main(text: str) -> int:
+def main(text: str, work: Callable[[int], Result]) -> int:
     """Ctrl-C ends it with what was seen so far, and 130."""
     seeds, summary, told_at = _seeds(text), Summary(), time.monotonic()
     workers = min(os.cpu_count() or 1, len(seeds))
     with multiprocessing.Pool(workers, _begin, maxtasksperchild=_TASKS) as pool:
         try:
-            for result in pool.imap(simulate, seeds, chunksize=max(1, min(20, len(seeds) // workers))):
+            for result in pool.imap(work, seeds, chunksize=max(1, min(20, len(seeds) // workers))):
                 summary.add(result)
                 if time.monotonic() > told_at + _TELL_S:
                     told_at = time.monotonic()
@@ -91,4 +96,5 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "1:2000"))
+    several = sys.argv[2:] == ["masters"]
+    sys.exit(main(sys.argv[1], simulate_masters if several else simulate))

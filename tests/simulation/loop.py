@@ -26,26 +26,30 @@ class Process:
         """It is neither."""
         self.ends: list[Callable[[], None]] = []
         """Called when it dies."""
-        self._loop = loop
+        self.loop = loop
         self._held: list[Item] = []
         self._context = Context()
         self._context.run(_OWNER.set, self)
 
     def clock(self) -> float:
         """Its monotonic clock."""
-        return self._loop.now * self.rate
+        return self.loop.now * self.rate
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `work` in this process."""
-        return self.run(self._loop.create_task, work)
+        return self.run(self.loop.create_task, work)
 
     def run(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call as this process."""
-        return self._context.copy().run(call, *args)
+        return self.context().run(call, *args)
+
+    def context(self) -> Context:
+        """For what runs as this process."""
+        return self._context.copy()
 
     async def sleep(self, seconds: float) -> None:
         """By its own clock."""
-        await self._loop.sleep(seconds)
+        await self.loop.sleep(seconds)
 
     def kill(self) -> None:
         """As `kill -9`."""
@@ -62,13 +66,20 @@ class Process:
         """As SIGCONT."""
         self.frozen, self.runs = False, not self.dead
         held, self._held = self._held, []
-        self._loop.ready.extend(held)
+        self.loop.ready.extend(held)
 
     def hold(self, item: Item) -> None:
         self._held.append(item)
 
 
 _OWNER: ContextVar[Process | None] = ContextVar("owner", default=None)
+
+
+def current() -> Process:
+    """The process that runs."""
+    owner = _OWNER.get()
+    assert owner is not None
+    return owner
 
 
 def monotonic() -> float:

@@ -35,6 +35,8 @@ class Silence(Exception):
 class Answer(NamedTuple):
     status: int
     body: bytes
+    leader: str | None = None
+    """The header by which a standby names the leader; None: it is no standby's answer."""
 
 
 class Connection:

@@ -48,11 +48,12 @@ class Result(NamedTuple):
     jobs: int
     broken: str | None
     story: str
+    command: str = "make simulate"
 
     @property
     def report(self) -> str:
         """For the reader that has to mend it."""
-        again = f"replay it with: make simulate SEEDS={self.seed}:{self.seed}"
+        again = f"replay it with: {self.command} SEEDS={self.seed}:{self.seed}"
         return f"{self.story}\nseed {self.seed}: {self.broken}\n{again}"
 
 
