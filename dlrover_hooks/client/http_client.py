@@ -204,7 +204,7 @@ class MasterClient:
                 except _Foreign as foreign:  # a proxy's page on the way to a master that has answered before
                     if not self._met:
                         raise MasterError(foreign.message, hint=_HINT) from None
-                    why = foreign.message
+                    why, unknown = foreign.message, True
                 else:
                     self._met = True
                     if not isinstance(reply, HooksError):

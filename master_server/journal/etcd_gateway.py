@@ -112,7 +112,7 @@ class EtcdGateway:
         raise EtcdAway(f"no member of etcd has answered ({why})")
 
     def _post(self, member: str, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """One attempt: HTTP status and body. Raises requests.RequestException or, for a body that is no JSON, ValueError."""
+        """One attempt: HTTP status and body. Raises requests.RequestException; ValueError: the body is no JSON."""
         reply = self._session().post(f"http://{member}{path}", json=body, timeout=self._turn_s)
         return reply.status_code, reply.json()
 

@@ -170,9 +170,10 @@ class Writer:
             while not world.calm or self.done < EVENTS:
                 self.done += 1
                 job, key = f"{self.name}-{self.done}", f"{self.name}/main/{self.done}"
+                seat = p.Seat(incarnation=f"{job}-w", local_rank=0)
                 join = p.Join(
-                    job=job, incarnation=self.name, node=self.name, seats=(p.Seat(incarnation=f"{job}-w", local_rank=0),),
-                    host="127.0.0.1", port=1, min_workers=1, max_workers=1, proposed_run="r", last_call_s=0.0,
+                    job=job, incarnation=self.name, node=self.name, seats=(seat,), host="127.0.0.1", port=1,
+                    min_workers=1, max_workers=1, proposed_run="r", last_call_s=0.0,
                 )  # fmt: skip
                 try:
                     await self._call(join, key)

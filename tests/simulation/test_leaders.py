@@ -1,4 +1,4 @@
-"""Several masters on a journal in etcd, in virtual time: leaders fail, etcd fails, and nothing is lost or done twice."""
+"""Several masters on a journal in etcd, in virtual time: leaders and etcd fail, nothing is lost or done twice."""
 
 from __future__ import annotations
 

@@ -15,15 +15,22 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient, http_client as client_module
-from dlrover_hooks.errors import HooksError, MasterAway, MasterError
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError
 from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.protocol import Notice
+from tests.e2e.job_script import join
 
 HTML = (200, {"Content-Type": "text/html"}, b"<html>Sign in</html>")
 MOVED = (302, {"Location": "http://127.0.0.1:9/login"}, b"")
 NOT_FOUND = (404, {}, b"<html>nothing here</html>")
 JOBS = (200, {}, msgspec.json.encode(p.Jobs(("j",))))
 BROKEN = (200, {}, msgspec.json.encode(Notice(7, broken=True)))
+
+
+def refusal(kind: type[HooksError], **headers: str) -> Answer:
+    problem = p.Problem(type=kind.__name__, title="", status=503, detail="no")
+    return 503, {"Content-Type": "application/problem+json", **headers}, msgspec.json.encode(problem)
+
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -84,6 +91,21 @@ def test_a_lasting_odd_answer_is_an_absence(odd: Answer) -> None:
         client.call(p.ListJobs())
         with pytest.raises(MasterAway, match=rf"HTTP {odd[0]} .*not a dlrover-hooks master"):
             client.call(p.Heartbeat("j", "w"), timeout_s=60.0, again=False)
+
+
+@pytest.mark.parametrize("first", [HTML, refusal(MasterAway)])
+def test_a_refusal_after_an_unknown_outcome_is_not_believed(first: Answer) -> None:
+    """A first attempt may have been carried out: "nothing was changed" is true of the second one only."""
+    joined = (200, {}, msgspec.json.encode(p.Joined(job="job", run="r")))
+    with served(JOBS, first, refusal(JournalFailed), joined) as port, client_of(port) as client:
+        client.call(p.ListJobs())
+        assert client.call(join()) == p.Joined(job="job", run="r")
+
+
+def test_a_refusal_after_a_standby_is_believed() -> None:
+    standby = refusal(MasterAway, **{p.LEADER_HEADER: ""})
+    with served(standby, refusal(JournalFailed)) as port, client_of(port) as client, pytest.raises(JournalFailed):
+        client.call(join(), timeout_s=3600.0)
 
 
 def test_what_never_was_a_master_is_refused_at_once() -> None:

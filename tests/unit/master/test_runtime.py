@@ -19,7 +19,7 @@ from dlrover_hooks.checkpoint.storage.master_storage import CommittedStorage
 from dlrover_hooks.checkpoint.storage.url_claim import LOCK
 from dlrover_hooks.errors import JournalFailed, MasterAway, SaveToBusy, Stale
 from dlrover_hooks.master.core import effects, job_registry
-from dlrover_hooks.master.core.events import Lost
+from dlrover_hooks.master.core.events import Key, Lost
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.manifest_storage import HeldUrl
@@ -396,6 +396,25 @@ def test_a_refused_attach_claims_nothing(tmp_path: Path, worker: str) -> None:
             assert not _locked(str(tmp_path / "tree"))
         else:
             assert not (tmp_path / "tree").exists()
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_repeated_request_is_answered_by_a_journal_that_is_full(tmp_path: Path) -> None:
+    """Its answer was lost. "Nothing was changed" would be false: the first attempt is in the journal."""
+
+    async def scenario() -> None:
+        journal = FailingJournal(tmp_path / "master.db")
+        runtime = Runtime(journal, storage=StorageFake())
+        runtime.start()
+        await runtime.event(join())
+        key = Key(incarnation="w0", channel="main", seq=1)
+        first = await runtime.event(attach("w0"), key)
+        journal.full = True
+        with pytest.raises(JournalFailed):
+            await runtime.event(attach("w1"))
+        assert await runtime.event(attach("w0"), key) == first
         await runtime.close()
 
     asyncio.run(scenario())
