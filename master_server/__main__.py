@@ -16,7 +16,6 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -33,7 +32,7 @@ from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
 from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
 from dlrover_hooks.master.journal.journal_protocol import Journal, LeadershipLost
-from dlrover_hooks.master.journal.leadership import TTL_S
+from dlrover_hooks.master.journal.leadership import TTL_S, Leadership
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
@@ -199,7 +198,7 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
     async def lead() -> None:
         try:
             if await campaign:
-                server.runtime, app = _runtime(options, candidate.journal, candidate.leadership.holds)
+                server.runtime, app = _runtime(options, candidate.journal, candidate.leadership)
                 server.runtime.on_failure = server.fail
                 standby.lead(app.asgi)
                 log.warning("this master leads (epoch %d)", candidate.leadership.epoch)
@@ -223,17 +222,17 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
     return not server.failed
 
 
-def _runtime(options: ServeOptions, journal: Journal, leads: Callable[[], bool] | None = None) -> tuple[Runtime, App]:
-    """A runtime that has started, and its application. `leads`: of one of several masters."""
+def _runtime(options: ServeOptions, journal: Journal, leadership: Leadership | None = None) -> tuple[Runtime, App]:
+    """A runtime that has started, and its application. `leadership`: of one of several masters."""
     metrics = Metrics()
     runtime = Runtime(
         journal,
-        storage=CommittedStorage() if leads is None else LeaderStorage(CommittedStorage(), leads),
+        storage=CommittedStorage() if leadership is None else LeaderStorage(CommittedStorage(), leadership),
         lease_s=options.lease_s,
         open_lease_s=options.open_lease_s,
         forget_after_s=options.forget_after_s,
         observe_commit=metrics.committed,
-        leads=leads or (lambda: True),
+        leads=(lambda: True) if leadership is None else leadership.holds,
     )
     runtime.start()
     return runtime, App(runtime, metrics, token=options.token, body_limit_bytes=options.body_limit_bytes)

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -64,15 +64,27 @@ class StandbyMaster:
         )
 
 
-class LeaderStorage:
-    """A `Storage` that writes only while `leads` is true, asked in the thread that writes: it may have waited."""
+class EpochStorage(Storage, Protocol):
+    """A storage whose claims have epochs."""
 
-    def __init__(self, storage: Storage, leads: Callable[[], bool]) -> None:
-        self._storage, self._leads = storage, leads
+    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str, epoch: int = 0) -> HeldUrl:
+        """See `Storage`. Raises SaveToBusy if a leader with a higher epoch has claimed `url`."""
+        ...
+
+
+class LeaderStorage:
+    """A `Storage` that writes only while this process leads, asked in the thread that writes: it may have waited.
+
+    Claims and manifests carry the leader's epoch.
+    """
+
+    def __init__(self, storage: EpochStorage, leadership: Leadership) -> None:
+        self._storage, self._leadership = storage, leadership
 
     def commit(self, url: str, options: Mapping[str, Any] | None, manifest: Manifest, keep: int | Retention) -> None:
         """See `Storage`. Raises MasterAway."""
         self._check()
+        manifest = msgspec.structs.replace(manifest, epoch=self._leadership.epoch)
         self._storage.commit(url, options, manifest, keep)
 
     def finish(self, url: str, options: Mapping[str, Any] | None, job: str, run: str, step: int) -> None:
@@ -83,10 +95,10 @@ class LeaderStorage:
     def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> HeldUrl:
         """See `Storage`. Raises MasterAway."""
         self._check()
-        return self._storage.claim(url, options, job, owner)
+        return self._storage.claim(url, options, job, owner, self._leadership.epoch)
 
     def _check(self) -> None:
-        if not self._leads():
+        if not self._leadership.holds():
             raise MasterAway("This master leads no longer.", hint="The next leader writes to storage.")
 
 

@@ -101,6 +101,8 @@ class Manifest(Message, frozen=True):
     files: tuple[ShardFile, ...]
     created_at: float
     format: Count = 1
+    epoch: Count = 0
+    """Of the leader that wrote it, where several masters share a journal; 0 otherwise."""
 
 
 class Restore(Message, frozen=True):

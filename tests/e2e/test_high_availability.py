@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -375,5 +377,8 @@ def test_a_run_outlives_its_masters_and_ends_bit_equal(
     ends = [life for life in run.read() if "end" in life]
     assert len(ends) == 4
     assert len({(life["end"], life["weights"]) for life in ends}) == 1
-    committed = {int(path.parent.name.split("-")[1]) for path in (tmp_path / "moved").glob("step-*/MANIFEST*")}
-    assert max(committed) == ends[0]["end"]
+    found = [json.loads(path.read_text()) for path in (tmp_path / "moved").glob("step-*/MANIFEST*")]
+    last = max(found, key=lambda manifest: manifest["generation"]["step"])
+    assert last["generation"]["step"] == ends[0]["end"]
+    epochs = [int(epoch) for epoch in re.findall(r"this master leads \(epoch (\d+)\)", masters.told())]
+    assert last["epoch"] == epochs[-1]

@@ -162,7 +162,8 @@ class EtcdCluster:
             self._carry_out(path, body, bell)
         if not bell.wait(turn_s):
             raise requests.ReadTimeout(member)
-        return bell.value
+        answer: Any = bell.value
+        return answer
 
     def _carry_out(self, path: str, body: Mapping[str, Any], bell: Bell) -> None:
         no_quorum = sum(self._is(self.down, one) for one in self.members) * 2 > len(self.members)

@@ -87,7 +87,7 @@ def forget_requests(patch: Patch) -> None:
     patch.setattr(dispatch, "repeated", lambda *args: None)
 
 
-BROKEN = {
+BROKEN: dict[Callable[[Patch], None], int] = {
     lead_too_long: 1,
     write_without_the_epoch: 1,
     take_silence_for_a_refusal: 13,

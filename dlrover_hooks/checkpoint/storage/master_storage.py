@@ -39,9 +39,15 @@ class CommittedStorage:
         """See `dlrover_hooks.master.manifest_storage.Storage`."""
         self._twice(f"write the end of job {job!r} to {url}", lambda: generations.finish(url, options, job, run, step))
 
-    def claim(self, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> url_claim.UrlClaim:
-        """See `dlrover_hooks.master.manifest_storage.Storage`."""
-        return self._twice(f"claim {url} for job {job!r}", lambda: url_claim.UrlClaim.take(url, options, job, owner))
+    def claim(
+        self, url: str, options: Mapping[str, Any] | None, job: str, owner: str, epoch: int = 0
+    ) -> url_claim.UrlClaim:
+        """See `dlrover_hooks.master.manifest_storage.Storage`. `epoch`: of one of several masters with one journal."""
+
+        def work() -> url_claim.UrlClaim:
+            return url_claim.UrlClaim.take(url, options, job, owner, epoch)
+
+        return self._twice(f"claim {url} for job {job!r}", work)
 
     def _twice(self, what: str, work: Callable[[], Any]) -> Any:
         if self._patience is None:

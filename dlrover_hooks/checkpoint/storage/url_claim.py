@@ -6,7 +6,8 @@ as a copy of the tree does.
 
 Elsewhere it is a lease file, which a thread refreshes every 20 s and which expires after 60 s. A process that was
 stopped for longer and replaced finds the other owner there: it stops writing, and `still_held` raises before each
-commit. Stores have no locks, so an owner can still change between that check and the write. No torch.
+commit. Stores have no locks, so an owner can still change between that check and the write. Of several masters with one
+journal, the one with the higher epoch keeps the lease, even if a former leader overwrites it late. No torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dlrover_hooks.checkpoint.storage.mounts import LOCK as LOCK
 from dlrover_hooks.errors import SaveToBusy, StorageFailed
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.host.fork_guard import ForkGuard
-from dlrover_hooks.protocol import Message
+from dlrover_hooks.protocol import Count, Message
 
 LEASE = "owner.json"
 KEEPER = "keeper"
@@ -47,6 +48,8 @@ class Owner(Message, frozen=True):
     expires: float = 0.0
     life: str = ""
     """Identifies the claim: the same owner's next claim has another one."""
+    epoch: Count = 0
+    """Of the leader, where several masters are one owner; 0 otherwise."""
 
 
 class UrlClaim:
@@ -71,8 +74,10 @@ class UrlClaim:
         )
 
     @classmethod
-    def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str) -> UrlClaim:
+    def take(cls, url: str, options: Mapping[str, Any] | None, job: str, owner: str, epoch: int = 0) -> UrlClaim:
         """Claim `url` for `job`; `owner` is shown to refused claimants. Again for the same job: the same claim.
+
+        The claim of the same owner is replaced, unless that one has a higher `epoch`.
 
         Raises:
             SaveToBusy: another live process, or another job of this one, holds it.
@@ -86,7 +91,7 @@ class UrlClaim:
                     raise _busy(place, mine.owner)
                 mine._count += 1
                 return mine
-            claim = cls(place, Owner(job=job, owner=owner))
+            claim = cls(place, Owner(job=job, owner=owner, epoch=epoch))
             claim._take()
             cls._mine[place.url] = claim
             return claim
@@ -154,7 +159,8 @@ class UrlClaim:
 
     def _lease(self) -> None:
         held = read_owner(self.place)
-        if held is not None and held.expires > time.time() and held.owner != self.owner.owner:
+        other = held is not None and (held.owner != self.owner.owner or held.epoch > self.owner.epoch)
+        if held is not None and other and held.expires > time.time():
             raise _busy(self.place, held)
         self.place.make()
         if held is not None:
@@ -182,8 +188,11 @@ class UrlClaim:
                 raise _busy(self.place, None)
             time.sleep(_POLL_S)
             held = read_owner(self.place)
-        if held is not None and held.life != self.owner.life:
+        if held is None or held.life == self.owner.life:
+            return
+        if held.owner != self.owner.owner or held.epoch >= self.owner.epoch:
             raise _busy(self.place, held)
+        self.place.put(LEASE, self._fresh())  # a former leader was stopped between its look and its write
 
     def _fresh(self) -> bytes:
         return msgspec.json.encode(msgspec.structs.replace(self.owner, expires=time.time() + _LEASE_S))

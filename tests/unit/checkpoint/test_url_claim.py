@@ -169,6 +169,27 @@ def test_who_slept_through_its_lease_gives_way_to_its_successor(
             assert "put" not in seen[seen.index("note") :]
 
 
+def test_a_former_leader_that_writes_late_loses_the_lease() -> None:
+    """It was stopped between its look and its write. The leader's claim holds, and the former one is given up."""
+    url, masters = "faulty://bucket/ck", "the masters of etcd"
+    with faulty_store() as bucket:
+        leader = UrlClaim.take(url, None, "job", masters, epoch=7)
+        former = msgspec.json.encode(Owner(job="job", owner=masters, expires=9e12, life="former", epoch=3))
+        bucket.objects["bucket/ck/owner.json"] = former
+        still_held(url)
+        written = read_owner(leader.place)
+        assert written is not None
+        assert (written.epoch, written.life) == (7, leader.owner.life)
+        bucket.objects["bucket/ck/owner.json"] = msgspec.json.encode(
+            Owner(job="job", owner=masters, expires=9e12, life="next", epoch=8)
+        )
+        with pytest.raises(SaveToBusy, match="the masters of etcd"):
+            still_held(url)
+        leader.release()
+        with pytest.raises(SaveToBusy):
+            UrlClaim.take(url, None, "job", masters, epoch=7)
+
+
 def test_a_lease_that_is_being_written_is_nobodys_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where writes are not atomic a look in between finds an empty file: the successor's, perhaps."""
     with faulty_store() as bucket:
