@@ -73,7 +73,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     ephemeral: bool = False
     log_level: str = "warning"
     advertise: str | None = None
-    leader_lease_s: int = TTL_S
+    leader_lease_s: int | None = None
 
 
 def _seconds(_: click.Context, param: click.Parameter, text: str) -> float:
@@ -115,8 +115,8 @@ class Command(click.Command):
               "several masters. Without it a restarted master has lost all jobs.")  # fmt: skip
 @click.option("--advertise", metavar="URL", help="With etcd: this master's address for clients and other masters. "
               "By default that of --host and --port.")  # fmt: skip
-@click.option("--leader-lease", "leader_lease_s", default=TTL_S, type=click.IntRange(2, 60), metavar="SECONDS",
-              help="With etcd: a leader that cannot reach it for this long is replaced.")  # fmt: skip
+@click.option("--leader-lease", "leader_lease_s", type=click.IntRange(2, 60), metavar="SECONDS",
+              help=f"With etcd: a leader that cannot reach it for this long is replaced, {TTL_S} by default.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--lease", "lease_s", default="10s", callback=_lease, metavar="DURATION",
@@ -170,6 +170,8 @@ def command(token_file: str | None, **flags: Any) -> None:
 def serve(options: ServeOptions) -> None:
     """Serve until a signal arrives or `life_fd` is closed. Raises HooksError for errors that the caller can correct."""
     _check_tls(options)
+    if not is_etcd(options.journal) and (options.advertise, options.leader_lease_s) != (None, None):
+        raise UsageError("--advertise and --leader-lease are for several masters", hint="add --journal etcd://...")
     gc.set_threshold(*_COLLECT_AT)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
@@ -179,7 +181,7 @@ def serve(options: ServeOptions) -> None:
     scheme = "https" if options.ssl_certfile else "http"
     if is_etcd(options.journal):
         address = advertised(options.advertise, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        candidate = LeaderCandidate(str(options.journal), address, listener, options.leader_lease_s)
+        candidate = LeaderCandidate(str(options.journal), address, listener, options.leader_lease_s or TTL_S)
         served = _serve_candidate(options, listener, candidate)
     else:
         served = _serve_alone(options, listener, SqliteJournal(options.journal, synchronous=options.synchronous))

@@ -62,7 +62,7 @@ class MasterClient:
         tls: for https; by default from the environment, see `config.tls`.
 
     Raises:
-        UsageError: a file of `tls` cannot be used.
+        UsageError: a file of `tls` cannot be used, or some addresses are https and others are not.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MasterClient:
         if not row.event:
             return self._send(row, request, until, {}, again=again)
         if key is not None:
-            return self._send(row, request, until, {"Idempotency-Key": key}, again=again)
+            return self._send(row, request, until, {"Idempotency-Key": key}, again=again, unknown=True)
         with self._channel(channel):
             self._seqs[channel] += 1
             key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"
@@ -185,9 +185,18 @@ class MasterClient:
                 self._sessions.add(session)
         return session
 
-    def _send(self, row: Route, request: Message, until: float, headers: dict[str, str], *, again: bool) -> Any:
+    def _send(
+        self,
+        row: Route,
+        request: Message,
+        until: float,
+        headers: dict[str, str],
+        *,
+        again: bool,
+        unknown: bool = False,
+    ) -> Any:
+        """`unknown`: an earlier attempt may have been carried out, or may still be."""
         pause_s, why, reached = 0.05, "it was not tried", False
-        unknown = False  # an earlier attempt may have been carried out, or may still be
         while (left := until - time.monotonic()) > 0:
             url, leader = self._addresses.current, ""
             try:

@@ -6,15 +6,26 @@ import math
 import threading
 import time
 
+from dlrover_hooks.errors import UsageError
+
 _SILENT_S = 5.0
 """A standby that names a master that was silent just now does not know better: it learns of a lost leader later."""
 
 
 class MasterAddresses:
-    """`urls`: one, or several separated by commas. Shared by the calls and the liveness connection of a client."""
+    """`urls`: one, or several separated by commas. Shared by the calls and the liveness connection of a client.
+
+    Raises:
+        UsageError: some are https and others are not.
+    """
 
     def __init__(self, urls: str) -> None:
         self._urls = [one.strip().rstrip("/") for one in urls.split(",") if one.strip()]
+        if len({one.startswith("https:") for one in self._urls}) > 1:
+            raise UsageError(
+                f"The addresses of the masters {urls} mix http and https.",
+                hint="Serve HTTPS with all masters or with none: --ssl-certfile.",
+            )
         self._at = 0
         self._silent, self._silent_at = "", -math.inf
         self.renew()

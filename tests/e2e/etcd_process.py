@@ -24,9 +24,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdProcess:
-    """`etcd`, which Debian has as the package etcd-server. `members`: the list for --journal."""
+    """`etcd`, which Debian has as the package etcd-server. `members`: the list for --journal; `flags`: of etcd."""
 
-    def __init__(self, folder: Path, count: int = 1) -> None:
+    def __init__(self, folder: Path, count: int = 1, *flags: str) -> None:
         self._folder = folder
         ports = free_ports(2 * count)
         self._clients, peers = ports[:count], ports[count:]
@@ -36,7 +36,7 @@ class EtcdProcess:
             ["etcd", "--name", f"m{index}", "--data-dir", str(folder / f"etcd-{index}"),
              "--listen-client-urls", f"http://127.0.0.1:{client}", "--advertise-client-urls", f"http://127.0.0.1:{client}",
              "--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
-             "--initial-cluster", cluster]
+             "--initial-cluster", cluster, *flags]
             for index, (client, peer) in enumerate(zip(self._clients, peers, strict=True))
         ]  # fmt: skip
         self.processes = [self._start(index) for index in range(count)]

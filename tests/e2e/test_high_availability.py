@@ -22,7 +22,7 @@ from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import etcd_journal
-from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused, delete
+from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused, delete, put
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
 from dlrover_hooks.master.journal.leadership import Leadership
@@ -162,6 +162,46 @@ def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
         client.close()
         masters.close()
         own.close()
+
+
+def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
+    """Events are refused with the reason, questions are answered; with room again all goes on under that leader."""
+    own = EtcdProcess(tmp_path, 1, "--quota-backend-bytes", str(16 << 20))
+    masters = Masters(tmp_path, own)
+    client, etcd = client_of(masters), EtcdGateway([own.members])
+    try:
+        leader = masters.leader()
+        client.call(join())
+        with pytest.raises(EtcdRefused, match="space"):
+            fill(etcd, b"filler/")
+        with pytest.raises(JournalFailed, match="space") as refused:
+            client.call(join(job="second"))
+        assert "quota" in refused.value.hint
+        assert names(client) == {"job"}
+        make_room(etcd, b"filler/")
+        until(lambda: masters.readiness(leader).ok, "a leader that accepts events", diagnostic=masters.told)
+        client.call(join(job="third"))
+        assert names(client) == {"job", "third"}
+        assert "goes on as a standby" not in masters.told()
+    finally:
+        client.close()
+        masters.close()
+        own.close()
+
+
+def fill(etcd: EtcdGateway, folder: bytes) -> None:
+    for number in range(64):
+        etcd.transaction([], [put(folder + b"%02d" % number, bytes(1 << 20))])
+
+
+def make_room(etcd: EtcdGateway, folder: bytes) -> None:
+    """What an operator does: delete, compact, defragment, end the alarm."""
+    etcd.transaction([], [delete(folder, folder[:-1] + b"0")])
+    revision = etcd.call("/v3/kv/range", {"key": "AA=="})["header"]["revision"]
+    etcd.call("/v3/kv/compaction", {"revision": revision, "physical": True})
+    etcd.call("/v3/maintenance/defragment", {})
+    for alarm in etcd.call("/v3/maintenance/alarm", {"action": "GET"})["alarms"]:
+        etcd.call("/v3/maintenance/alarm", {"action": "DEACTIVATE", **alarm})
 
 
 class Writer:

@@ -98,6 +98,7 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
             ("--token-file", str(tmp_path / "empty")): "is empty",
             ("--token-file", str(tmp_path / "binary")): "ASCII",
             ("--port", "0", "--journal", str(tmp_path / "binary")): "not a database",
+            ("--port", "0", "--leader-lease", "3"): "several masters",
         }
         for flags, word in cases.items():
             ended = _command(*flags)

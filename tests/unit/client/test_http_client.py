@@ -15,7 +15,7 @@ import pytest
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient, http_client as client_module
-from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError
+from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, UsageError
 from dlrover_hooks.host.own_address import towards
 from dlrover_hooks.protocol import Notice
 from tests.e2e.job_script import join
@@ -100,6 +100,12 @@ def test_a_refusal_after_an_unknown_outcome_is_not_believed(first: Answer) -> No
     with served(JOBS, first, refusal(JournalFailed), joined) as port, client_of(port) as client:
         client.call(p.ListJobs())
         assert client.call(join()) == p.Joined(job="job", run="r")
+
+
+def test_masters_with_and_without_tls_are_refused() -> None:
+    """The TLS setting of the client is one for all of them."""
+    with pytest.raises(UsageError, match="mix http and https"):
+        MasterClient("http://a:1,https://b:1", incarnation="w")
 
 
 def test_a_refusal_after_a_standby_is_believed() -> None:
