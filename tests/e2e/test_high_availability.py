@@ -179,7 +179,7 @@ def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
         assert "quota" in refused.value.hint
         assert names(client) == {"job"}
         make_room(etcd, b"filler/")
-        until(lambda: masters.readiness(leader).ok, "a leader that accepts events", diagnostic=masters.told)
+        until(lambda: masters.leader() == leader, "a leader that accepts events", diagnostic=masters.told)
         client.call(join(job="third"))
         assert names(client) == {"job", "third"}
         assert "goes on as a standby" not in masters.told()
