@@ -116,7 +116,7 @@ class Command(click.Command):
 @click.option("--advertise", metavar="URL", help="With etcd: this master's address for clients and other masters. "
               "By default that of --host and --port.")  # fmt: skip
 @click.option("--leader-lease", "leader_lease_s", type=click.IntRange(2, 60), metavar="SECONDS",
-              help=f"With etcd: a leader that cannot reach it for so long is replaced; {TTL_S} by default.")  # fmt: skip
+              help=f"With etcd: a leader that cannot reach it for so long is replaced. Default: {TTL_S}.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--lease", "lease_s", default="10s", callback=_lease, metavar="DURATION",
