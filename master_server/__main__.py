@@ -74,6 +74,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     log_level: str = "warning"
     advertise: str | None = None
     leader_lease_s: int | None = None
+    etcd_password: str | None = None
 
 
 def _seconds(_: click.Context, param: click.Parameter, text: str) -> float:
@@ -117,6 +118,8 @@ class Command(click.Command):
               "By default that of --host and --port.")  # fmt: skip
 @click.option("--leader-lease", "leader_lease_s", type=click.IntRange(2, 60), metavar="SECONDS",
               help=f"With etcd: a leader that cannot reach it for so long is replaced. Default: {TTL_S}.")  # fmt: skip
+@click.option("--etcd-password-file", "etcd_password", type=click.Path(exists=True, dir_okay=False),
+              help="With etcd://USER@HOST: that user's password.")  # fmt: skip
 @click.option("--token", envvar="DLROVER_HOOKS_TOKEN", show_envvar=True, help="Bearer token of every request.")
 @click.option("--token-file", type=click.Path(exists=True, dir_okay=False), help="Read the token from this file.")
 @click.option("--lease", "lease_s", default="10s", callback=_lease, metavar="DURATION",
@@ -161,6 +164,8 @@ def command(token_file: str | None, **flags: Any) -> None:
     try:
         if token_file is not None:
             options = msgspec.structs.replace(options, token=read_token(token_file))
+        if options.etcd_password is not None:
+            options = msgspec.structs.replace(options, etcd_password=read_token(options.etcd_password))
         serve(options)
     except HooksError as error:
         click.echo(f"dlrover-hooks master: {error}", err=True)
@@ -170,8 +175,11 @@ def command(token_file: str | None, **flags: Any) -> None:
 def serve(options: ServeOptions) -> None:
     """Serve until a signal arrives or `life_fd` is closed. Raises HooksError for errors that the caller can correct."""
     _check_tls(options)
-    if not is_etcd(options.journal) and (options.advertise, options.leader_lease_s) != (None, None):
-        raise UsageError("--advertise and --leader-lease are for several masters", hint="add --journal etcd://...")
+    if not is_etcd(options.journal) and {options.advertise, options.leader_lease_s, options.etcd_password} != {None}:
+        raise UsageError(
+            "--advertise, --leader-lease and --etcd-password-file are for several masters",
+            hint="add --journal etcd://...",
+        )
     gc.set_threshold(*_COLLECT_AT)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
@@ -181,7 +189,8 @@ def serve(options: ServeOptions) -> None:
     scheme = "https" if options.ssl_certfile else "http"
     if is_etcd(options.journal):
         address = advertised(options.advertise, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        candidate = LeaderCandidate(str(options.journal), address, listener, options.leader_lease_s or TTL_S)
+        lease_s, password = options.leader_lease_s or TTL_S, options.etcd_password or ""
+        candidate = LeaderCandidate(str(options.journal), password, address, listener, lease_s)
         served = _serve_candidate(options, listener, candidate)
     else:
         served = _serve_alone(options, listener, SqliteJournal(options.journal, synchronous=options.synchronous))

@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dlrover_hooks.config.settings import tls
 from dlrover_hooks.errors import MasterAway, UsageError
-from dlrover_hooks.master.journal.etcd_gateway import EtcdGateway
-from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
+from dlrover_hooks.master.journal.etcd_gateway import EtcdAccess, EtcdGateway
+from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl
 from dlrover_hooks.master.journal.leadership import Leadership
 from dlrover_hooks.master.manifest_storage import HeldUrl, Storage
 from dlrover_hooks.protocol import LEADER_HEADER, Manifest, Problem, Retention
@@ -110,14 +111,19 @@ class LeaderCandidate:
     take the port. Once `stopping` is set, the process ends instead.
     """
 
-    def __init__(self, url: str, address: str, listener: socket.socket, ttl_s: int) -> None:
-        members, prefix = members_of(url)
+    def __init__(self, url: str, password: str, address: str, listener: socket.socket, ttl_s: int) -> None:
+        at = EtcdUrl.parse(url)
+        if bool(at.user) != bool(password):
+            raise UsageError(
+                "a user of etcd needs a password, and a password a user",
+                hint="give --journal etcd://USER@HOST:2379/NAME and --etcd-password-file FILE, or neither",
+            )
+        access = EtcdAccess(tls() if at.tls else None, at.user, password)
         self._listener = listener
-        self.leadership = Leadership(
-            EtcdGateway(members, turn_s=_KEEPALIVE_S), f"{prefix}leader".encode(), address, self._step_down, ttl_s=ttl_s
-        )
+        keeping, key = EtcdGateway(at.members, turn_s=_KEEPALIVE_S, access=access), f"{at.prefix}leader".encode()
+        self.leadership = Leadership(keeping, key, address, self._step_down, ttl_s=ttl_s)
         self.stopping = threading.Event()
-        self.journal = EtcdJournal(EtcdGateway(members), prefix, self.leadership)
+        self.journal = EtcdJournal(EtcdGateway(at.members, access=access), at.prefix, self.leadership)
         self._trouble = ""
 
     def leader(self) -> str:
@@ -152,7 +158,7 @@ class LeaderCandidate:
 
 def is_etcd(journal: str | None) -> bool:
     """`--journal` names etcd."""
-    return journal is not None and journal.startswith("etcd://")
+    return journal is not None and journal.startswith(("etcd://", "etcds://"))
 
 
 def advertised(given: str | None, address: str) -> str:

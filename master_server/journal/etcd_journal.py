@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -261,14 +261,27 @@ class Replica:
         )
 
 
-def members_of(url: str) -> tuple[list[str], str]:
-    """Members and prefix of `etcd://HOST:PORT,HOST:PORT/NAME`. Raises UsageError."""
-    rest = url.removeprefix("etcd://")
-    hosts, _, name = rest.partition("/")
-    members = [one if ":" in one else f"{one}:2379" for one in hosts.split(",") if one]
-    if not members or "?" in url:
-        raise UsageError(f"--journal {url} names no members of etcd", hint="write etcd://HOST:2379,HOST:2379/NAME")
-    return members, f"/dlrover-hooks/{name.strip('/') or 'default'}/"
+class EtcdUrl(NamedTuple):
+    """`etcd://USER@HOST:PORT,HOST:PORT/NAME`; `etcds://` with TLS. `prefix`: of the keys of the journal NAME."""
+
+    members: tuple[str, ...]
+    prefix: str
+    tls: bool
+    user: str
+
+    @classmethod
+    def parse(cls, url: str) -> EtcdUrl:
+        """Raises UsageError."""
+        scheme, _, rest = url.partition("://")
+        hosts, _, name = rest.partition("/")
+        user, _, hosts = hosts.rpartition("@")
+        members = tuple(one if ":" in one else f"{one}:2379" for one in hosts.split(",") if one)
+        if not members or "?" in url or ":" in user:
+            raise UsageError(
+                f"--journal {scheme}://... names no members of etcd, or holds more than members, a user and a name",
+                hint="write etcd://HOST:2379,HOST:2379/NAME; a password goes into --etcd-password-file",
+            )
+        return cls(members, f"/dlrover-hooks/{name.strip('/') or 'default'}/", scheme == "etcds", user)
 
 
 def _number(seq: int) -> bytes:

@@ -74,7 +74,9 @@ class Leadership:
                 said = False
             except (EtcdAway, EtcdRefused) as error:
                 if not said:
-                    log.warning("this standby cannot follow: %s. Does etcd run there, without TLS? Trying on", error)
+                    log.warning(
+                        "this standby cannot follow: %s. Does etcd run there? With TLS it is etcds://. Trying on", error
+                    )
                 said = True
             stop.wait(POLL_S)
         return False

@@ -24,24 +24,31 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdProcess:
-    """`etcd`, which Debian has as the package etcd-server. `members`: the list for --journal; `flags`: of etcd."""
+    """`etcd`, which Debian has as the package etcd-server. `members`: the list for --journal; `flags`: of etcd.
 
-    def __init__(self, folder: Path, count: int = 1, *flags: str) -> None:
-        self._folder = folder
+    `tls`: certificate and key of the members, with which clients have to come, too.
+    """
+
+    def __init__(self, folder: Path, count: int = 1, *flags: str, tls: tuple[str, str] | None = None) -> None:
+        self._folder, self._tls = folder, tls
+        scheme = "http" if tls is None else "https"
+        if tls is not None:
+            flags += ("--cert-file", tls[0], "--key-file", tls[1], "--trusted-ca-file", tls[0], "--client-cert-auth")
         ports = free_ports(2 * count)
         self._clients, peers = ports[:count], ports[count:]
         self.members = ",".join(f"127.0.0.1:{port}" for port in self._clients)
         cluster = ",".join(f"m{index}=http://127.0.0.1:{port}" for index, port in enumerate(peers))
         self._commands = [
             ["etcd", "--name", f"m{index}", "--data-dir", str(folder / f"etcd-{index}"),
-             "--listen-client-urls", f"http://127.0.0.1:{client}", "--advertise-client-urls", f"http://127.0.0.1:{client}",
+             "--listen-client-urls", f"{scheme}://127.0.0.1:{client}",
+             "--advertise-client-urls", f"{scheme}://127.0.0.1:{client}",
              "--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
              "--initial-cluster", cluster, *flags]
             for index, (client, peer) in enumerate(zip(self._clients, peers, strict=True))
         ]  # fmt: skip
         self.processes = [self._start(index) for index in range(count)]
         for port in self._clients:
-            until(lambda port=port: _healthy(port), f"etcd at port {port}")
+            until(lambda port=port: self._healthy(port), f"etcd at port {port}")
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         with (self._folder / f"etcd-{index}.log").open("ab") as log:
@@ -50,7 +57,15 @@ class EtcdProcess:
     def again(self, index: int) -> None:
         """Start a member that was killed."""
         self.processes[index] = self._start(index)
-        until(lambda: _healthy(self._clients[index]), "the member")
+        until(lambda: self._healthy(self._clients[index]), "the member")
+
+    def _healthy(self, port: int) -> bool:
+        scheme, ca = ("http", True) if self._tls is None else ("https", self._tls[0])
+        try:
+            answer = requests.get(f"{scheme}://127.0.0.1:{port}/health", timeout=5, verify=ca, cert=self._tls)
+        except requests.RequestException:
+            return False
+        return answer.json().get("health") == "true"
 
     def kill(self, index: int) -> None:
         """SIGKILL, reaped."""
@@ -66,10 +81,12 @@ class EtcdProcess:
 
 
 class Masters:
-    """Masters on one journal in etcd, each with its own address."""
+    """Masters on one journal in etcd, each with its own address. `env`: variables of them; `scheme`: of the journal."""
 
-    def __init__(self, folder: Path, etcd: EtcdProcess, count: int = 2, *flags: str) -> None:
-        self.journal = f"etcd://{etcd.members}/{folder.name}"
+    def __init__(
+        self, folder: Path, etcd: EtcdProcess, count: int = 2, *flags: str, scheme: str = "etcd://", **env: str
+    ) -> None:
+        self.journal, self._env = f"{scheme}{etcd.members}/{folder.name}", env
         self.log = folder / "masters.log"
         self._flags, self._ports = flags, free_ports(count)
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
@@ -85,7 +102,7 @@ class Masters:
             "--journal",
             self.journal,
         ]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
+        env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")} | self._env
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [*command, "--log-level", "info", *self._flags], env=env, stdout=log, stderr=log, start_new_session=True
@@ -131,10 +148,3 @@ class Masters:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait(60)
-
-
-def _healthy(port: int) -> bool:
-    try:
-        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).json().get("health") == "true"
-    except requests.RequestException:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -17,18 +18,20 @@ import requests
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import MasterClient
+from dlrover_hooks.config import Tls
 from dlrover_hooks.errors import HooksError, JournalFailed
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import etcd_journal
-from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdGateway, EtcdRefused, delete, put
-from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, members_of
+from dlrover_hooks.master.journal.etcd_gateway import EtcdAccess, EtcdAway, EtcdGateway, EtcdRefused, delete, put
+from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
 from dlrover_hooks.master.journal.leadership import Leadership
 from tests.e2e.etcd_process import EtcdProcess, Masters
 from tests.e2e.job_script import join
 from tests.e2e.launched import Launched
+from tests.e2e.test_tls import certificate
 from tests.waiting import until
 
 
@@ -107,7 +110,7 @@ def test_a_leader_without_its_key_goes_on_as_a_standby(masters: Masters, etcd: E
     first = masters.leader()
     client = client_of(masters)
     client.call(join())
-    members, prefix = members_of(masters.journal)
+    members, prefix, *_ = EtcdUrl.parse(masters.journal)
     key = f"{prefix}leader".encode()
     EtcdGateway(members).transaction([], [delete(key, key + b"\0")])
     client.call(join(job="second"))
@@ -187,6 +190,47 @@ def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
         client.close()
         masters.close()
         own.close()
+
+
+def test_etcd_with_tls_and_a_password(tmp_path: Path) -> None:
+    """A member that restarts has forgotten the masters' tokens. A wrong password is named."""
+    cert, key = certificate(tmp_path, "etcd", "O")  # etcd's gateway refuses a common name beside a password
+    access = EtcdAccess(Tls(ca=cert, cert=cert, key=key))
+    files = {"CA_FILE": cert, "CLIENT_CERT": cert, "CLIENT_KEY": key}
+    env = {f"DLROVER_HOOKS_{name}": value for name, value in files.items()}
+    (tmp_path / "password").write_text("right\n")
+    (tmp_path / "wrong").write_text("wrong\n")
+    own = EtcdProcess(tmp_path, 1, tls=(cert, key))
+    demand_passwords(EtcdGateway([own.members], access=access))
+    flags = "--etcd-password-file", str(tmp_path / "password")
+    masters = Masters(tmp_path, own, 1, *flags, scheme="etcds://hooks@", **env)
+    refused = Masters(tmp_path, own, 1, flags[0], str(tmp_path / "wrong"), scheme="etcds://hooks@", **env)
+    client = client_of(masters)
+    try:
+        masters.leader()
+        client.call(join())
+        own.kill(0)
+        own.again(0)
+        client.call(join(job="second"))
+        assert names(client) == {"job", "second"}
+        until(lambda: "invalid user ID or password" in refused.told(), "the reason", diagnostic=refused.told)
+    finally:
+        client.close()
+        masters.close()
+        refused.close()
+        own.close()
+
+
+def demand_passwords(etcd: EtcdGateway) -> None:
+    """From now on etcd refuses requests without one. The user `hooks` may use the keys of the masters, no others."""
+    for user in ("root", "hooks"):
+        etcd.call("/v3/auth/user/add", {"name": user, "password": "right"})
+        etcd.call("/v3/auth/role/add", {"name": user})
+        etcd.call("/v3/auth/user/grant", {"user": user, "role": user})
+    first, end = (base64.b64encode(key).decode() for key in (b"/dlrover-hooks/", b"/dlrover-hooks0"))
+    keys = {"permType": "READWRITE", "key": first, "range_end": end}
+    etcd.call("/v3/auth/role/grant", {"name": "hooks", "perm": keys})
+    etcd.call("/v3/auth/enable", {})
 
 
 def fill(etcd: EtcdGateway, folder: bytes) -> None:
@@ -273,7 +317,7 @@ class Follower:
     """One candidate for the journal `name`, in this process."""
 
     def __init__(self, etcd: EtcdProcess, name: str) -> None:
-        members, prefix = members_of(f"etcd://{etcd.members}/{name}")
+        members, prefix, *_ = EtcdUrl.parse(f"etcd://{etcd.members}/{name}")
         self.lost = threading.Event()
         self.gateway = EtcdGateway(members)
         self.leadership = Leadership(self.gateway, f"{prefix}leader".encode(), name, self.lost.set)

@@ -99,6 +99,8 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
             ("--token-file", str(tmp_path / "binary")): "ASCII",
             ("--port", "0", "--journal", str(tmp_path / "binary")): "not a database",
             ("--port", "0", "--leader-lease", "3"): "several masters",
+            ("--port", "0", "--journal", "etcd://me:secret@a/n"): "--etcd-password-file",
+            ("--port", "0", "--journal", "etcd://me@a/n"): "needs a password",
         }
         for flags, word in cases.items():
             ended = _command(*flags)

@@ -17,11 +17,11 @@ from dlrover_hooks.errors import MasterAway, UsageError
 from tests.e2e.job_script import attach, join
 
 
-def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A certificate that signs itself, and its key."""
+def certificate(folder: Path, name: str, field: str = "CN") -> tuple[str, str]:
+    """A certificate that signs itself, and its key. `field`: of the subject, whose value is `name`."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    command += ["-subj", f"/{field}={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
 

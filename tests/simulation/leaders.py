@@ -23,7 +23,7 @@ from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
 from dlrover_hooks.master.clock import Clock
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.journal import etcd_journal, leadership
-from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, Replica, members_of
+from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl, Replica
 from dlrover_hooks.master.journal.journal_protocol import checksum
 from dlrover_hooks.master.journal.leadership import Leader, Leadership
 from dlrover_hooks.master.manifest_storage import NoStorage
@@ -39,7 +39,7 @@ from tests.simulation.threadlets import Bell, Event, ThreadedLoop, Threadlet, st
 from tests.simulation.world import Result
 
 MASTERS, WRITERS, EVENTS = 3, 3, 50
-PREFIX = members_of("etcd://m0/simulated")[1].encode()
+PREFIX = EtcdUrl.parse("etcd://m0/simulated").prefix.encode()
 FOREVER_S = 1e6
 TROUBLE_S = 40.0
 TAKEOVER_S = 20.0
