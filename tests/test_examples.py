@@ -189,7 +189,12 @@ FAULTS = {
         "worker 1 was lost (it made no steps for too long) at step 5; restarting 2 workers",
         "job hang: all 2 workers are done",
     ),
-    "A straggler": (0, " is slow: its compute takes 0.2", "job slow: all 2 workers are done"),
+    "A straggler": (
+        0,
+        "WARNING dlrover_hooks.master: job slow: rank 1 (",
+        " is slow: its compute takes ",
+        "job slow: all 2 workers are done",
+    ),
     "An error that comes back": (
         1,
         "ValueError: the label of record 212 is not a number: 'import'",
