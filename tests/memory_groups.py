@@ -24,10 +24,12 @@ def memory_group(limit: int) -> Iterator[Path]:
         (folder / "inner/cgroup.procs").touch()
     if folder is None or not (folder / "inner/cgroup.procs").exists():
         pytest.skip("this user cannot make a memory cgroup here")
-    yield folder
-    for each in (folder / "inner", folder):
-        until(lambda each=each: not (each / "cgroup.procs").read_text(), "an empty cgroup")
-        each.rmdir()
+    try:
+        yield folder
+    finally:
+        for each in (folder / "inner", folder):
+            until(lambda each=each: not (each / "cgroup.procs").read_text(), "an empty cgroup")
+            each.rmdir()
 
 
 def set_limit(group: Path, limit: int) -> None:
