@@ -26,6 +26,7 @@ from tests.warm import warm
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("dlrover_hooks", "integrations", "master_server")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "examples").rglob("*.md"))
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 RUNNABLE = re.compile(r"<!-- runnable(?: with (\d+) workers)? -->$")
 """Put before a python block: the test runs it in an empty folder, in one process or by the launcher."""

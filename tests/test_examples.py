@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,8 @@ import pytest
 import torch
 
 from tests.deep import deep
+from tests.e2e.etcd_process import free_ports
+from tests.memory_groups import memory_group
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = {"nanogpt": 120}
@@ -175,6 +180,134 @@ def test_a_gpt_that_makes_its_own_batches_ends_equal_after_a_kill(tmp_path: Path
     assert losses[0] == losses[1]
     calm, struck = (torch.load(tmp_path / name / "best.pt") for name in ("calm", "struck"))
     torch.testing.assert_close(calm, struck, rtol=0, atol=0)
+
+
+FAULTS = {
+    "A hang": (
+        0,
+        ", in parse_headers; rank 0 in backward (train.py:",
+        "worker 1 was lost (it made no steps for too long) at step 5; restarting 2 workers",
+        "job hang: all 2 workers are done",
+    ),
+    "A straggler": (
+        0,
+        "WARNING dlrover_hooks.master: job slow: rank 1 (",
+        " is slow: its compute takes ",
+        "job slow: all 2 workers are done",
+    ),
+    "An error that comes back": (
+        1,
+        "ValueError: the label of record 212 is not a number: 'import'",
+        "worker 1 died (exit code 1) at step ",
+        ": not restarted, see its traceback above",
+    ),
+    "Out of memory": (
+        1,
+        "worker 1 died (SIGKILL: out of memory) at step ",
+        ": not restarted, a higher memory limit, fewer DataLoader workers, or fewer workers on the node",
+    ),
+    "A bad node": (
+        76,
+        "job node: this node is bad; replace it: disk write on /",
+        "job node: all 2 workers are done",
+    ),
+    "The master is killed": (0, "the master died (SIGKILL); restarting it", "job master: all 2 workers are done"),
+    "The master moves": (
+        0,
+        "kill of=master strikes in step 10",
+        "this master leads (epoch ",
+        "job moved: all 2 workers are done",
+    ),
+}
+"""By section of examples/faults/README.md: the exit code of its commands, and texts of its output. They depend on no
+timing: a slow machine may resume from another step."""
+SAME_WEIGHTS = ("A hang", "The master is killed", "The master moves")
+FAULTS_README = (ROOT / "examples/faults/README.md").read_text()
+
+
+def commands_of(text: str) -> str:
+    """The commands of the console blocks."""
+    return re.sub(r"^\$ ", "", "".join(re.findall(r"^```console\n(.*?)^```", text, re.M | re.S)), flags=re.M)
+
+
+def in_shell(commands: str, folder: Path, **more: str) -> tuple[int, str]:
+    """The exit code of the first command that fails, and what all of them wrote, in a folder with the script."""
+    shutil.copy(ROOT / "examples/faults/train.py", folder)
+    env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)} | more
+    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    script = f"set -e; trap 'code=$?; wait; exit $code' EXIT\n{commands}"
+    with (folder / "output.log").open("ab") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", script], env=env, cwd=folder, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = shell.wait(120)
+        finally:
+            if shell.poll() is None:  # with the launchers, and so with all of their workers
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
+    return code, "".join(log.read_text() for log in sorted(folder.glob("*.log")))
+
+
+def checksum(said: str) -> str:
+    """Of the weights at the end of the run."""
+    return re.findall(r"the weights have the checksum (\w{8})$", said, re.M)[-1]
+
+
+@pytest.fixture(scope="module")
+def calm_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run without a fault."""
+    code, said = in_shell(commands_of(FAULTS_README.split("\n## ")[0]), tmp_path_factory.mktemp("calm"))
+    assert code == 0, said
+    return checksum(said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Out of memory",
+        "The master moves",
+        *map(deep, ("A hang", "A straggler", "An error that comes back", "A bad node", "The master is killed")),
+    ],
+)
+def test_a_fault_has_the_consequences_that_the_readme_shows(
+    tmp_path: Path, title: str, request: pytest.FixtureRequest
+) -> None:
+    """The commands of the README, on ports of their own."""
+    section, (code, *texts) = FAULTS_README.split(f"\n## {title}\n")[1].split("\n## ")[0], FAULTS[title]
+    commands, ports = commands_of(section), dict(zip(("8780", "8781", "2379", "2380"), free_ports(4), strict=True))
+    for name, port in ports.items():
+        commands = commands.replace(name, str(port))
+    clients, peers = (f"http://127.0.0.1:{ports[name]}" for name in ("2379", "2380"))
+    env = {"ETCD_LISTEN_CLIENT_URLS": clients, "ETCD_ADVERTISE_CLIENT_URLS": clients, "ETCD_LISTEN_PEER_URLS": peers}
+    env |= {"ETCD_INITIAL_ADVERTISE_PEER_URLS": peers, "ETCD_INITIAL_CLUSTER": f"default={peers}"}
+    with contextlib.ExitStack() as owned:
+        if "$GROUP" in commands:
+            env["GROUP"] = str(owned.enter_context(memory_group(2 << 30)) / "inner")
+        ended, said = in_shell(commands, tmp_path, **env)
+    assert ended == code, said
+    for text in texts:
+        assert text in said, said
+        assert text in section, "the README shows something else"
+    if title in SAME_WEIGHTS:
+        assert checksum(said) == request.getfixturevalue("calm_checksum"), said
+    if title == "The master moves":
+        assert said.count("this master leads (epoch ") >= 2, said
+
+
+@pytest.mark.parametrize(
+    "page", ["examples/faults/README.md", "docs/operate/symptoms/hang.md", "docs/operate/symptoms/worker-dies.md"]
+)
+def test_the_stacks_that_the_pages_show_are_those_of_the_script(page: str) -> None:
+    """Each line of code is where the page says."""
+    code = (ROOT / "examples/faults/train.py").read_text().splitlines()
+    text = (ROOT / page).read_text().replace("[rank1]: ", "")
+    shown = re.findall(r'File "/tmp/faults/train.py", line (\d+), in .*\n +(.*)', text)
+    assert shown
+    assert [(int(line), source) for line, source in shown if code[int(line) - 1].strip() != source] == []
 
 
 @pytest.mark.deep

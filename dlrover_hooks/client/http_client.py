@@ -186,14 +186,7 @@ class MasterClient:
         return session
 
     def _send(
-        self,
-        row: Route,
-        request: Message,
-        until: float,
-        headers: dict[str, str],
-        *,
-        again: bool,
-        unknown: bool = False,
+        self, row: Route, request: Message, until: float, headers: dict[str, str], *, again: bool, unknown: bool = False
     ) -> Any:
         """`unknown`: an earlier attempt may have been carried out, or may still be."""
         pause_s, why, reached = 0.05, "it was not tried", False
@@ -233,12 +226,15 @@ class MasterClient:
             ):
                 break
             pause_s = min(_LONGEST_PAUSE_OF_SEVERAL_S if self._addresses.several else _LONGEST_PAUSE_S, 2 * pause_s)
+        raise self._away(request, why, reached=reached)
+
+    def _away(self, request: Message, why: str, *, reached: bool) -> MasterAway:
         away = MasterAway(
             f"The master at {self.url} gave no answer to {type(request).__name__} in time ({why}).",
             hint=_HINT if self._met or self._tls is None else f"{_HINT} {_TLS}",
         )
         away.reached = reached
-        raise away
+        return away
 
     def _say_silence(self, why: str) -> None:
         """Logs one warning if no master has answered for 3 s since the first call: the address may be wrong."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +11,10 @@ import pytest
 
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.errors import KeeperAway
-from dlrover_hooks.host import cgroups
 from dlrover_hooks.protocol import Generation
 from tests.e2e.kept import RUN, Kept, state
 from tests.e2e.launched import Launched
+from tests.memory_groups import memory_group, set_limit
 from tests.waiting import until
 
 LIMIT = 96 << 20
@@ -39,20 +37,9 @@ def limited(kept: Kept) -> Limited:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A memory cgroup below this process's own, with another one inside that has no limit."""
-    folder = None
-    with contextlib.suppress(OSError, StopIteration):
-        folder = Path(next(cgroups.around("memory")).folder) / f"dlrover-hooks-test-{os.getpid()}"
-        (folder / "inner").mkdir(parents=True)
-        name = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
-        (folder / name).write_text(str(LIMIT))
-        (folder / "inner/cgroup.procs").touch()
-    if folder is None or not (folder / "inner/cgroup.procs").exists():
-        pytest.skip("this user cannot make a memory cgroup here: only the limit that the keeper is told is tested")
-    yield folder
-    for each in (folder / "inner", folder):
-        until(lambda each=each: not (each / "cgroup.procs").read_text(), "an empty cgroup")
-        each.rmdir()
+    """Of 96 MB, with another group inside."""
+    with memory_group(LIMIT) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -111,8 +98,7 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_named(
     launch: Callable[..., Launched], group: Path
 ) -> None:
     """It allocates more than its group's limit; a restart before any progress would not help."""
-    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
-    (group / name).write_text(str(600 << 20))
+    set_limit(group, 600 << 20)
     script = """
         taken = []
         while True:

@@ -35,7 +35,7 @@ class InjectedFault(RuntimeError):
 
 
 class FaultContext(msgspec.Struct, frozen=True):
-    """The job and node of this process. `master`: its URL; empty: none."""
+    """The job and node of this process. `master`: the URLs of all masters, separated by commas; empty: none."""
 
     job: str
     node: str
@@ -94,7 +94,8 @@ def segfault() -> None:
 
 
 def cut(master: str, seconds: float = 0.0, *, peers: bool = False) -> BackgroundThread:
-    """End this process's TCP connections to `master` (a URL), or all others (`peers`), and new ones for `seconds`.
+    """End this process's TCP connections to `master` (the URLs of all masters, separated by commas), or all others
+    (`peers`), and new ones for `seconds`.
 
     Both sides see the end of the connection, as with a reset. Returns the thread that keeps cutting.
     """
@@ -133,21 +134,29 @@ def _connections() -> Iterator[socket.socket]:
                     found.close()
 
 
-def _addresses(url: str) -> set[tuple[str, int]]:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        return set()
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return {(str(found[4][0]), port) for found in socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)}
+def _addresses(urls: str) -> set[tuple[str, int]]:
+    addresses = set()
+    for parts in map(urlsplit, urls.split(",")):
+        if parts.hostname:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            addresses |= {(str(one[4][0]), port) for one in found}
+    return addresses
 
 
 def _master(around: FaultContext) -> int:
+    """The process ID of the one that leads."""
     import requests
 
-    try:
-        return int(requests.get(f"{around.master}/healthz", timeout=5).json()["pid"])
-    except (requests.RequestException, KeyError, ValueError) as error:
-        raise HooksError(f"the master at {around.master!r} does not say its pid: {error}") from error
+    errors: list[Exception] = []
+    for url in around.master.split(","):
+        try:
+            health = requests.get(f"{url}/healthz", timeout=5).json()
+            if health.get("role") != "standby":
+                return int(health["pid"])
+        except (requests.RequestException, KeyError, ValueError) as error:
+            errors.append(error)
+    raise HooksError(f"no master at {around.master!r} leads and says its pid: {errors}")
 
 
 def _keeper(around: FaultContext) -> int:

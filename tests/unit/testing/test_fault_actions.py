@@ -72,7 +72,7 @@ def test_a_hang_lets_no_other_thread_run() -> None:
 
 def test_a_cut_ends_the_connections_to_the_master_or_all_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as master, socket.create_server(("127.0.0.1", 0)) as peer:
-        url = f"http://127.0.0.1:{master.getsockname()[1]}"
+        url = f"http://127.0.0.1:1,http://127.0.0.1:{master.getsockname()[1]}"  # of two masters
         ours, theirs = (socket.create_connection(one.getsockname()) for one in (master, peer))
         served = [one.accept()[0] for one in (master, peer)]
         fault_actions.cut(url).join(5)
