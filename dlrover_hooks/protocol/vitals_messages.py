@@ -55,6 +55,14 @@ class StepPhase(enum.Enum):
     CHECKPOINT = "checkpoint"
 
 
+class StragglerPolicy(enum.Enum):
+    """What follows once a rank is slow: only the report, a new process for it, or its node leaves the job."""
+
+    REPORT = "report"
+    RELAUNCH = "relaunch"
+    EXCLUDE = "exclude"
+
+
 class StepPhases(Message, frozen=True):
     """Where the steps of one window of a rank spend their time, in seconds per step.
 
@@ -74,6 +82,8 @@ class StepPhases(Message, frozen=True):
     checkpoint_s: Seconds
     network_s: Seconds | None = None
     """None: the end of the own backward pass is not known. `compute` and `optimizer` may then hold waiting."""
+    policy: StragglerPolicy = StragglerPolicy.REPORT
+    """What is to follow if this rank is slow."""
 
 
 class Straggler(Message, frozen=True):

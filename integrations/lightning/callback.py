@@ -80,6 +80,8 @@ class ElasticCallback(Callback):
         grace: time from such a signal until the worker is killed: a duration, or seconds.
         step_timeout: time without a step after which the log says where the worker is; `"auto"` learns it.
         on_stall: what to do then: `"warn"`, `"dump"`, `"restart-rank"` or `"restart-round"`.
+        on_straggler: what to do when this rank is slow and the others wait for it: `"report"`, `"relaunch"` or
+            `"exclude"`.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
@@ -95,6 +97,7 @@ class ElasticCallback(Callback):
     """The `ckpt_path` with which this run began, and its step; None if it began without one."""
     _driver: StepDriver | None = None
     """From `setup` to `teardown`."""
+    _survivor: AdapterRecovery | None = None
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class ElasticCallback(Callback):
         grace: timedelta | str | float | None = None,
         step_timeout: timedelta | str | float | None = None,
         on_stall: str | None = None,
+        on_straggler: str | None = None,
         sampler: bool = True,
         checkpoint: bool = True,
         recover: str = "process",
@@ -138,7 +142,6 @@ class ElasticCallback(Callback):
         self._weighed = False
         self._buckets: BucketOrder | None = None
         self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self._survivor: AdapterRecovery | None = None
         self._beside: StateBesideOptimizer | None = None
         self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
