@@ -82,6 +82,8 @@ class StepPhases(Message, frozen=True):
     checkpoint_s: Seconds
     network_s: Seconds | None = None
     """None: the end of the own backward pass is not known. `compute` and `optimizer` may then hold waiting."""
+    in_step: bool = True
+    """False: no other rank waits for the steps of this one, so it is not compared."""
     policy: StragglerPolicy = StragglerPolicy.REPORT
     """What is to follow if this rank is slow."""
 

@@ -126,6 +126,8 @@ def slow_ranks(windows: list[StepPhases]) -> dict[int, Slow]:
     """The slow ones among the windows of all ranks, by their place in the list; of several parts the one that costs
     most.
     """
+    if not all(one.in_step for one in windows):
+        return {}
     known = sorted(one.network_s for one in windows if one.network_s is not None)
     apart = len(windows) > 1 and len(known) == len(windows)
     waits_s = known[len(known) // 2] if apart else 0.0

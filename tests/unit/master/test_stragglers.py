@@ -145,6 +145,12 @@ def test_of_two_ranks_none_is_named_if_it_is_not_known_who_waits() -> None:
     assert list(stragglers.slow_ranks([window(0.01, None), window(0.05, None), window(0.01, None)])) == [1]
 
 
+def test_ranks_that_wait_for_nobody_are_not_compared() -> None:
+    """Such as those that train on leased data, each at its own speed."""
+    alone = msgspec.structs.replace(window(0.05, None), in_step=False)
+    assert stragglers.slow_ranks([window(0.01, None), window(0.01, None), alone]) == {}
+
+
 def window(data: float, network: float | None) -> StepPhases:
     return StepPhases(100, 50, 10.0, 0.2, data, 0.1, 0.01, 0.0, network)
 
