@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from dlrover_hooks.master.clock import Uptime
 from dlrover_hooks.master.core import heartbeats, node_vitals, stalls, stragglers
-from dlrover_hooks.master.core.events import EndStalled, ForgetFinished, Lost
+from dlrover_hooks.master.core.events import EndSlow, EndStalled, ForgetFinished, Lost
 from dlrover_hooks.master.core.heartbeats import GRACE_S, Name, Nodes
 from dlrover_hooks.master.core.job import Job, knows
 from dlrover_hooks.master.core.job_registry import Master
@@ -67,11 +67,21 @@ def _speakers(name: str, job: Job) -> Iterator[tuple[Name, _Speaker]]:
 
 
 class Liveness:
-    """Owns the timer. `state` returns the current journaled state; `inform` accepts an internal event of the master."""
+    """Owns the timer.
+
+    Args:
+        known: the signs of life.
+        state: the current journaled state.
+        inform: accepts an internal event of the master.
+        uptime: by which leases are measured.
+        journal_now: the time of an event that is journaled now.
+    """
 
     def __init__(
-        self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], uptime: Uptime
-    ) -> None:
+        self, known: Nodes, state: Callable[[], Master], inform: Callable[[Message], None], uptime: Uptime,
+        journal_now: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._journal_now = journal_now
         self._nodes, self._state, self._inform = known, state, inform
         self._uptime, self._now = uptime, uptime.seconds
         self._timer: asyncio.TimerHandle | None = None
@@ -126,8 +136,12 @@ class Liveness:
             log.warning("job %s: %s", request.job, verdict.text)
             if verdict.ends is not None:
                 self._inform(verdict.ends)
-        for text in stragglers.found(self._nodes, job, request.incarnation) if job is not None else ():
-            log.warning("job %s: %s", request.job, text)
+        if job is not None:
+            found = stragglers.found(self._nodes, job, request.incarnation, self._journal_now())
+            for text in found.lines:
+                log.warning("job %s: %s", request.job, text)
+            if found.ends is not None:
+                self._inform(found.ends)
         self._arm()
 
     def reported(self, report: NodeVitals) -> None:
@@ -152,7 +166,7 @@ class Liveness:
             heartbeats.forget(self._nodes, (event.job, event.incarnation))
         elif isinstance(event, Exited):
             heartbeats.forget(self._nodes, (event.job, event.worker))
-        elif isinstance(event, EndStalled):
+        elif isinstance(event, EndStalled | EndSlow):
             for incarnation in event.incarnations:
                 heartbeats.forget(self._nodes, (event.job, incarnation))
 

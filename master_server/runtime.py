@@ -106,7 +106,7 @@ class Runtime:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._forgetting: asyncio.TimerHandle | None = None
         self._forgot_at = -math.inf
-        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, self._uptime)
+        self._liveness = Liveness(self.nodes, lambda: self.state, self._inform, self._uptime, self._now)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dlrover-hooks-journal")
         self.closing = False
         self.failed = False

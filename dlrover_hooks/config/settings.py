@@ -29,7 +29,7 @@ from dlrover_hooks.config.duration import interval, retention, seconds
 from dlrover_hooks.config.spelling import refuse_unknown, warn_of_unknown
 from dlrover_hooks.config.validation import WANTED, check
 from dlrover_hooks.errors import KeeperAway, RoundEnded, Stale, UnknownJob, UsageError
-from dlrover_hooks.protocol import AGAIN, NodeType, Retention, StallPolicy
+from dlrover_hooks.protocol import AGAIN, NodeType, Retention, StallPolicy, StragglerPolicy
 from dlrover_hooks.protocol.base_messages import Rank
 
 PREFIX = "DLROVER_HOOKS_"
@@ -95,6 +95,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     on_stall: str = "dump"
     """What to do when no rank has made a step for that time: `"warn"` logs one line for each rank, `"dump"` adds the
     stacks, `"restart-rank"` also replaces the rank that the others wait for, `"restart-round"` restarts all ranks."""
+    on_straggler: str = "report"
+    """What to do when this rank is slow and the others wait for it: `"report"` logs it, `"relaunch"` also starts a new
+    process for it, `"exclude"` also takes its node out of the job, if enough workers remain."""
 
     @property
     def signals(self) -> list[str]:
@@ -119,6 +122,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """What the master is asked to restart."""
         restarts = {"restart-rank": StallPolicy.RANK, "restart-round": StallPolicy.ROUND}
         return restarts.get(self.on_stall, StallPolicy.NONE)
+
+    @property
+    def straggler_policy(self) -> StragglerPolicy:
+        """`on_straggler` for the master."""
+        return StragglerPolicy(self.on_straggler)
 
     @property
     def linger_s(self) -> float:

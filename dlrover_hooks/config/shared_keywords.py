@@ -31,3 +31,4 @@ class SharedKeywords(TypedDict, total=False):
     grace: timedelta | str | float | None
     step_timeout: timedelta | str | float | None
     on_stall: str | None
+    on_straggler: str | None

@@ -21,14 +21,16 @@ from dlrover_hooks.host.child_process import Child
 from dlrover_hooks.host.memory_limit import MemoryKills
 from dlrover_hooks.launcher.failures.restart_budget import Budget, Over, say_echoes
 from dlrover_hooks.launcher.failures.round_diagnosis import (
+    LOST,
     all_ended,
     elsewhere,
+    ended_by_master,
     ended_early,
-    hung,
     is_restart,
     left_only,
     live_on,
     living,
+    lost_worker,
     missing,
     needed_again,
 )
@@ -268,12 +270,14 @@ class Agent:
             raise Over(GAVE_UP, f"{away.message}. {away.hint}") from away
         if view is not None:
             self.workers.seated(view)
+            if view.excluded:
+                raise Over(p.BAD_NODE, f"this node is excluded; replace it: {view.excluded}")
         ends = {key: self._end_of(key, child) for key, child in dead.items()}
         if view is not None and (view.parting.nodes or left_by_itself(ends)) and self._part(ends, view):
             return True
         if view is not None:
-            for key, stalled in hung(view, self.workers.running()).items():
-                ends[key] = self._end_hung(key, stalled=stalled)
+            for key, gone in ended_by_master(view, self.workers.running()).items():
+                ends[key] = self._killed(key, gone)
             self._missing = missing(view, self._address.node)
             if live_on(view, ends, self._round):
                 self._leaving_until = None
@@ -301,10 +305,10 @@ class Agent:
     def _end_of(self, key: str, child: Child) -> WorkerExit:
         return end_of(child, self.workers.final_errors[key].hear(), out_of_memory=self._memory.recent(time.monotonic()))
 
-    def _end_hung(self, key: str, *, stalled: bool) -> WorkerExit:
-        """Kill a worker that hangs. `stalled`: it has logged its stack; else it is asked for its stacks first."""
+    def _killed(self, key: str, gone: str) -> WorkerExit:
+        """Kill a worker that the master has ended; one that was silent is asked for its stacks first. `gone`: how."""
         child, where = self.workers.running()[key], ""
-        if not stalled:
+        if gone == LOST:
             state = child.state()
             stacks = self.workers.final_errors[key].stacks(child) if state != "stopped" else ""
             line = line_of_dump(stacks)
@@ -314,7 +318,7 @@ class Agent:
                             self.job, child.name, state, stacks.rstrip())  # fmt: skip
         child.signal(signal.SIGKILL)
         child.wait(_LAST_WORDS_S)
-        return WorkerExit(child.name, None, stalled=stalled, where=where)
+        return lost_worker(child.name, gone, where)
 
     def _part(self, ends: dict[str, WorkerExit], view: p.JobView) -> bool:
         """A node is preempted: its launcher ends with 75 once its workers have left (raises Over).

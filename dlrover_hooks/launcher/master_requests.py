@@ -133,6 +133,7 @@ class MasterRequests:
             sole=True,
             last_call_s=self._last_call_s(first),
             shrinks=self._options.fault_level is Level.SHRINK,
+            serves=self._address.serves,
         )
         runs_already = "://" in self._options.endpoint
         up_s = min(within_s, self._options.master_away_s) if runs_already else within_s

@@ -164,6 +164,7 @@ from dlrover_hooks.protocol.vitals_messages import (
     StepPhase as StepPhase,
     StepPhases as StepPhases,
     Straggler as Straggler,
+    StragglerPolicy as StragglerPolicy,
     Vitals as Vitals,
     WorkerProcesses as WorkerProcesses,
 )

@@ -57,6 +57,8 @@ class Join(Message, frozen=True):
     """The incarnation that reaps these processes, if it is not `incarnation`: its `Exited` is accepted."""
     shrinks: bool = False
     """The job continues with the remaining workers and never grows: new workers are refused while it has members."""
+    serves: bool = False
+    """The master runs on this node and ends with it."""
     agents: bool = False
     """The members are agents, not workers: they do not attach, and their round trains as soon as it is formed."""
 

@@ -58,8 +58,9 @@ class MemberView(Message, frozen=True):
     recovers: bool = False
     """See `Attach`."""
     gone: str = ""
-    """How it left: a `Departure`, `lost`, `stalled` (it made no steps, and the master ended it), `replaced` (its agent
-    joined again for it), or `exited` (its process ended with 0 without a `Leave`)."""
+    """How it left: a `Departure`, `lost`, `stalled` (it made no steps, and the master ended it), `slow` (the others
+    waited for it, and the master ended it or its node), `replaced` (its agent joined again for it), or `exited` (its
+    process ended with 0 without a `Leave`)."""
     exit_code: ExitCode | None = None
     """As its launcher reported it."""
     stall: Stall | None = None
@@ -109,7 +110,10 @@ class JobView(Message, frozen=True):
     recent_failures: Count = 0
     """Those of them that happened within `ShowJob.window_s` before the newest one; at most 1000."""
     kept_out: tuple[KeptOut, ...] = ()
-    """Nodes that a node check found bad; at most `LISTED_NODES`, by name."""
+    """Nodes that a node check found bad, or that are excluded because they are slow; at most `LISTED_NODES`, by name.
+    """
+    excluded: str = ""
+    """Why `ShowJob.node` is excluded, because a rank on it is slow: its launcher has to end."""
 
 
 class ShowVitals(Message, frozen=True):

@@ -55,6 +55,14 @@ class StepPhase(enum.Enum):
     CHECKPOINT = "checkpoint"
 
 
+class StragglerPolicy(enum.Enum):
+    """What follows once a rank is slow: only the report, a new process for it, or its node leaves the job."""
+
+    REPORT = "report"
+    RELAUNCH = "relaunch"
+    EXCLUDE = "exclude"
+
+
 class StepPhases(Message, frozen=True):
     """Where the steps of one window of a rank spend their time, in seconds per step.
 
@@ -74,6 +82,10 @@ class StepPhases(Message, frozen=True):
     checkpoint_s: Seconds
     network_s: Seconds | None = None
     """None: the end of the own backward pass is not known. `compute` and `optimizer` may then hold waiting."""
+    in_step: bool = True
+    """False: no other rank waits for the steps of this one, so it is not compared."""
+    policy: StragglerPolicy = StragglerPolicy.REPORT
+    """What is to follow if this rank is slow."""
 
 
 class Straggler(Message, frozen=True):

@@ -293,6 +293,8 @@ class TrainingLoop:
         self.session.lease(made.name, made)
         made.before_batch.append(self.boundary)
         self._undo.append(lambda: made.before_batch.remove(self.boundary))
+        made.after_batch.append(self.session.clock.fetched)
+        self._undo.append(lambda: made.after_batch.remove(self.session.clock.fetched))
         self._led_by(made)
         return made
 

@@ -192,7 +192,7 @@ class AsyncCheckpointer:
         for loader in self._loaders:
             if self._boundary in loader.before_batch:
                 loader.before_batch.remove(self._boundary)
-            if not isinstance(loader, LeasedLoader) and self._driver.session.clock.fetched in loader.after_batch:
+            if self._driver.session.clock.fetched in loader.after_batch:
                 loader.after_batch.remove(self._driver.session.clock.fetched)
             if isinstance(loader, LeasedLoader):
                 loader.close()
@@ -239,8 +239,7 @@ class AsyncCheckpointer:
         if self._ddp is not None and (hook := on_backward_end(self._ddp, clock.backward_ended)) is not None:
             self._hooks.append(hook)
         for loader in self._loaders:
-            if not isinstance(loader, LeasedLoader):  # it agrees with the other ranks on a batch: that is no own work
-                loader.after_batch.append(clock.fetched)
+            loader.after_batch.append(clock.fetched)
 
     def _say_unsupported(self, session: Session, leased: list[str]) -> None:
         """Report what cannot be recovered in process."""

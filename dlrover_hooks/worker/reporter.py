@@ -15,6 +15,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from dlrover_hooks import protocol as p
 from dlrover_hooks.checkpoint.checkpointer import Checkpointer
 from dlrover_hooks.checkpoint.ipc.keeper_messages import Hashed, Persisted, PersistFailed
@@ -63,7 +65,7 @@ class Reporter:
     """Owns the thread `dlrover-hooks-reporter`; the session calls `start` and `stop`, all on the training thread.
 
     Args:
-        config: its `step_timeout` and `on_stall` apply; None: their defaults.
+        config: its `step_timeout`, `on_stall` and `on_straggler` apply; None: their defaults.
     """
 
     def __init__(
@@ -170,7 +172,8 @@ class Reporter:
         if time.monotonic() >= self._next_look:  # also while the master asks for heartbeats less often
             self._next_look = time.monotonic() + BEAT_S
             self._look_for_stall()
-            self._phases = self.clock.window(self.step, time.monotonic()) or self._phases
+            if (window := self.clock.window(self.step, time.monotonic())) is not None:
+                self._phases = msgspec.structs.replace(window, policy=self._config.straggler_policy)
         if time.monotonic() >= self._next_beat:
             before_s, self._next_beat = self._asked_s, time.monotonic() + max(BEAT_S, self._asked_s)
             self._beat()

@@ -48,7 +48,7 @@ class StepClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._last = now, now()
         self._seconds, self._stepped, self._ends = [0.0] * len(_Part), False, 0
-        self._apart, self._fetched, self._optimizes, self._begun = False, False, False, False
+        self._apart, self._fetched, self._optimizes, self._begun, self._in_step = False, False, False, False, True
         self._steps: deque[_Timed] = deque(maxlen=MOST_STEPS)
         self._window_from: float | None = None
 
@@ -72,10 +72,10 @@ class StepClock:
         """What is saved at this boundary is copied, or its copy has begun."""
         self._ended(_Part.CHECKPOINT)
 
-    def fetched(self) -> None:
-        """A batch is handed out."""
+    def fetched(self, in_step: bool = True) -> None:
+        """A batch is handed out. `in_step`: see `StepPhases`."""
         self._ended(_Part.DATA)
-        self._fetched = True
+        self._fetched, self._in_step = True, in_step
 
     def backward_ended(self) -> None:
         """This rank's gradients are all computed, and the last of them is about to be reduced."""
@@ -100,11 +100,11 @@ class StepClock:
             return None
         taken = [self._steps.popleft() for _ in range(len(self._steps))]
         began, self._window_from = self._window_from, now
-        return summary(taken, step, now - began)
+        return summary(taken, step, now - began, in_step=self._in_step)
 
 
-def summary(taken: list[_Timed], step: int, window_s: float) -> StepPhases:
-    """The means over the steps of a window, without the slowest. `taken`: at least one."""
+def summary(taken: list[_Timed], step: int, window_s: float, *, in_step: bool) -> StepPhases:
+    """The means over the steps of a window, without the slowest. `taken`: at least one; `in_step`: see `StepPhases`."""
     means = [_mean(part) for part in zip(*(one.seconds for one in taken), strict=True)]
     saved = sum(one.seconds[_Part.CHECKPOINT] for one in taken) / len(taken)  # few steps save: they count
     apart = all(one.apart for one in taken)
@@ -119,6 +119,7 @@ def summary(taken: list[_Timed], step: int, window_s: float) -> StepPhases:
         optimizer_s=means[_Part.OPTIMIZER],
         checkpoint_s=saved,
         network_s=network if apart else None,
+        in_step=in_step,
     )
 
 

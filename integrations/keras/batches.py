@@ -89,6 +89,8 @@ class ElasticBatches(keras.utils.PyDataset):
 
     weight = 1.0
     """Share of this rank's rows in the batch that was read last."""
+    after_fetch: Callable[[], object] | None = None
+    """Called after a batch is read, in the thread that called `before_fetch`."""
 
     def __init__(self, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
         super().__init__()  # one worker: the batches are requested in order
@@ -179,6 +181,8 @@ class CountedBatches(ElasticBatches):
         number = self._fetched
         self._fetched += 1
         batch, self.weight = self._read(number)
+        if self.after_fetch is not None:
+            self.after_fetch()
         return batch
 
     def _read(self, number: int) -> tuple[Any, float]:

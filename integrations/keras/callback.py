@@ -181,6 +181,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         try:
             self._check_kind(restored)
             batches.attach(self._driver.session, self._params["epochs"])
+            batches.after_fetch = self._after_fetch
             if restored is not None:
                 self._resume(restored)
             if self._place.world_size > 1:
@@ -214,9 +215,14 @@ class KerasElasticCallback(keras.callbacks.Callback):
             raise UsageError("fit does not read the data of this callback", hint="model.fit(el.data(x, y), ...)")
         if self._parallel is not None:
             self._parallel.after_step()
+        clock = self._driver.session.clock
+        clock.optimizing()  # Keras does not say when: the whole step counts as compute
         self.step += self._batches.applied(batch)
         self._driver.stepped()
+        clock.boundary()
         self._batches.look_ahead()
+        if isinstance(self._batches, LeasedBatches):
+            clock.fetched()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._parallel is not None and logs is not None:
@@ -308,9 +314,14 @@ class KerasElasticCallback(keras.callbacks.Callback):
     def _before_fetch(self) -> bool:
         here = threading.get_ident() == self._thread  # TensorFlow reads in threads of its own
         if here and self._driver is not None:
+            self._driver.session.clock.boundary()
             self._driver.before_fetch(self.step)
             self._fetched_at = self.step
         return here
+
+    def _after_fetch(self) -> None:
+        if threading.get_ident() == self._thread and self._driver is not None:
+            self._driver.session.clock.fetched()
 
 
 def _checked(config: settings.Config) -> settings.Config:

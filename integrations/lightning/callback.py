@@ -39,7 +39,7 @@ from dlrover_hooks.integrations.lightning.recovery import FitRounds
 from dlrover_hooks.integrations.lightning.state_beside_optimizer import StateBesideOptimizer
 from dlrover_hooks.integrations.lightning.stateful_loaders import OwnLoaders
 from dlrover_hooks.pytorch.async_checkpointer import keep_buckets
-from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, weigh_gradients
+from dlrover_hooks.pytorch.ddp_exactness import BucketOrder, on_backward_end, weigh_gradients
 from dlrover_hooks.pytorch.even_batches import EvenLoader, is_uneven, leader, loss_scale
 from dlrover_hooks.pytorch.state_dict import exact_optimizer_states, refuse_other_class
 from dlrover_hooks.pytorch.tensor_loading import refuse_sharded
@@ -80,6 +80,8 @@ class ElasticCallback(Callback):
         grace: time from such a signal until the worker is killed: a duration, or seconds.
         step_timeout: time without a step after which the log says where the worker is; `"auto"` learns it.
         on_stall: what to do then: `"warn"`, `"dump"`, `"restart-rank"` or `"restart-round"`.
+        on_straggler: what to do when this rank is slow and the others wait for it: `"report"`, `"relaunch"` or
+            `"exclude"`.
         sampler: False leaves the training loaders unchanged.
         checkpoint: False keeps no checkpoints.
         recover: `"process"`: when another worker is lost, this one leaves `fit` and enters it again in the same
@@ -95,6 +97,7 @@ class ElasticCallback(Callback):
     """The `ckpt_path` with which this run began, and its step; None if it began without one."""
     _driver: StepDriver | None = None
     """From `setup` to `teardown`."""
+    _survivor: AdapterRecovery | None = None
 
     def __init__(
         self,
@@ -119,6 +122,7 @@ class ElasticCallback(Callback):
         grace: timedelta | str | float | None = None,
         step_timeout: timedelta | str | float | None = None,
         on_stall: str | None = None,
+        on_straggler: str | None = None,
         sampler: bool = True,
         checkpoint: bool = True,
         recover: str = "process",
@@ -137,8 +141,7 @@ class ElasticCallback(Callback):
         self._units: BatchUnits | None = None
         self._weighed = False
         self._buckets: BucketOrder | None = None
-        self._hook: torch.utils.hooks.RemovableHandle | None = None
-        self._survivor: AdapterRecovery | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._beside: StateBesideOptimizer | None = None
         self._again: int | None = None
         self._handover: dict[str, dict[str, Any]] = {}
@@ -273,7 +276,9 @@ class ElasticCallback(Callback):
         self.session.watch(name, wrapped.sampler, state)
         wrapped = EvenLoader(wrapped) if is_uneven(wrapped.sampler.plan) else wrapped
         self._loaders[name] = wrapped
-        wrapped.before_batch.append(lambda: self._before_fetch(trainer))  # captures the RNG state, once a step
+        clock = self.session.clock
+        wrapped.before_batch.extend([clock.boundary, lambda: self._before_fetch(trainer)])  # the RNG state, once a step
+        wrapped.after_batch.append(clock.fetched)
         assert self._units is not None
         if wrapped is next(iter(self._loaders.values())):  # the others have the same number of micro-batches
             self._units.share(trainer, wrapped.sampler.plan)
@@ -304,7 +309,7 @@ class ElasticCallback(Callback):
             return
         session = self._driver.session
         take_over(trainer, session, self._on_preempt)
-        self._hook = trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped())
+        self._hooks.append(trainer.optimizers[0].register_step_post_hook(lambda *_: self._stepped()))
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._prepare(trainer.strategy.model)
         if self.restored is not None:
@@ -351,6 +356,8 @@ class ElasticCallback(Callback):
             if not outcome:
                 rank_zero_info(f"dlrover-hooks weighs losses instead of gradients: {outcome.reason}")
         self._buckets = keep_buckets(model, saved)
+        if self.session is not None and (hook := on_backward_end(model, self.session.clock.backward_ended)) is not None:
+            self._hooks.append(hook)
 
     def _weight(self, otherwise: float) -> float:
         loader = leader(list(self._loaders.values()))
@@ -368,6 +375,11 @@ class ElasticCallback(Callback):
         scale = loss_scale(loader, weighed=self._weighed)
         if scale != 1.0 and loss.requires_grad:
             loss.register_hook(lambda grad: grad * scale)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """The backward pass is over. It is a part of the optimizer's step here, whose pre-hook comes before it."""
+        if self.session is not None and optimizer is trainer.optimizers[0]:
+            self.session.clock.optimizing()
 
     def _before_fetch(self, trainer: Trainer) -> None:
         if self._driver is not None:
@@ -446,13 +458,13 @@ class ElasticCallback(Callback):
     def _let_go(self, trainer: Trainer) -> None:
         if self._buckets is not None:
             self._buckets.close()
-        if self._hook is not None:
-            self._hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         private.unwrap(trainer)
         names.forget(trainer)
         if self._units is not None:
             self._units.restore(trainer)
-        self._driver = self._hook = self._buckets = self._units = self._own = self._survivor = self._beside = None
+        self._driver = self._buckets = self._units = self._own = self._survivor = self._beside = None
         self._weighed = False
         self._handover = {name: marked(loader, over=False) or {} for name, loader in self._loaders.items()}
         self._loaders.clear()

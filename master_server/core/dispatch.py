@@ -14,7 +14,16 @@ import msgspec
 from dlrover_hooks.errors import BadRequest, Stale
 from dlrover_hooks.master.core.checkpoints import restore_choice, save_votes
 from dlrover_hooks.master.core.effects import Effect, Wake, key_topic
-from dlrover_hooks.master.core.events import CommitFailed, Committed, EndStalled, FinishWritten, Key, Lost, Tick
+from dlrover_hooks.master.core.events import (
+    CommitFailed,
+    Committed,
+    EndSlow,
+    EndStalled,
+    FinishWritten,
+    Key,
+    Lost,
+    Tick,
+)
 from dlrover_hooks.master.core.job import (
     MOST_FAILURE_TIMES,
     Effects,
@@ -177,6 +186,7 @@ _TABLE: dict[type[Message], Callable[[Job, Any, float, Effects], Message]] = {
     ReportTransfer: check_requests.transfer,
     Lost: member_changes.lost,
     EndStalled: member_changes.end_stalled,
+    EndSlow: member_changes.end_slow,
     Tick: member_changes.tick,
     Committed: _committed,
     CommitFailed: _commit_failed,

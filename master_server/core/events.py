@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from dlrover_hooks.errors import BadRequest
-from dlrover_hooks.protocol import ROUTES, Generation, Message
+from dlrover_hooks.protocol import ROUTES, Generation, Message, StragglerPolicy
 
 
 class Lost(Message, frozen=True):
@@ -31,6 +31,20 @@ class EndStalled(Message, frozen=True):
     round: int
     incarnations: tuple[str, ...]
     step: int
+
+
+class EndSlow(Message, frozen=True):
+    """A verdict of `stragglers`: a member of `round` is slow, and `incarnations` are to be ended because of it.
+
+    They are the slow member alone, for a new process of its place, or first it and then the others of its node, which
+    is excluded. `reason`: for a person.
+    """
+
+    job: str
+    round: int
+    incarnations: tuple[str, ...]
+    policy: StragglerPolicy
+    reason: str
 
 
 class Tick(Message, frozen=True):
@@ -69,6 +83,7 @@ class ForgetFinished(Message, frozen=True):
 INTERNAL: tuple[type[Message], ...] = (
     Lost,
     EndStalled,
+    EndSlow,
     Tick,
     Committed,
     CommitFailed,

@@ -81,6 +81,18 @@ class StallRestarts(msgspec.Struct):
     step: int = -1
 
 
+class StragglerActions(msgspec.Struct, frozen=True):
+    """What was done about slow ranks since the launch. `at`: when the last time, by the clock of `now`.
+
+    `places`: of the ranks that were restarted or excluded. `excluded`: by node that is kept out, the reason.
+    """
+
+    count: int = 0
+    at: float = -math.inf
+    places: tuple[str, ...] = ()
+    excluded: dict[str, str] = {}
+
+
 class Job(msgspec.Struct):
     """All journaled state of one job."""
 
@@ -115,6 +127,9 @@ class Job(msgspec.Struct):
     failed_at: list[float] = []
     """When the newest of these failures happened; at most `MOST_FAILURE_TIMES`."""
     stalls: StallRestarts = msgspec.field(default_factory=StallRestarts)
+    slow: StragglerActions = StragglerActions()
+    served_at: str = ""
+    """The node that serves the master, if it is one of the job."""
     replies: dict[str, dict[str, Remembered]] = {}
     """By incarnation and channel."""
     alarm: float = math.inf

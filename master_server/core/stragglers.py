@@ -1,4 +1,4 @@
-"""The verdict on a rank that is slower than the others. Pure, and nothing of it is journaled.
+"""The verdict on a rank that is slower than the others. Pure; only `EndSlow` is journaled, see `straggler_actions`.
 
 In synchronous training the steps of all ranks take the same time, because the fast ranks wait for the slow one. So the
 ranks are compared by their own work, without the time in which they wait. A rank is slow in a window if one part of its
@@ -8,11 +8,15 @@ steps takes longer than the same part of the others by each of these measures, a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
+from dlrover_hooks.master.core import straggler_actions
+from dlrover_hooks.master.core.events import EndSlow
 from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
 from dlrover_hooks.master.core.job import Job
+from dlrover_hooks.master.core.rounds.members import Member
 from dlrover_hooks.protocol import Phase, StepPhase, StepPhases, Straggler
 
 WINDOWS = 3
@@ -39,15 +43,21 @@ class Slow(NamedTuple):
     median_s: float
 
 
+class StragglerVerdict(msgspec.Struct, frozen=True):
+    """`lines`: for the log. `ends`: the event that acts upon one of the slow ranks, if its policy asks for that."""
+
+    lines: tuple[str, ...] = ()
+    ends: EndSlow | None = None
+
+
 class _Ranked(NamedTuple):
-    rank: int
-    node: str
+    member: Member
     pulse: LivenessLease
     phases: StepPhases
 
 
-def found(nodes: Nodes, job: Job, speaker: str) -> list[str]:
-    """What is to be logged, after `speaker` has sent a heartbeat.
+def found(nodes: Nodes, job: Job, speaker: str, now: float) -> StragglerVerdict:
+    """What follows after `speaker` has sent a heartbeat. `now`: the time that an event has now.
 
     Only a new window of rank 0 is followed by a look at all ranks: O(ranks log ranks) once in a window.
     """
@@ -55,48 +65,69 @@ def found(nodes: Nodes, job: Job, speaker: str) -> list[str]:
     member = current.members.get(speaker) if current is not None and current.phase is Phase.TRAINING else None
     pulse = nodes.pulses.get((job.name, speaker))
     if current is None or member is None or member.rank != 0 or pulse is None or not pulse.new_phases:
-        return []
+        return StragglerVerdict()
     ranked: list[_Ranked] = []
     for one in current.members.values():
         its = nodes.pulses.get((job.name, one.incarnation))
         if one.live and (its is None or its.phases is None):
-            return []
+            return StragglerVerdict()
         if one.live and its is not None and its.phases is not None:
-            ranked.append(_Ranked(one.rank, one.node, its, its.phases))
-    ranked.sort(key=lambda one: one.rank)
+            ranked.append(_Ranked(one, its, its.phases))
+    ranked.sort(key=lambda one: one.member.rank)
     slow = slow_ranks([one.phases for one in ranked])
-    return [text for number, one in enumerate(ranked) for text in _judged(one, slow.get(number), len(ranked))]
+    lines: list[str] = []
+    ends: EndSlow | None = None
+    for number, one in enumerate(ranked):
+        if not one.pulse.new_phases:
+            continue
+        one.pulse.new_phases, before = False, one.pulse.straggler
+        if number not in slow:
+            lines += _not_slow(one)
+        elif (now_slow := _slow(one, slow[number])) is not None:
+            text = _sentence(one.member, now_slow, len(ranked))
+            then = straggler_actions.response(job, one.member, one.phases.policy, text, now)
+            then = then if ends is None else straggler_actions.Response()  # one at a time
+            ends = ends or then.ends
+            if before is None or before.phase is not now_slow.phase or then.ends is not None:
+                lines.append(text + then.text)
+    return StragglerVerdict(tuple(lines), ends)
 
 
-def _judged(one: _Ranked, slow: Slow | None, ranks: int) -> Iterator[str]:
-    """Counts a new window of a rank, and yields what changes with it."""
+def _not_slow(one: _Ranked) -> list[str]:
+    """Count a window in which the rank was not slow; what changes with it."""
+    pulse, before = one.pulse, one.pulse.straggler
+    pulse.fine_windows, pulse.slow_windows = pulse.fine_windows + 1, 0
+    if before is None or pulse.fine_windows < WINDOWS:
+        return []
+    pulse.straggler = None
+    return [f"rank {one.member.rank} ({one.member.node}) is no longer slow, after {before.for_s:.0f} s"]
+
+
+def _slow(one: _Ranked, slow: Slow) -> Straggler | None:
+    """Count a window in which the rank was slow. None: there were too few of them in a row."""
     pulse, window_s = one.pulse, one.phases.window_s
-    if not pulse.new_phases:
-        return
-    pulse.new_phases, before = False, pulse.straggler
-    if slow is None:
-        pulse.fine_windows, pulse.slow_windows = pulse.fine_windows + 1, 0
-        if before is not None and pulse.fine_windows >= WINDOWS:
-            pulse.straggler = None
-            yield f"rank {one.rank} ({one.node}) is no longer slow, after {before.for_s:.0f} s"
-        return
     same = pulse.slow_windows and pulse.slow_phase is slow.phase
     pulse.slow_windows, pulse.slow_s = (pulse.slow_windows + 1, pulse.slow_s + window_s) if same else (1, window_s)
     pulse.slow_phase, pulse.fine_windows = slow.phase, 0
     if pulse.slow_windows < WINDOWS:
-        return
+        return None
     pulse.straggler = Straggler(slow.phase, slow.seconds, slow.median_s, pulse.slow_s)
-    if before is None or before.phase is not slow.phase:
-        yield (
-            f"rank {one.rank} ({one.node}) is slow: its {slow.phase.value} takes {slow.seconds:.3g} s per step, the "
-            f"median of all {ranks} ranks is {slow.median_s:.3g} s, for {pulse.slow_s:.0f} s"
-        )
+    return pulse.straggler
+
+
+def _sentence(member: Member, slow: Straggler, ranks: int) -> str:
+    return (
+        f"rank {member.rank} ({member.node}) is slow: its {slow.phase.value} takes {slow.seconds:.3g} s per step, the "
+        f"median of all {ranks} ranks is {slow.median_s:.3g} s, for {slow.for_s:.0f} s"
+    )
 
 
 def slow_ranks(windows: list[StepPhases]) -> dict[int, Slow]:
     """The slow ones among the windows of all ranks, by their place in the list; of several parts the one that costs
     most.
     """
+    if not all(one.in_step for one in windows):
+        return {}
     known = sorted(one.network_s for one in windows if one.network_s is not None)
     apart = len(windows) > 1 and len(known) == len(windows)
     waits_s = known[len(known) // 2] if apart else 0.0

@@ -140,6 +140,7 @@ def _job(state: Master, nodes: Nodes, request: ShowJob) -> JobView:
         failures=job.failures,
         recent_failures=_recent(job.failed_at, request.window_s),
         kept_out=check_requests.kept_out(job),
+        excluded=job.slow.excluded.get(request.node, ""),
     )
 
 

@@ -15,6 +15,7 @@ from dlrover_hooks.master.core.effects import CommitGeneration, Effect, WriteFin
 from dlrover_hooks.master.core.events import (
     CommitFailed,
     Committed,
+    EndSlow,
     EndStalled,
     Envelope,
     FinishWritten,
@@ -123,7 +124,7 @@ class World(RuleBasedStateMachine):
         self.now += seconds
         self.send(Tick(job="job"))
 
-    @rule(data=st.data(), how=st.sampled_from(["lost", "stalled", "exited", "failed", "stopped"]))
+    @rule(data=st.data(), how=st.sampled_from(["lost", "stalled", "slow", "exited", "failed", "stopped"]))
     def die(self, data: st.DataObject, how: str) -> None:
         if not self.everybody:
             return
@@ -133,6 +134,11 @@ class World(RuleBasedStateMachine):
         elif how == "stalled":
             number = self.job.rounds.number if self.job is not None else 1
             self.send(EndStalled(job="job", round=number, incarnations=tuple(self.everybody[-2:]), step=7))
+        elif how == "slow":
+            number = self.job.rounds.number if self.job is not None else 1
+            policy = data.draw(st.sampled_from([p.StragglerPolicy.RELAUNCH, p.StragglerPolicy.EXCLUDE]))
+            here = [one for one in self.everybody if one.split(".")[0] == name.split(".")[0]]
+            self.send(EndSlow(job="job", round=number, incarnations=(name, *here[-2:]), policy=policy, reason="slow"))
         elif how == "exited":
             self.send(p.Exited(job="job", incarnation=name.split(".")[0], worker=name, exit_code=-9))
         else:

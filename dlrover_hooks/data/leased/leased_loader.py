@@ -37,7 +37,8 @@ _AGAIN_S = 1.0
 class LeasedLoader:
     """A DataLoader over leased shards. Training thread only. Other attributes are the inner DataLoader's.
 
-    `before_batch`: as of `ElasticLoader`. Without a session it connects to the master of the environment
+    `before_batch`: as of `ElasticLoader`. `after_batch`: functions called before the loop receives a batch, with
+    whether all ranks make their steps together. Without a session it connects to the master of the environment
     (DLROVER_HOOKS_MASTER, DLROVER_HOOKS_JOB), or keeps the ledger itself if there is none. Raises UsageError for a
     loader whose sampler, batch sampler or drop_last contradicts the leases.
     """
@@ -46,6 +47,7 @@ class LeasedLoader:
         self.dataset = checked(loader)
         self.name, self.batch_size = self.dataset.name, int(loader.batch_size or 1)
         self.before_batch: list[Callable[[], object]] = []
+        self.after_batch: list[Callable[[bool], object]] = []
         self.weight = 1.0
         """Of this rank's gradient in the current step, for a SUM over ranks (`dlrover_hooks.pytorch.ddp_exactness`)."""
         self.loss_scale = 1.0
@@ -156,12 +158,15 @@ class LeasedLoader:
         try:
             self._start(feed)
             pull, leftover, received = feed.pull, self._leftover, self.tally.received
+            alone = step_agreement.world_size() == 1
             while True:
                 self._quiet(token)
                 delivery = pull(leftover)
                 if delivery is None:
                     break
                 received(delivery.piece)
+                for call in self.after_batch:
+                    call(alone)
                 yield delivery.batch
             self._over(feed)
         finally:
@@ -186,7 +191,10 @@ class LeasedLoader:
                     ahead = self._look(feed, agreed)
                     mine = found.piece.hi - found.piece.lo if found is not None else 0
                     self.weight, self.loss_scale = mine / totals.samples, float(mine > 0)
-                    yield last if found is None else self._hand_out(found)
+                    batch = last if found is None else self._hand_out(found)
+                    for call in self.after_batch:
+                        call(True)
+                    yield batch
                 elif totals.finished < agreed.world_size:
                     ahead = self._look(feed, agreed, again=True)
                 else:

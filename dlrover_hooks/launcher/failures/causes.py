@@ -69,6 +69,10 @@ def _stalled(end: WorkerExit) -> bool:
     return end.exit_code is None and end.stalled
 
 
+def _slow(end: WorkerExit) -> bool:
+    return end.exit_code is None and end.slow
+
+
 def _silent(end: WorkerExit) -> bool:
     return end.exit_code is None and not end.left
 
@@ -120,6 +124,7 @@ CAUSES = (
     FailureCause("exception", "any other exit code above 0", _exception, Action.RESTART, Action.FAIL),
     FailureCause("signal", "any other signal", _signal, Action.RESTART, Action.REPLACE_NODE),
     FailureCause("stall", "no steps, see `on_stall`", _stalled, Action.RESTART),
+    FailureCause("slow rank", "the others wait for it, see `on_straggler`", _slow, Action.RESTART),
     FailureCause("silence", "no heartbeats for `--hang-timeout`", _silent, Action.RESTART, Action.REPLACE_NODE),
     FailureCause("early end", "exit code 0, or left, before the others were done", _any, Action.RESTART),
 )

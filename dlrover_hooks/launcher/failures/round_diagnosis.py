@@ -11,8 +11,9 @@ from dlrover_hooks.host.child_process import Child
 from dlrover_hooks.launcher.failures.verdict import WorkerExit
 from dlrover_hooks.protocol import Departure, JobView
 
-_LOST, _STALLED, _EXITED, _REPLACED = "lost", "stalled", "exited", "replaced"
-_DIED = (_LOST, _STALLED, Departure.FAILED.value, _EXITED)
+LOST, _STALLED, _SLOW, _EXITED, _REPLACED = "lost", "stalled", "slow", "exited", "replaced"
+_ENDED = (LOST, _STALLED, _SLOW)
+_DIED = (*_ENDED, Departure.FAILED.value, _EXITED)
 """Values of `MemberView.gone`. Members with another value left in order, or their agent restarts them."""
 _DONE, _LEFT = Departure.DONE.value, Departure.FAILED.value
 
@@ -54,13 +55,15 @@ def needed_again(view: JobView, ends: Collection[str], coming: Collection[str], 
     return len(live - set(ends)) + view.unlisted.alive + len(ends) < least
 
 
-def hung(view: JobView, running: Collection[str]) -> dict[str, bool]:
-    """Those of the `running` processes that the master has ended, so that the others wait no longer.
-
-    True: it made no steps. False: it was silent.
-    """
+def ended_by_master(view: JobView, running: Collection[str]) -> dict[str, str]:
+    """Those of the `running` processes that the master has ended, so that the others wait no longer: how."""
     members = (one for one in view.members if one.incarnation in running)
-    return {one.incarnation: one.gone == _STALLED for one in members if one.gone in (_LOST, _STALLED)}
+    return {one.incarnation: one.gone for one in members if one.gone in _ENDED}
+
+
+def lost_worker(name: str, gone: str, where: str = "") -> WorkerExit:
+    """The end of a worker that the master has ended. `gone`: how; `where`: see `WorkerExit`."""
+    return WorkerExit(name, None, stalled=gone == _STALLED, slow=gone == _SLOW, where=where)
 
 
 def left_only(view: JobView) -> bool:
@@ -98,10 +101,11 @@ def elsewhere(view: JobView, node: str) -> list[WorkerExit]:
     return [
         WorkerExit(
             f"worker {one.rank} on node {one.node}",
-            None if one.gone == _STALLED else one.exit_code,
+            None if one.gone in (_STALLED, _SLOW) else one.exit_code,
             here=False,
             left=one.gone == _LEFT,
             stalled=one.gone == _STALLED,
+            slow=one.gone == _SLOW,
         )
         for one in view.members
         if one.node != node and one.gone in _DIED

@@ -43,6 +43,8 @@ class WorkerExit(msgspec.Struct, frozen=True):
     left: bool = False
     stalled: bool = False
     """The master ended it because it made no steps."""
+    slow: bool = False
+    """The master ended it because the others waited for it or its node."""
     where: str = ""
     """The line at which a worker was that sent no heartbeats, or the state of its process; empty: unknown."""
     out_of_memory: bool = False
@@ -71,6 +73,8 @@ class WorkerExit(msgspec.Struct, frozen=True):
 
     @property
     def _why_lost(self) -> str:
+        if self.slow:
+            return "it was slow, and the others waited for it"
         return "it made no steps for too long" if self.stalled else "silent for too long" + self.where
 
 

@@ -226,8 +226,9 @@ def report(job: Job, *, place: int | None = None) -> CheckReport:
 
 
 def kept_out(job: Job) -> tuple[KeptOut, ...]:
-    """The nodes that are bad by their last check, at most `LISTED_NODES`."""
-    return tuple(KeptOut(node, why) for node, why in sorted(job.check.kept_out.items())[:LISTED_NODES])
+    """The nodes that are bad by their last check, or excluded as slow; at most `LISTED_NODES`."""
+    kept_out = job.check.kept_out | job.slow.excluded
+    return tuple(KeptOut(node, why) for node, why in sorted(kept_out.items())[:LISTED_NODES])
 
 
 def _place(job: Job, incarnation: str) -> int:

@@ -7,16 +7,18 @@ import math
 import msgspec
 
 from dlrover_hooks.errors import BadRequest, Stale
+from dlrover_hooks.master.core import straggler_actions
 from dlrover_hooks.master.core.checkpoints import save_votes
 from dlrover_hooks.master.core.checkpoints.restore_sources import Offers
 from dlrover_hooks.master.core.effects import ReleaseClaims, RoundFormed, Wake, plan_topic, round_topic, watch_topic
-from dlrover_hooks.master.core.events import EndStalled, Lost, Tick
+from dlrover_hooks.master.core.events import EndSlow, EndStalled, Lost, Tick
 from dlrover_hooks.master.core.job import (
     Choice,
     Effects,
     Job,
     Leaving,
     StallRestarts,
+    StragglerActions,
     arm,
     finishing,
     knows,
@@ -28,7 +30,7 @@ from dlrover_hooks.master.core.node_check import check_requests
 from dlrover_hooks.master.core.ps_clusters import task_requests
 from dlrover_hooks.master.core.rounds import preemption_agreement, rank_assignment, rendezvous
 from dlrover_hooks.master.core.rounds.key_value_store import Keys
-from dlrover_hooks.master.core.rounds.members import STALLED
+from dlrover_hooks.master.core.rounds.members import SLOW, STALLED
 from dlrover_hooks.master.core.rounds.rendezvous import Rounds
 from dlrover_hooks.protocol import REQUEUE, Departure, Done, Exited, Join, Joined, Leave, Phase
 
@@ -45,6 +47,8 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
             )
         low, high = job.rounds.min_workers, job.rounds.max_workers
         event = msgspec.structs.replace(event, min_workers=low, max_workers=high)
+    if event.node in job.slow.excluded and not event.again:
+        raise _is_excluded(job, event.node)
     if _starts_anew(job, event):
         rendezvous.check(Rounds(), event)
         _reset(job, event)
@@ -58,6 +62,9 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     launched = newcomer and not event.launcher  # the job is launched again
     relaunched = launched and event.again and (job.ending is not None or job.standing == len(predecessors))
     job.check.kept_out.pop(event.node, None)
+    job.slow = straggler_actions.readmitted(job.slow, event.node)
+    if event.serves:
+        job.served_at = event.node
     job.proposed = event.proposed_run
     if not job.run:  # lease holders without a rank came first
         job.run, job.fresh = event.proposed_run, event.fresh
@@ -66,7 +73,7 @@ def join(job: Job, event: Join, now: float, effects: Effects) -> Joined:
     if launched or (job.rounds.round is None and not job.standing):
         job.ending = None
     if relaunched:
-        job.stalls = StallRestarts()
+        job.stalls, job.slow = StallRestarts(), StragglerActions()
     exited = job.rounds.round is not None and job.rounds.round.exited > 0
     if rendezvous.add(job.rounds, event, now):
         job.failures += exited and not launched and not broken  # the others cannot continue without the exited one
@@ -85,6 +92,13 @@ def _no_growth(job: Job, event: Join) -> BadRequest:
     return BadRequest(
         f"Job {job.name!r} goes on with what is left of it and does not grow: node {event.node!r} is refused.",
         hint="Launch it with --fault-level elastic if newcomers are to be taken in, hot if they are to replace others.",
+    )
+
+
+def _is_excluded(job: Job, node: str) -> BadRequest:
+    return BadRequest(
+        f"Node {node!r} is excluded from job {job.name!r}: {job.slow.excluded[node]}.",
+        hint="Replace that node, or launch the job on it again to take it back.",
     )
 
 
@@ -130,6 +144,20 @@ def end_stalled(job: Job, event: EndStalled, now: float, effects: Effects) -> Do
         job.stalls = StallRestarts(job.stalls.count + 1, event.step)
         for incarnation in event.incarnations:
             _part(job, incarnation, STALLED, now, effects)
+    return Done()
+
+
+def end_slow(job: Job, event: EndSlow, now: float, effects: Effects) -> Done:
+    """A member is slow and is to be replaced, or its node is. No effect if that is no longer possible."""
+    current = job.rounds.round
+    if current is None or current.number != event.round or current.phase is not Phase.TRAINING:
+        return Done()
+    member = current.members.get(event.incarnations[0])
+    if member is None or not member.live or straggler_actions.obstacle(job, current, member, event.policy):
+        return Done()
+    job.slow = straggler_actions.noted(job.slow, member, event, now)
+    for incarnation in event.incarnations:
+        _part(job, incarnation, SLOW, now, effects)
     return Done()
 
 
@@ -183,7 +211,7 @@ _LOSSES = (*_DEATHS, STALLED)
 
 
 def _part(job: Job, incarnation: str, how: str, now: float, effects: Effects) -> Done:
-    if how in (rendezvous.LOST, STALLED):
+    if how in (rendezvous.LOST, STALLED, SLOW):
         job.replies.pop(incarnation, None)
     current = job.rounds.round
     was_broken = current is not None and current.phase is Phase.BROKEN

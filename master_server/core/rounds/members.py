@@ -13,6 +13,8 @@ from dlrover_hooks.protocol import Departure
 LOST = "lost"
 STALLED = "stalled"
 """The master ended it because it made no steps; its process may still be alive."""
+SLOW = "slow"
+"""The master ended it because the others wait for it, or for another member of its node; its process is alive."""
 REPLACED = "replaced"
 """Its agent has joined again without this member."""
 DONE = Departure.DONE.value
@@ -58,7 +60,7 @@ def weight(member: Member) -> tuple[int, int]:
         return 3, member.rank
     if member.gone == EXITED:
         return 1, member.rank
-    by_itself = member.gone in (LOST, STALLED) and (member.exit_code is None or member.exit_code < 0)
+    by_itself = member.gone in (LOST, STALLED, SLOW) and (member.exit_code is None or member.exit_code < 0)
     return (0 if by_itself else 2), member.rank
 
 

@@ -26,6 +26,7 @@ ENDS = {
     "exception": raised("ValueError: x"),
     "signal": WorkerExit("worker 1", -11),
     "stall": WorkerExit("worker 1", None, stalled=True),
+    "slow rank": WorkerExit("worker 1", None, slow=True),
     "silence": WorkerExit("worker 1", None, where="; its process is stopped"),
     "early end": WorkerExit("worker 1", 0),
 }

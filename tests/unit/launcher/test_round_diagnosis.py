@@ -8,9 +8,10 @@ import pytest
 from dlrover_hooks.launcher.failures.round_diagnosis import (
     all_ended,
     elsewhere,
-    hung,
+    ended_by_master,
     left_only,
     live_on,
+    lost_worker,
     missing,
     needed_again,
 )
@@ -73,9 +74,17 @@ def test_a_process_that_the_master_has_ended_hangs() -> None:
         member("w2"),
         member("w3", gone="done"),
         member("w4", gone="stalled"),
+        member("w5", gone="slow"),
     )
-    assert hung(job, {"w0", "w1", "w2", "w3", "w4"}) == {"w0": False, "w4": True}
-    assert hung(job, {"w2"}) == {}
+    names = {f"w{number}" for number in range(6)}
+    assert ended_by_master(job, names) == {"w0": "lost", "w4": "stalled", "w5": "slow"}
+    assert ended_by_master(job, {"w2"}) == {}
+    said = [str(lost_worker("worker", gone)) for gone in ("lost", "stalled", "slow")]
+    assert said == [
+        "worker was lost (silent for too long)",
+        "worker was lost (it made no steps for too long)",
+        "worker was lost (it was slow, and the others waited for it)",
+    ]
 
 
 def test_who_left_by_an_exception_may_be_done() -> None:

@@ -191,7 +191,7 @@ def test_who_has_not_attached_is_its_launchers_to_watch() -> None:
 
     async def lives() -> None:
         nodes = Nodes()
-        liveness = Liveness(nodes, lambda: master.state, lost.append, Uptime(lambda: now[0], 1e6))
+        liveness = Liveness(nodes, lambda: master.state, lost.append, Uptime(lambda: now[0], 1e6), lambda: now[0])
         liveness.start()
         watch = p.Watch("job", "a")
         liveness.waits(watch, 0.0)

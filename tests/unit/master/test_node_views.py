@@ -55,7 +55,7 @@ def conclusions(view: p.JobView, node: str) -> dict[str, object]:
         "live_on": [diagnosis.live_on(view, dead, whole) for whole in (0, 1)],
         "needed_again": [diagnosis.needed_again(view, dead, (), least) for least in range(NODES * WORKERS + 2)],
         "living": [diagnosis.living(view), diagnosis.living(view, here)],
-        "hung": diagnosis.hung(view, here),
+        "ended": diagnosis.ended_by_master(view, here),
         "left_only": diagnosis.left_only(view),
         "all_ended": diagnosis.all_ended(view),
         "restart": diagnosis.is_restart(view),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from dlrover_hooks.master.core import heartbeats, job_registry, stragglers
+from dlrover_hooks.master.core.events import EndSlow
 from dlrover_hooks.master.core.heartbeats import LivenessLease, Nodes
-from dlrover_hooks.protocol import StepPhase, StepPhases
+from dlrover_hooks.protocol import StepPhase, StepPhases, StragglerPolicy
 from dlrover_hooks.worker.step_clock import WINDOW_STEPS, StepClock
 from tests.e2e.job_script import attach, join
 
@@ -41,6 +43,8 @@ class SimulatedJob:
         self.times = [Clock() for _ in range(ranks)]
         self.clocks = [StepClock(now) for now in self.times]
         self.said: list[str] = []
+        self.ends: list[EndSlow] = []
+        self.policy = StragglerPolicy.REPORT
         self.step, self.beaten_at = 0, 0.0
 
     def work(self, rank: int, phase: StepPhase | None, seconds: float) -> None:
@@ -75,10 +79,13 @@ class SimulatedJob:
     def beat(self) -> None:
         for rank in self.random.sample(range(self.ranks), self.ranks):
             phases = self.clocks[rank].window(self.step, self.beaten_at)
+            phases = msgspec.structs.replace(phases, policy=self.policy) if phases is not None else None
             name = f"w{rank}"
             for _ in range(2):  # the runtime counts a heartbeat when it is received, and when it is answered
                 heartbeats.beat(self.nodes, ("job", name), self.beaten_at, step=self.step, phases=phases)
-                self.said += stragglers.found(self.nodes, self.state.jobs["job"], name)
+                found = stragglers.found(self.nodes, self.state.jobs["job"], name, self.beaten_at)
+                self.said += found.lines
+                self.ends += [found.ends] if found.ends is not None else []
 
     def pulse(self, rank: int) -> LivenessLease:
         return self.nodes.pulses["job", f"w{rank}"]
@@ -95,11 +102,12 @@ def healthy(rank: int, step: int, phase: StepPhase | None) -> float:
     return 0.0
 
 
-def test_healthy_jobs_are_never_reported() -> None:
-    """200 jobs with noisy steps, evaluations and slow saves."""
+def test_of_healthy_jobs_no_rank_is_reported_or_replaced() -> None:
+    """200 jobs of all policies, with noisy steps, evaluations and slow saves."""
     for seed in range(200):
         job = SimulatedJob(2 + seed % 4, seed, healthy, noise=0.1 + 0.1 * (seed % 5), apart=seed % 3 > 0)
-        assert job.run(400) == [], f"seed {seed}"
+        job.policy = tuple(StragglerPolicy)[seed % 3]
+        assert job.run(400) == job.ends == [], f"seed {seed}"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -135,6 +143,12 @@ def test_of_two_ranks_none_is_named_if_it_is_not_known_who_waits() -> None:
     """The fast one may wait for the slow one's device where it gets its batch."""
     assert stragglers.slow_ranks([window(0.01, None), window(0.05, None)]) == {}
     assert list(stragglers.slow_ranks([window(0.01, None), window(0.05, None), window(0.01, None)])) == [1]
+
+
+def test_ranks_that_wait_for_nobody_are_not_compared() -> None:
+    """Such as those that train on leased data, each at its own speed."""
+    alone = msgspec.structs.replace(window(0.05, None), in_step=False)
+    assert stragglers.slow_ranks([window(0.01, None), window(0.01, None), alone]) == {}
 
 
 def window(data: float, network: float | None) -> StepPhases:

@@ -1,0 +1,185 @@
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# (Keras has no annotations that a checker could rely on.)
+"""Where adapters see the parts of a step. Time is a counter that each part of the step moves by seconds of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, Dataset
+
+from dlrover_hooks import AsyncCheckpointer, ShardDataset, elastic_loader
+from dlrover_hooks.data.leased import step_agreement
+from dlrover_hooks.integrations.keras import ElasticCallback as KerasCallback
+from dlrover_hooks.integrations.lightning import ElasticCallback
+from dlrover_hooks.protocol import StepPhases
+from dlrover_hooks.worker import reporter
+from dlrover_hooks.worker.step_clock import WINDOW_STEPS, StepClock
+from tests.integrations.test_lightning_private_api import Net, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS = WINDOW_STEPS + 4
+"""The first one is left out, and the last one may not be over."""
+DATA_S, COMPUTE_S, NETWORK_S, OPTIMIZER_S = 3.0, 5.0, 7.0, 11.0
+
+
+class Clocks:
+    """The clock of each session, and the time that they read."""
+
+    def __init__(self) -> None:
+        self.now, self.made = 0.0, list[StepClock]()
+
+    def make(self) -> StepClock:
+        self.made.append(StepClock(lambda: self.now))
+        return self.made[-1]
+
+    def phases(self) -> StepPhases:
+        found = self.made[-1].window(STEPS, time.monotonic() + 1e6) or self.made[-1].window(
+            STEPS, time.monotonic() + 2e6
+        )
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(reporter, "StepClock", made.make)
+    return made
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """The process group that Lightning makes, and its variables, end with the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, clocks: Clocks, length: int = STEPS) -> None:
+        self.clocks, self.length = clocks, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.clocks.now += DATA_S
+        return torch.ones(1)
+
+
+class Slow(Net):
+    """Of which each part of the step takes its time."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__()
+        self.clocks = clocks
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.clocks.now += COMPUTE_S
+        return self.layer(batch).sum()
+
+    def on_after_backward(self) -> None:
+        self.clocks.now += NETWORK_S
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clocks.now += OPTIMIZER_S
+
+
+class Evaluates(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        args[1].clocks.now += 13.0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+@pytest.mark.usefixtures("own_group")
+def test_lightning(clocks: Clocks, tmp_path: Path, strategy: str, accumulate: int) -> None:
+    """With DDP the wait for gradients begins at the end of the own backward pass. Other callbacks are no part of it."""
+    loader = DataLoader(Samples(clocks, STEPS * accumulate), batch_size=1)
+    options = {"strategy": strategy, "accumulate_grad_batches": accumulate, "default_root_dir": tmp_path}
+    fit = trainer(ElasticCallback(snapshot="eager"), Evaluates(), **options)
+    fit.fit(Slow(clocks), loader)
+    found = clocks.phases()
+    assert found.data_s == accumulate * DATA_S
+    assert found.optimizer_s == OPTIMIZER_S
+    assert found.network_s == (NETWORK_S if strategy == "ddp" else None)
+    between = (accumulate - 1) * (NETWORK_S + 13.0)
+    assert found.compute_s == accumulate * COMPUTE_S + between + (0.0 if strategy == "ddp" else NETWORK_S)
+    assert found.total_s == found.data_s + found.compute_s + found.optimizer_s + 13.0 + (found.network_s or 0.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_leased_data(clocks: Clocks, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks each at its own speed no rank waits for another one: they are not to be compared."""
+    monkeypatch.setattr(step_agreement, "world_size", lambda: world)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    dataset = ShardDataset(Samples(clocks), name="leased", shard_size=8, synchronous=False)
+    loader = elastic_loader(DataLoader(dataset, batch_size=1), optimizer=optimizer)
+    with AsyncCheckpointer(model=net, optimizer=optimizer, loader=loader):
+        for batch in loader:
+            clocks.now += COMPUTE_S
+            optimizer.zero_grad()
+            net(batch).sum().backward()
+            optimizer.step()
+    found = clocks.phases()
+    assert (found.data_s, found.compute_s, found.network_s) == (DATA_S, COMPUTE_S, None)
+    assert found.in_step == (world == 1)
+
+
+class Rows(keras.utils.PyDataset):
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__()
+        self.clocks = clocks
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        self.clocks.now += DATA_S
+        return np.ones((1, 1), np.float32), np.ones((1, 1), np.float32)
+
+
+class Pairs(Samples):
+    def __getitem__(self, index: int) -> Any:
+        self.clocks.now += DATA_S
+        return np.ones(1, np.float32), np.ones(1, np.float32)
+
+
+class Layer(keras.layers.Dense):
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__(1)
+        self.clocks = clocks
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.clocks.now += COMPUTE_S if training else 0.0
+        return super().call(inputs)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_keras(clocks: Clocks, leased: bool) -> None:
+    """A callback sees data and the whole step."""
+    model = keras.Sequential([Layer(clocks)])
+    model.compile(optimizer="sgd", loss="mse")
+    el = KerasCallback()
+    data = (
+        el.data(ShardDataset(Pairs(clocks), name="leased", shard_size=8), batch_size=1)
+        if leased
+        else el.data(Rows(clocks))
+    )
+    model.fit(data, callbacks=[el], verbose=0)
+    found = clocks.phases()
+    assert (found.data_s, found.compute_s, found.optimizer_s, found.network_s) == (DATA_S, COMPUTE_S, 0.0, None)
