@@ -1,13 +1,13 @@
 """An agent whose workers speak for themselves: it starts, reaps and replaces. Stands for `launcher.agent`.
 
-What it makes of the master's view is the launcher's own: `round_diagnosis.live_on` and `round_diagnosis.hung`.
+What it makes of the master's view is the launcher's own: `round_diagnosis.live_on` and `round_diagnosis.ended_by_master`.
 """
 
 from __future__ import annotations
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.errors import HooksError
-from dlrover_hooks.launcher.failures.round_diagnosis import hung, live_on
+from dlrover_hooks.launcher.failures.round_diagnosis import ended_by_master, live_on
 from tests.simulation.agent import Agent
 from tests.simulation.survivor import Chair
 from tests.simulation.swarm import Level
@@ -54,7 +54,7 @@ class Reaper(Agent):
             self._finished = True
             return True
         running = {worker.incarnation: worker for worker in self.node.workers if worker.exit_code is None}
-        for name in hung(view, running):
+        for name in ended_by_master(view, running):
             self.world.tell(self.process.name, f"ends {name}, which the master has lost")
             running[name].process.kill()
             failed.append(running[name])

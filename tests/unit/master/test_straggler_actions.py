@@ -84,7 +84,7 @@ class SlowRound:
             self.now += 10.0
             for name, member in sorted(self.members().items(), key=lambda one: -one[1].rank):
                 compute, network = SLOW if member.rank in slow else FAST
-                window = StepPhases(int(self.now), 50, 10.0, 0.35, 0.01, compute, 0.01, 0.0, network, policy)
+                window = StepPhases(int(self.now), 50, 10.0, 0.35, 0.01, compute, 0.01, 0.0, network, policy=policy)
                 heartbeats.beat(self.nodes, ("job", name), self.now, step=5, phases=window)
                 found = stragglers.found(self.nodes, self.job, name, self.now)
                 said += found.lines
