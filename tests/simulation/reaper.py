@@ -1,6 +1,6 @@
 """An agent whose workers speak for themselves: it starts, reaps and replaces. Stands for `launcher.agent`.
 
-What it makes of the master's view is the launcher's own: `round_diagnosis.live_on` and `round_diagnosis.ended_by_master`.
+How it reads the master's view is the launcher's own: `live_on` and `ended_by_master` of `round_diagnosis`.
 """
 
 from __future__ import annotations
