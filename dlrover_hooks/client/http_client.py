@@ -191,14 +191,14 @@ class MasterClient:
         """`unknown`: an earlier attempt may have been carried out, or may still be."""
         pause_s, why, reached = 0.05, "it was not tried", False
         while (left := until - time.monotonic()) > 0:
-            url, leader = self._addresses.current, ""
+            url, leader, silent = self._addresses.current, "", False
             try:
                 response = self._exchange(url, row, request, left, headers)
             except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
                 if not self._met and (fault := _tls_fault(error)) is not None:
                     raise UsageError(f"The master at {self.url} is not to be trusted: {fault}.", hint=_TLS) from None
                 why, sent = type(error).__name__, not _unconnected(error)
-                reached, unknown = reached or sent, unknown or sent
+                reached, unknown, silent = reached or sent, unknown or sent, isinstance(error, requests.Timeout)
             else:
                 reached = True
                 try:
@@ -217,7 +217,7 @@ class MasterClient:
                     leader = response.headers.get(LEADER_HEADER, "")
                     unknown = unknown or LEADER_HEADER not in response.headers
                     why = f"it answered {response.status_code}: {reply.message}"
-            if self._addresses.failed(url, leader):
+            if self._addresses.failed(url, leader, silent=silent):
                 for watcher in list(self._watchers):
                     watcher.moved()
             self._say_silence(why)

@@ -9,7 +9,8 @@ import time
 from dlrover_hooks.errors import UsageError
 
 _SILENT_S = 5.0
-"""A standby that names a master that was silent just now does not know better: it learns of a lost leader later."""
+"""A standby that names a master that was silent just now does not know better: it learns later of a leader that was
+stopped, and to ask that one again costs a timeout. One that refuses connections costs nothing to ask again."""
 
 
 class MasterAddresses:
@@ -44,15 +45,16 @@ class MasterAddresses:
         """More than one is known."""
         return len(self._urls) > 1
 
-    def failed(self, url: str, leader: str = "") -> bool:
+    def failed(self, url: str, leader: str = "", *, silent: bool = False) -> bool:
         """`url` did not answer, or leads no longer: ask `leader` next, if `url` named one, otherwise the one after it.
 
-        Returns whether another one is asked now. Does nothing if another thread has learned it before.
+        `silent`: there was no answer in time. Returns whether another one is asked now. Does nothing if another thread
+        has learned it before.
         """
         with self._lock:
             if self.current != url or leader == url:
                 return False
-            if not leader:
+            if silent:
                 self._silent, self._silent_at = url, time.monotonic()
             elif leader == self._silent and time.monotonic() < self._silent_at + _SILENT_S:
                 return False

@@ -199,12 +199,12 @@ class Writer:
         if self.forgets:
             self.addresses = MasterAddresses(self.world.dice.choice(self.world.urls))
         while True:
-            url, leader = self.addresses.current, ""
+            url, leader, silent = self.addresses.current, "", False
             network = self.world.sites[self.world.urls.index(url)].network
             try:
                 answer = await network.exchange(self.process, self.name, row, body, key, 2.0)
-            except (Reset, Silence):
-                unknown = True
+            except (Reset, Silence) as error:
+                unknown, silent = True, isinstance(error, Silence)
             else:
                 if answer.status < 300:
                     return msgspec.json.decode(answer.body, type=row.reply)
@@ -212,7 +212,7 @@ class Writer:
                 if answer.status not in _AGAIN or (isinstance(error, JournalFailed) and not unknown):
                     raise error
                 unknown, leader = unknown or answer.leader is None, answer.leader or ""
-            self.addresses.failed(url, leader)
+            self.addresses.failed(url, leader, silent=silent)
             await self.process.sleep(0.75 * pause_s)
             pause_s = min(0.2, 2 * pause_s)
 
