@@ -95,7 +95,7 @@ class Candidate:
 
     async def serve(self, row: Route, body: bytes, key: str | None) -> Answer:
         """The answer to one request."""
-        runtime = self.runtime
+        runtime, led = self.runtime, self.leadership.epoch == self.world.epoch()
         try:
             if runtime is None:
                 raise MasterAway("This master is a standby.")
@@ -107,9 +107,8 @@ class Candidate:
                 )
             else:
                 reply = await runtime.query(message)
-                self.world.check(
-                    self.leadership.epoch == self.world.epoch(), f"m{self.index} answers, and leads no more"
-                )
+                led = led or self.leadership.epoch == self.world.epoch()
+                self.world.check(led, f"m{self.index} answers, and did not lead since the question")
             return Answer(200, _ENCODER.encode(reply))
         except HooksError as error:
             name = type(error).__name__
