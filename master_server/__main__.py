@@ -165,7 +165,7 @@ def command(token_file: str | None, **flags: Any) -> None:
         if token_file is not None:
             options = msgspec.structs.replace(options, token=read_token(token_file))
         if options.etcd_password is not None:
-            options = msgspec.structs.replace(options, etcd_password=read_token(options.etcd_password))
+            options = msgspec.structs.replace(options, etcd_password=read_token(options.etcd_password, "password"))
         serve(options)
     except HooksError as error:
         click.echo(f"dlrover-hooks master: {error}", err=True)

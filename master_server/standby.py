@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dlrover_hooks.config.settings import tls
+from dlrover_hooks.config.tls_files import usable
 from dlrover_hooks.errors import MasterAway, UsageError
 from dlrover_hooks.master.journal.etcd_gateway import EtcdAccess, EtcdGateway
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl
@@ -118,7 +119,7 @@ class LeaderCandidate:
                 "a user of etcd needs a password, and a password a user",
                 hint="give --journal etcd://USER@HOST:2379/NAME and --etcd-password-file FILE, or neither",
             )
-        access = EtcdAccess(tls() if at.tls else None, at.user, password)
+        access = EtcdAccess(usable(tls()) if at.tls else None, at.user, password)
         self._listener = listener
         keeping, key = EtcdGateway(at.members, turn_s=_KEEPALIVE_S, access=access), f"{at.prefix}leader".encode()
         self.leadership = Leadership(keeping, key, address, self._step_down, ttl_s=ttl_s)

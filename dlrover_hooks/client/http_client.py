@@ -21,13 +21,13 @@ from urllib.parse import quote
 
 import msgspec
 import requests
-from requests.utils import DEFAULT_CA_BUNDLE_PATH
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from dlrover_hooks import config as settings
-from dlrover_hooks.client.liveness_connection import MasterAddress, Watcher, context
+from dlrover_hooks.client.liveness_connection import MasterAddress, Watcher
 from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.config import Tls
+from dlrover_hooks.config.tls_files import usable
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, UsageError, named
 from dlrover_hooks.protocol import LEADER_HEADER, PROTOCOL, Message, Notice, Problem, Route, Routes
 
@@ -76,7 +76,7 @@ class MasterClient:
     ) -> None:
         self.url, self.incarnation, self.deadline_s = url.rstrip("/"), incarnation, deadline_s
         self._addresses = MasterAddresses(url)
-        self._tls = _usable(tls or settings.tls()) if url.startswith("https:") else None
+        self._tls = usable(tls or settings.tls()) if url.startswith("https:") else None
         self._headers = {"X-Dlrover-Hooks-Protocol": str(PROTOCOL), "Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -270,21 +270,6 @@ def _unconnected(error: requests.RequestException) -> bool:
     """Nothing was sent: the connection was never established."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     return isinstance(reason, (NewConnectionError, ConnectTimeoutError))
-
-
-def _usable(tls: Tls) -> Tls:
-    """`tls` with the path of the default CA bundle filled in, for calls and watches alike. Raises UsageError."""
-    tls = msgspec.structs.replace(tls, ca=tls.ca or DEFAULT_CA_BUNDLE_PATH)
-    try:
-        context(tls)
-    except OSError as error:
-        raise UsageError(
-            f"The files for TLS cannot be used (CA {tls.ca}, certificate {tls.cert or 'none'}, "
-            f"key {tls.key or 'none'}): {error}.",
-            hint="Set DLROVER_HOOKS_CA_FILE, DLROVER_HOOKS_CLIENT_CERT and DLROVER_HOOKS_CLIENT_KEY to PEM files, the "
-            "key without a passphrase.",
-        ) from None
-    return tls
 
 
 def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:

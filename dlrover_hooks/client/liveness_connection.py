@@ -11,7 +11,6 @@ import http.client
 import os
 import random
 import socket
-import ssl
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ import msgspec
 
 from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.config import Tls
+from dlrover_hooks.config.tls_files import context
 from dlrover_hooks.errors import HooksError, MasterError, named
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.protocol import LEADER_HEADER, Notice, Problem, Routes, Watch
@@ -126,15 +126,6 @@ _KEEPALIVE = tuple(
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 )
-
-
-def context(tls: Tls) -> ssl.SSLContext:
-    """The SSL context for `tls`. Raises OSError (which includes ssl.SSLError) if a file cannot be used."""
-    folder = os.path.isdir(tls.ca)
-    made = ssl.create_default_context(capath=tls.ca if folder else None, cafile=None if folder else tls.ca)
-    if tls.cert:
-        made.load_cert_chain(tls.cert, tls.key or None, password="")  # fails for an encrypted key instead of prompting
-    return made
 
 
 class Watcher:

@@ -147,7 +147,7 @@ class Agent:
         try:
             report = self._requests.check_node(plan, measures)
         except MasterAway as away:
-            raise Over(GAVE_UP, f"{away.message.rstrip('.')}. {away.hint}") from away
+            raise _given_up(away) from away
         own = own_of(report, node)
         for one in report.nodes:
             if one.verdict is not p.NodeVerdict.OK and one is not own:
@@ -267,7 +267,7 @@ class Agent:
         try:
             view = self._requests.await_view()
         except MasterAway as away:
-            raise Over(GAVE_UP, f"{away.message.rstrip('.')}. {away.hint}") from away
+            raise _given_up(away) from away
         if view is not None:
             self.workers.seated(view)
             if view.excluded:
@@ -463,7 +463,7 @@ class Agent:
             self.workers.end()  # of the last round, which this node has left now: their ends are no failures
             seated = self._requests.await_round(self._round, within_s)
         except MasterAway as away:
-            raise Over(GAVE_UP, f"{away.message.rstrip('.')}. {away.hint}") from away
+            raise _given_up(away) from away
         except (GivenUp, Stale):
             self._obey_ending()
             view = self._requests.view()
@@ -516,3 +516,7 @@ class Agent:
         self._requests.leave(p.Departure.DONE if done else p.Departure.STOPPED, ending)
         if ending is not None and serves and several:
             time.sleep(_LINGER_S)
+
+
+def _given_up(away: MasterAway) -> Over:
+    return Over(GAVE_UP, f"{away.message.rstrip('.')}. {away.hint}")

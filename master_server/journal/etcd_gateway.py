@@ -6,7 +6,6 @@ https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/: keys and values are base6
 from __future__ import annotations
 
 import base64
-import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import requests
 from urllib3.exceptions import NewConnectionError
 
 from dlrover_hooks.config import Tls
-from dlrover_hooks.errors import HooksError, UsageError
+from dlrover_hooks.errors import HooksError
 
 _REFUSED = {3, 5, 7, 8, 9, 11, 16}
 """gRPC status codes of a request that was certainly not carried out: invalid argument, not found, permission denied,
@@ -47,7 +46,7 @@ class EtcdKey(NamedTuple):
 
 
 class EtcdAccess(msgspec.Struct, frozen=True):
-    """How etcd lets this process in. `tls`: None without TLS. `user`: empty if etcd has no authentication."""
+    """For an etcd that is protected. `tls`: usable files; None: no TLS. `user`: empty if no password is needed."""
 
     tls: Tls | None = None
     user: str = ""
@@ -57,8 +56,7 @@ class EtcdAccess(msgspec.Struct, frozen=True):
 class EtcdGateway:
     """`members`: `HOST:PORT` of each. Every request is sent to one after the other until one answers.
 
-    A request may therefore be carried out twice: callers send only what may be repeated. Raises UsageError if a file of
-    `access.tls` cannot be used.
+    A request may therefore be carried out twice: callers send only what may be repeated.
     """
 
     def __init__(
@@ -71,8 +69,6 @@ class EtcdGateway:
         self._members, self._turn_s, self._at = tuple(members), turn_s, 0
         self._access, self._token = access, ""
         """The token of `access.user`. etcd forgets it after five minutes without use, and when a member restarts."""
-        if access.tls is not None:
-            _check(access.tls)
         self._local = threading.local()
 
     def range(self, first: bytes, end: bytes, *, limit: int = 0, keys_only: bool = False) -> list[EtcdKey]:
@@ -121,7 +117,7 @@ class EtcdGateway:
         for _ in self._members:
             member = self._members[self._at % len(self._members)]
             try:
-                status, answer = self._admitted(member, path, body)
+                status, answer = self._authenticated_post(member, path, body)
             except (requests.RequestException, ValueError) as error:
                 why = f"{member}: {error if type(error) is ValueError else type(error).__name__}"
                 unanswered = unanswered or not _unsent(error)
@@ -135,7 +131,7 @@ class EtcdGateway:
             self._at += 1
         raise EtcdAway(f"no member of etcd has answered ({why})")
 
-    def _admitted(self, member: str, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _authenticated_post(self, member: str, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         """One attempt, with a new token if etcd does not know the old one. Raises as `_post`."""
         if not self._access.user:
             return self._post(member, path, body)
@@ -143,9 +139,9 @@ class EtcdGateway:
             status, answer = self._post(member, path, body)
             if answer.get("code") != _UNAUTHENTICATED:
                 return status, answer
-        who = {"name": self._access.user, "password": self._access.password}
+        credentials = {"name": self._access.user, "password": self._access.password}
         self._token = ""
-        status, answer = self._post(member, "/v3/auth/authenticate", who)
+        status, answer = self._post(member, "/v3/auth/authenticate", credentials)
         if "token" not in answer:
             return status, answer
         self._token = str(answer["token"])
@@ -167,23 +163,9 @@ class EtcdGateway:
             session = self._local.session = requests.Session()
             session.trust_env = False
             if (tls := self._access.tls) is not None:
-                session.verify = tls.ca or True
+                session.verify = tls.ca
                 session.cert = (tls.cert, tls.key or tls.cert) if tls.cert else None
         return session
-
-
-def _check(tls: Tls) -> None:
-    try:
-        context = ssl.create_default_context(cafile=tls.ca or None)
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key or None, password="")
-    except OSError as error:
-        raise UsageError(
-            f"the files for TLS with etcd cannot be used (CA {tls.ca or 'of the system'}, certificate "
-            f"{tls.cert or 'none'}, key {tls.key or 'in the same file'}): {error}",
-            hint="set DLROVER_HOOKS_CA_FILE, DLROVER_HOOKS_CLIENT_CERT and DLROVER_HOOKS_CLIENT_KEY to PEM files, the "
-            "key without a passphrase",
-        ) from error
 
 
 def _unsent(error: Exception) -> bool:

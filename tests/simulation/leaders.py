@@ -256,7 +256,7 @@ class Leaders:
             raise Broken(what)
 
     def bug(self, error: Exception) -> None:
-        """Something raised what nobody expects."""
+        """An exception that no test of the outcome expects."""
         if not isinstance(error, Broken):
             self.check(False, f"{type(error).__name__}: {error}")
         raise error
