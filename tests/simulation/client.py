@@ -8,28 +8,40 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from dlrover_hooks.client.http_client import _AGAIN, _within
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway, MasterError, named
-from dlrover_hooks.protocol import Message, Notice, Problem, Routes, Watch
+from dlrover_hooks.protocol import Message, Notice, Problem, Route, Routes, Watch
 from tests.simulation.loop import Process
-from tests.simulation.network import Answer, Network, Reset, Silence
+from tests.simulation.network import Answer, Reset, Silence
 
 _ENCODER = msgspec.json.Encoder()
 _DECODERS = {row.reply: msgspec.json.Decoder(row.reply) for row in Routes.by_request.values()}
 
 
+class Way(Protocol):
+    """To the master: a `Network`, or several."""
+
+    longest_pause_s: float
+
+    def speaks(self, incarnation: str, process: Process) -> None: ...
+
+    async def exchange(
+        self, client: Process, node: str, row: Route, body: bytes, key: str | None, left: float
+    ) -> Answer: ...
+
+
 class Client:
     """Talks to the master as `incarnation`, from `process` on `node`."""
 
-    def __init__(self, network: Network, process: Process, node: str, incarnation: str, deadline_s: float) -> None:
+    def __init__(self, network: Way, process: Process, node: str, incarnation: str, deadline_s: float) -> None:
         self.incarnation = incarnation
         self._network, self._process, self._node, self._deadline_s = network, process, node, deadline_s
         self._seqs: collections.Counter[str] = collections.Counter()
-        network.host.promises.speakers[incarnation] = process
+        network.speaks(incarnation, process)
 
     async def call(
         self, request: Message, *, channel: str = "main", timeout_s: float | None = None, again: bool = True
@@ -41,23 +53,24 @@ class Client:
         if row.event:
             self._seqs[channel] += 1
             key = f"{self.incarnation}/{channel}/{self._seqs[channel]}"
-        pause_s = 0.05
+        pause_s, unknown = 0.05, False
         while (left := until - self._process.clock()) > 0:
             body = _ENCODER.encode(_within(request, left) if row.waits else request)
             try:
                 answer = await self._network.exchange(self._process, self._node, row, body, key, left)
             except (Reset, Silence):
-                pass
+                unknown = True
             else:
                 if answer.status < 300:
                     return _DECODERS[row.reply].decode(answer.body)
                 error = refusal(answer)
-                if answer.status not in _AGAIN or isinstance(error, JournalFailed):
+                if answer.status not in _AGAIN or (isinstance(error, JournalFailed) and not unknown):
                     raise error
+                unknown = unknown or answer.leader is None
             if not again:
                 break
             await self._process.sleep(min(max(0.0, until - self._process.clock()), 0.75 * pause_s))
-            pause_s = min(1.0, 2 * pause_s)
+            pause_s = min(self._network.longest_pause_s, 2 * pause_s)
         raise MasterAway(f"no answer to {type(request).__name__}")
 
     def watch(self, job: str, on_notice: Callable[[Notice], None], on_error: Callable[[HooksError], None]) -> None:

@@ -156,7 +156,7 @@ class Host:
             if row.waits:
                 reply = await runtime.wait(message)
             elif row.event:
-                reply = await runtime.event(message, _key(key, message))
+                reply = await runtime.event(message, key_of(key, message))
                 self.promises.answered(key, self.disk.durable)
             else:
                 reply = await runtime.query(message)
@@ -166,14 +166,20 @@ class Host:
             problem = Problem(type="BadRequest", title="BadRequest", status=400, detail=str(error))
             self.network.answer(connection, Answer(400, _ENCODER.encode(problem)))
         except HooksError as error:
-            name = type(error).__name__
-            problem = Problem(type=name, title=name, status=error.status, detail=error.message, hint=error.hint)
-            self.network.answer(connection, Answer(error.status, _ENCODER.encode(problem)))
+            self.network.answer(connection, refusal_of(error))
         except Exception as error:
             self.promises.bug(error)
 
 
-def _key(text: str | None, message: Message) -> Key | None:
+def refusal_of(error: HooksError) -> Answer:
+    """As `app.App` answers."""
+    name = type(error).__name__
+    problem = Problem(type=name, title=name, status=error.status, detail=error.message, hint=error.hint)
+    return Answer(error.status, _ENCODER.encode(problem))
+
+
+def key_of(text: str | None, message: Message) -> Key | None:
+    """The idempotency key of a request. Raises BadRequest."""
     if text is None:
         return None
     incarnation, channel, seq = text.split("/")

@@ -17,7 +17,7 @@ import msgspec
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.client import master_addresses
-from dlrover_hooks.client.http_client import _AGAIN
+from dlrover_hooks.client.http_client import _AGAIN, _LONGEST_PAUSE_OF_SEVERAL_S, _TURN_S
 from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
 from dlrover_hooks.master.clock import Clock
@@ -28,12 +28,13 @@ from dlrover_hooks.master.journal.journal_protocol import checksum
 from dlrover_hooks.master.journal.leadership import Leader, Leadership
 from dlrover_hooks.master.manifest_storage import NoStorage
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.protocol import Message, Route, Routes
-from tests.simulation.client import refusal
+from dlrover_hooks.protocol import Message, Route
+from tests.simulation.client import Client
 from tests.simulation.etcd import EtcdCluster, SimulatedGateway
+from tests.simulation.host import key_of, refusal_of
 from tests.simulation.loop import Process, monotonic
 from tests.simulation.network import Answer, Connection, Network, Reset, Silence
-from tests.simulation.story import Broken, Story
+from tests.simulation.story import Broken, Checks, Story
 from tests.simulation.swarm import Swarm, draw
 from tests.simulation.threadlets import Bell, Event, ThreadedLoop, Threadlet, start_thread
 from tests.simulation.world import Result
@@ -101,21 +102,16 @@ class Candidate:
                 raise MasterAway("This master is a standby.")
             message: Any = msgspec.json.decode(body, type=row.request)
             if row.event:
-                incarnation, channel, seq = str(key).split("/")
-                reply = await runtime.event(
-                    message, job_registry.Key(incarnation=incarnation, channel=channel, seq=int(seq))
-                )
+                reply = await runtime.event(message, key_of(key, message))
             else:
                 reply = await runtime.query(message)
                 led = led or self.leadership.epoch == self.world.epoch()
                 self.world.check(led, f"m{self.index} answers, and did not lead since the question")
             return Answer(200, _ENCODER.encode(reply))
         except HooksError as error:
-            name = type(error).__name__
-            problem = p.Problem(type=name, title=name, status=error.status, detail=error.message, hint=error.hint)
             leader = self.leadership.leader
             named = leader.address if leader is not None else ""
-            return Answer(error.status, _ENCODER.encode(problem), named if runtime is None else None)
+            return refusal_of(error)._replace(leader=named if runtime is None else None)
 
 
 class Site:
@@ -150,14 +146,43 @@ class Site:
         """No request waits long here."""
 
 
+class Masters:
+    """The networks of all masters as one, for a client that has their addresses. Stands for a `Network` in `Client`."""
+
+    longest_pause_s = _LONGEST_PAUSE_OF_SEVERAL_S
+
+    def __init__(self, world: Leaders) -> None:
+        self._world = world
+        self.addresses = MasterAddresses(",".join(world.urls))
+
+    def speaks(self, incarnation: str, process: Process) -> None:
+        """Nothing depends on it here."""
+
+    async def exchange(
+        self, client: Process, node: str, row: Route, body: bytes, key: str | None, left: float
+    ) -> Answer:
+        """One attempt. Raises Reset or Silence."""
+        url = self.addresses.current
+        network = self._world.sites[self._world.urls.index(url)].network
+        try:
+            answer = await network.exchange(client, node, row, body, key, min(left, _TURN_S))
+        except (Reset, Silence) as error:
+            self.addresses.failed(url, silent=isinstance(error, Silence))
+            raise
+        if answer.status in _AGAIN:
+            self.addresses.failed(url, answer.leader or "")
+        return answer
+
+
 class Writer:
     """One client: it sends events one after the other, and asks now and then what there is."""
 
     def __init__(self, world: Leaders, index: int) -> None:
         self.world, self.name = world, f"client{index}"
         self.process = Process(self.name, world.loop, rate=world.rate())
-        self.addresses = MasterAddresses(",".join(world.urls))
-        self.forgets = index == WRITERS - 1
+        self._masters = Masters(world)
+        self._client = Client(self._masters, self.process, self.name, self.name, FOREVER_S)
+        self._forgets = index == WRITERS - 1
         """It asks any master, and learns from it which one leads, as each new process of a job does."""
         self.done = 0
         self.over = False
@@ -167,56 +192,37 @@ class Writer:
         world = self.world
         try:
             while not world.calm or self.done < EVENTS:
-                self.done += 1
-                job, key = f"{self.name}-{self.done}", f"{self.name}/main/{self.done}"
-                seat = p.Seat(incarnation=f"{job}-w", local_rank=0)
-                join = p.Join(
-                    job=job, incarnation=self.name, node=self.name, seats=(seat,), host="127.0.0.1", port=1,
-                    min_workers=1, max_workers=1, proposed_run="r", last_call_s=0.0,
-                )  # fmt: skip
-                try:
-                    await self._call(join, key)
-                    world.acknowledged(job, key)
-                except JournalFailed:
-                    world.refused.add(key)
+                await self._write()
                 if world.dice.random() < 0.5:
                     before = set(world.jobs)
-                    listed = await self._call(p.ListJobs(), None)
-                    missing = before - set(listed.jobs)
+                    missing = before - set((await self._call(p.ListJobs())).jobs)
                     world.check(not missing, f"an answer lacks {missing}, acknowledged before its question")
                 await self.process.sleep(world.dice.expovariate(1 / 0.4))
             self.over = True
-        except Broken:
-            raise
         except Exception as error:
             world.bug(error)
 
-    async def _call(self, request: Message, key: str | None) -> Any:
-        """See `MasterClient._send`."""
-        row, pause_s, body = Routes.by_request[type(request)], 0.05, _ENCODER.encode(request)
-        unknown = False
-        if self.forgets:
-            self.addresses = MasterAddresses(self.world.dice.choice(self.world.urls))
-        while True:
-            url, leader, silent = self.addresses.current, "", False
-            network = self.world.sites[self.world.urls.index(url)].network
-            try:
-                answer = await network.exchange(self.process, self.name, row, body, key, 2.0)
-            except (Reset, Silence) as error:
-                unknown, silent = True, isinstance(error, Silence)
-            else:
-                if answer.status < 300:
-                    return msgspec.json.decode(answer.body, type=row.reply)
-                error = refusal(answer)
-                if answer.status not in _AGAIN or (isinstance(error, JournalFailed) and not unknown):
-                    raise error
-                unknown, leader = unknown or answer.leader is None, answer.leader or ""
-            self.addresses.failed(url, leader, silent=silent)
-            await self.process.sleep(0.75 * pause_s)
-            pause_s = min(0.2, 2 * pause_s)
+    async def _write(self) -> None:
+        self.done += 1
+        job, key = f"{self.name}-{self.done}", f"{self.name}/main/{self.done}"
+        seat = p.Seat(incarnation=f"{job}-w", local_rank=0)
+        join = p.Join(
+            job=job, incarnation=self.name, node=self.name, seats=(seat,), host="127.0.0.1", port=1,
+            min_workers=1, max_workers=1, proposed_run="r", last_call_s=0.0,
+        )  # fmt: skip
+        try:
+            await self._call(join)
+            self.world.acknowledged(job, key)
+        except JournalFailed:
+            self.world.refused.add(key)
+
+    async def _call(self, request: Message) -> Any:
+        if self._forgets:
+            self._masters.addresses = MasterAddresses(self.world.dice.choice(self.world.urls))
+        return await self._client.call(request)
 
 
-class Leaders:
+class Leaders(Checks):
     """One seed. `calm`: nothing fails any more."""
 
     def __init__(self, swarm: Swarm) -> None:
@@ -224,6 +230,7 @@ class Leaders:
         self.dice = random.Random(f"leaders dice {swarm.seed}")
         self.chance = random.Random(f"leaders chaos {swarm.seed}")
         self.loop, self.story = ThreadedLoop(), Story()
+        super().__init__(self.loop, self.story)
         members = self.chance.choice((1, 3, 3))
         self.etcd = EtcdCluster(self.loop, random.Random(f"etcd {swarm.seed}"), members, self._put)
         self.urls = [f"http://m{index}" for index in range(MASTERS)]
@@ -245,21 +252,6 @@ class Leaders:
 
     def tell(self, who: str, what: str) -> None:
         self.story.tell(self.loop.now, who, what)
-
-    def check(self, good: object, what: str) -> None:
-        """Raises Broken."""
-        if not good:
-            if self.story.broken is None:
-                self.story.broken = what
-                self.tell("BROKEN", what)
-            self.loop.stopped = True
-            raise Broken(what)
-
-    def bug(self, error: Exception) -> None:
-        """An exception that no test of the outcome expects."""
-        if not isinstance(error, Broken):
-            self.check(False, f"{type(error).__name__}: {error}")
-        raise error
 
     def restarts(self, index: int, after_s: float) -> None:
         """The next process of a master begins."""

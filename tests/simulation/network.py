@@ -58,6 +58,8 @@ class Network:
     """`host` is where all requests go. `cut`: nodes that reach nobody, until when; `clogged`: how slow."""
 
     host: Host
+    longest_pause_s = 1.0
+    """Between two attempts of a client."""
 
     def __init__(self, swarm: Swarm, loop: Loop, dice: random.Random, story: Story) -> None:
         self.loop, self._dice, self._story = loop, dice, story
@@ -67,6 +69,10 @@ class Network:
         self.clogged: dict[str, float] = {}
         self.gone: set[str] = set()
         """Crashed nodes: what they had open is never closed."""
+
+    def speaks(self, incarnation: str, process: Process) -> None:
+        """A client begins."""
+        self.host.promises.speakers[incarnation] = process
 
     def heal(self) -> None:
         """From now on every message comes through, once and in time."""

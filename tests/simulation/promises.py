@@ -7,8 +7,7 @@ from the events that were applied and from what the simulated machines really di
 from __future__ import annotations
 
 import random
-import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlrover_hooks import protocol as p
 from dlrover_hooks.master.core.effects import CommitGeneration, Effect
@@ -19,7 +18,7 @@ from dlrover_hooks.protocol.ranges import Ranges
 from tests.simulation.counted import Counted
 from tests.simulation.loop import Loop, Process
 from tests.simulation.model import SPAN, Model, bits, names
-from tests.simulation.story import Broken, Story
+from tests.simulation.story import Checks, Story
 from tests.simulation.swarm import Swarm
 
 if TYPE_CHECKING:
@@ -73,13 +72,14 @@ class Told(NamedTuple):
     record: bytes
 
 
-class Promises:
+class Promises(Checks):
     """All checks of one world."""
 
     progress: Progress
 
     def __init__(self, swarm: Swarm, loop: Loop, story: Story, data: Data) -> None:
-        self.data, self._loop, self._story, self._swarm = data, loop, story, swarm
+        super().__init__(loop, story)
+        self.data, self._swarm = data, swarm
         self.most = swarm.bounds[1]
         """Workers of a round."""
         self.state = Master()
@@ -120,27 +120,6 @@ class Promises:
     def now(self) -> float:
         """The true time."""
         return self._loop.now
-
-    # ---- breaking ----------------------------------------------------------------------------------------------------
-
-    def check(self, good: object, what: str) -> None:
-        """Raises Broken, once and for all."""
-        if not good:
-            self._broken(what)
-
-    def _broken(self, what: str) -> NoReturn:
-        if self._story.broken is None:
-            self._story.broken = what
-            self._story.tell(self._loop.now, "BROKEN", what)
-        self._loop.stopped = True
-        raise Broken(what)
-
-    def bug(self, error: Exception) -> None:
-        """Something raised what nobody expects."""
-        if self._story.broken is None:
-            self._story.broken = "".join(traceback.format_exception(error))
-            self._story.tell(self._loop.now, "BROKEN", repr(error))
-        self._loop.stopped = True
 
     def tell(self, who: str, what: str) -> None:
         self._story.tell(self._loop.now, who, what)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 import zlib
+from typing import Any, NoReturn
 
 LONGEST = 120
 """So many of the last lines are told."""
@@ -43,3 +45,29 @@ class Story:
         """The end of the story, oldest line first."""
         cut = len(self.lines) - LONGEST
         return "\n".join((["... so many lines before: " + str(cut)] if cut > 0 else []) + self.lines[-LONGEST:])
+
+
+class Checks:
+    """Ends a simulation at the first broken promise, with its story. `loop`: a `Loop`, which is stopped then."""
+
+    def __init__(self, loop: Any, story: Story) -> None:
+        self._loop, self._story = loop, story
+
+    def check(self, good: object, what: str) -> None:
+        """Raises Broken, once and for all."""
+        if not good:
+            self._broken(what)
+
+    def _broken(self, what: str) -> NoReturn:
+        if self._story.broken is None:
+            self._story.broken = what
+            self._story.tell(self._loop.now, "BROKEN", what)
+        self._loop.stopped = True
+        raise Broken(what)
+
+    def bug(self, error: Exception) -> None:
+        """An exception that no check of the outcome expects."""
+        if self._story.broken is None:
+            self._story.broken = "".join(traceback.format_exception(error))
+            self._story.tell(self._loop.now, "BROKEN", repr(error))
+        self._loop.stopped = True
