@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from dlrover_hooks.host.ports import free_port
 from tests.e2e.master_process import LiveMaster
 from tests.warm import Forked, warm as warmed
 
@@ -36,12 +36,6 @@ def left_of(job: str) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if any(job in part for part in process.info["cmdline"] or ())
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environments(world: int, master: LiveMaster | None = None, **more: object) -> list[dict[str, str]]:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.control_groups import memory_group
 from tests.deep import deep
 from tests.e2e.etcd_process import free_ports
-from tests.memory_groups import memory_group
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = {"nanogpt": 120}

@@ -118,9 +118,10 @@ class BatchPlan(msgspec.Struct, frozen=True):
         """The plan in one line, for the log."""
         least, more = divmod(self.total, self.world_size)
         parts = [f"{more} x {least + 1}"] * bool(more) + [f"{self.world_size - more} x {least}"]
+        ranks = f"{self.world_size} workers share" if self.world_size > 1 else "1 worker runs"
         line = (
-            f"{self.world_size} workers share {self.total} micro-batches of {self.batch_size} in each step (global "
-            f"batch {self.global_batch_size}): {', '.join(parts)}; {self.efficiency:.0%} busy"
+            f"{ranks} {self.total} micro-batches of {self.batch_size} in each step (global batch "
+            f"{self.global_batch_size}): {', '.join(parts)}; {self.efficiency:.0%} busy"
         )
         return f"{line}; {self.suggestion}" if self.suggestion else line
 

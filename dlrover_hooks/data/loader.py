@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.hooks import RemovableHandle
 
 from dlrover_hooks import config
-from dlrover_hooks.data.batch_plan import Tail
+from dlrover_hooks.data.batch_plan import BatchPlan, Tail
 from dlrover_hooks.data.batch_sampler import END, Batches
 from dlrover_hooks.data.implicit_accumulation import Accumulation, accumulation_of
 from dlrover_hooks.data.leased.leased_loader import is_leased, leased_loader
@@ -83,8 +83,6 @@ def elastic_loader(
         if not isinstance(sampler, ElasticSampler):
             sampler = _elastic(loader, order, block, window, global_batch_size, seed, tail, num_replicas, rank)
         made = ElasticLoader(with_sampler(loader, sampler, seed_samples), sampler, name=name)
-        if sampler.plan.world_size > 1:
-            log.info("loader %r: %s", name, sampler.plan.summary)
     if fixed_length and not made.fixed_length:
         raise _no_fixed_length(made.name)
     made.take_part(optimizer, by_hand=accumulation == "manual")
@@ -129,6 +127,8 @@ class ElasticLoader:
         self.leads = True
         """The loop's epochs are this loader's: neither a framework's nor those of a loader that it is zipped with."""
         self._counting, self._said = False, set[str]()
+        self._logged: BatchPlan | None = None
+        """The plan that was logged last."""
         self._accumulation: Accumulation | None = None
         self.by_hand = False
         """The loop steps at `step_ends`, and weights its losses."""
@@ -158,9 +158,17 @@ class ElasticLoader:
         """
         self.close()  # before the new iterator, which with num_workers > 0 draws from the sampler at once
         self._begin()
+        self._log_plan()
         token = self._live = object()
         self._renewed()
         return self._batches(token)
+
+    def _log_plan(self) -> None:
+        """Not before the first epoch: until then a restore, or the world, may change the plan."""
+        plan = self.sampler.plan
+        if plan != self._logged and (plan.world_size > 1 or self._logged is not None):
+            log.info("loader %r: %s", self.name, plan.summary)
+            self._logged = plan
 
     def _begin(self) -> None:
         progress, n, before = self.sampler.progress, self.sampler.plan.n, self.sampler.progress.base
@@ -319,7 +327,7 @@ class ElasticLoader:
         live, self._source = self._live, None
         self.sampler.resize(world_size, rank)
         if live is not None:
-            log.info("loader %r goes on in another world: %s", self.name, self.sampler.plan.summary)
+            self._log_plan()
 
     def rollback(self) -> None:
         """See `ElasticSampler.rollback`."""

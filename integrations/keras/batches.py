@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -21,6 +21,14 @@ PLACE = "train"
 """Name of the data in the checkpoint."""
 PEEKED = 2
 """Batches from which Keras derives the shapes on TensorFlow, where it cannot ask for any batch."""
+
+
+class Fetches(NamedTuple):
+    """What is called around each read of a batch, by the thread that reads it."""
+
+    begin: Callable[[], bool]
+    """Returns whether this is the training thread."""
+    end: Callable[[], object]
 
 
 class IndexedSource(Protocol):
@@ -83,20 +91,17 @@ class ElasticBatches(keras.utils.PyDataset):
 
     Args:
         rank, world_size: of this process.
-        before_fetch: called before a batch is read, by the thread that reads it. Returns whether that is the training
-            thread.
+        fetches: called around each read of a batch.
     """
 
     weight = 1.0
     """Share of this rank's rows in the batch that was read last."""
-    after_fetch: Callable[[], object] | None = None
-    """Called after a batch is read, in the thread that called `before_fetch`."""
 
-    def __init__(self, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
+    def __init__(self, rank: int, world_size: int, fetches: Fetches) -> None:
         super().__init__()  # one worker: the batches are requested in order
         self.training = False
         """Set by the callback when its training begins."""
-        self._rank, self._world_size, self._before_fetch = rank, world_size, before_fetch
+        self._rank, self._world_size, self._fetches = rank, world_size, fetches
         self._fetched = self._applied = 0
         """Batches of the current epoch that were requested here, and that were applied here."""
 
@@ -139,8 +144,8 @@ class ElasticBatches(keras.utils.PyDataset):
 class CountedBatches(ElasticBatches):
     """Batches whose number in an epoch is known. steps: which samples belong to which step."""
 
-    def __init__(self, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
-        super().__init__(rank, world_size, before_fetch)
+    def __init__(self, steps: StepIndices, rank: int, world_size: int, fetches: Fetches) -> None:
+        super().__init__(rank, world_size, fetches)
         self.steps = steps
         self._left = 0
         """Batches of the current epoch."""
@@ -181,8 +186,7 @@ class CountedBatches(ElasticBatches):
         number = self._fetched
         self._fetched += 1
         batch, self.weight = self._read(number)
-        if self.after_fetch is not None:
-            self.after_fetch()
+        self._fetches.end()
         return batch
 
     def _read(self, number: int) -> tuple[Any, float]:
@@ -202,10 +206,8 @@ class CountedBatches(ElasticBatches):
 class IndexedBatches(CountedBatches):
     """Batches of an `IndexedSource`; the other arguments are those of `CountedBatches`."""
 
-    def __init__(
-        self, source: IndexedSource, steps: StepIndices, rank: int, world_size: int, before_fetch: Callable[[], bool]
-    ) -> None:
-        super().__init__(steps, rank, world_size, before_fetch)
+    def __init__(self, source: IndexedSource, steps: StepIndices, rank: int, world_size: int, fetches: Fetches) -> None:
+        super().__init__(steps, rank, world_size, fetches)
         self._source = source
 
     def first(self) -> Any:
@@ -213,7 +215,7 @@ class IndexedBatches(CountedBatches):
         return self._source.take(self.steps.indices(0), self._share)[0]
 
     def _read(self, number: int) -> tuple[Any, float]:
-        self._before_fetch()
+        self._fetches.begin()
         return self._source.take(self.steps.indices(number), self._share)
 
 

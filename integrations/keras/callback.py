@@ -20,7 +20,7 @@ from dlrover_hooks.data.leased.shard_dataset import ShardDataset
 from dlrover_hooks.data.step_indices import StepIndices
 from dlrover_hooks.errors import UsageError
 from dlrover_hooks.integrations.keras import _private_api as private, callback_state, model_state
-from dlrover_hooks.integrations.keras.batches import ArraySource, BatchSource, ElasticBatches, IndexedBatches
+from dlrover_hooks.integrations.keras.batches import ArraySource, BatchSource, ElasticBatches, Fetches, IndexedBatches
 from dlrover_hooks.integrations.keras.leases import LeasedBatches
 from dlrover_hooks.integrations.keras.streams import StreamedBatches, reader_of
 from dlrover_hooks.session import Preempted, Restored, Session
@@ -68,6 +68,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
                 hint="start one worker (--nproc-per-node 1), or set KERAS_BACKEND=torch",
             )
         self._batches: ElasticBatches | None = None
+        self._fetches = Fetches(self._before_fetch, self._after_fetch)
         self._driver: StepDriver | None = None
         self._parallel: DataParallel | None = None
         self._restored: Restored | None = None
@@ -136,7 +137,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         if not isinstance(x, ShardDataset):
             return None
         _refuse_beside(x, y, sample_weight)
-        return LeasedBatches(x, batch_size, self._place.rank, self._place.world_size, self._before_fetch)
+        return LeasedBatches(x, batch_size, self._place.rank, self._place.world_size, self._fetches)
 
     def _read_by_epochs(self, x: Any, y: Any, sample_weight: Any, batches: int | None) -> ElasticBatches | None:
         """None: batch `i` of `x` can be read without those before it."""
@@ -144,7 +145,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         if reader is None:
             return None
         _refuse_beside(x, y, sample_weight)
-        return StreamedBatches(reader, self._place.rank, self._place.world_size, self._before_fetch)
+        return StreamedBatches(reader, self._place.rank, self._place.world_size, self._fetches)
 
     def _read_by_index(
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool, seed: int
@@ -155,7 +156,7 @@ class KerasElasticCallback(keras.callbacks.Callback):
         else:
             source = ArraySource(x, y, sample_weight)
         steps = StepIndices(source.count, batch_size, shuffle=shuffle, seed=seed)
-        return IndexedBatches(source, steps, self._place.rank, self._place.world_size, self._before_fetch)
+        return IndexedBatches(source, steps, self._place.rank, self._place.world_size, self._fetches)
 
     # ---- Keras' events ----------------------------------------------------------------------------------------------
 
@@ -181,7 +182,6 @@ class KerasElasticCallback(keras.callbacks.Callback):
         try:
             self._check_kind(restored)
             batches.attach(self._driver.session, self._params["epochs"])
-            batches.after_fetch = self._after_fetch
             if restored is not None:
                 self._resume(restored)
             if self._place.world_size > 1:
@@ -221,8 +221,6 @@ class KerasElasticCallback(keras.callbacks.Callback):
         self._driver.stepped()
         clock.boundary()
         self._batches.look_ahead()
-        if isinstance(self._batches, LeasedBatches):
-            clock.fetched()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._parallel is not None and logs is not None:

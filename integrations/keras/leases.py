@@ -26,7 +26,7 @@ from dlrover_hooks.data.leased.shard_dataset import Collated, Pick, Reading, Sha
 from dlrover_hooks.data.leased.sources import Stream
 from dlrover_hooks.errors import DataMismatch, ShardsFailed, UsageError
 from dlrover_hooks.integrations.keras import _private_api as private
-from dlrover_hooks.integrations.keras.batches import PEEKED, ElasticBatches
+from dlrover_hooks.integrations.keras.batches import PEEKED, ElasticBatches, Fetches
 
 if TYPE_CHECKING:
     from dlrover_hooks.data.leased.lease_client import LeaseCaller, LeaseClient
@@ -72,16 +72,14 @@ class LeasedBatches(ElasticBatches):
     Args:
         dataset: its samples are what a batch of Keras is made of: `x`, `(x, y)`, `(x, y, sample_weight)` or dicts.
         batch_size: samples of a batch; the last one of a lease may be shorter.
-        rank, world_size, before_fetch: as of `ElasticBatches`.
+        rank, world_size, fetches: as of `ElasticBatches`.
 
     Raises:
         UsageError: there are several workers.
     """
 
-    def __init__(
-        self, dataset: ShardDataset, batch_size: int, rank: int, world_size: int, before_fetch: Callable[[], bool]
-    ) -> None:
-        super().__init__(rank, world_size, before_fetch)
+    def __init__(self, dataset: ShardDataset, batch_size: int, rank: int, world_size: int, fetches: Fetches) -> None:
+        super().__init__(rank, world_size, fetches)
         if world_size > 1:
             raise UsageError(
                 f"{world_size} workers were started: with Keras, shards are leased to one worker",
@@ -141,7 +139,7 @@ class LeasedBatches(ElasticBatches):
     def _served(self) -> Iterator[Any]:
         for batch in self._queue.batches(self._more):
             self._fetched += 1
-            self._before_fetch()
+            self._fetches.begin()
             yield batch
 
     # ---- the callback -----------------------------------------------------------------------------------------------
@@ -172,10 +170,9 @@ class LeasedBatches(ElasticBatches):
 
         Waits while the master has nothing: until then what is applied here is acknowledged.
         """
-        if self._feed is None or self._ahead:
-            return
-        if not self._pull(self._acknowledged):
+        if self._feed is not None and not self._ahead and not self._pull(self._acknowledged):
             self._over(self._feed)
+        self._fetches.end()
 
     def end(self) -> None:
         """The training is over: acknowledge what is applied, give back the rest."""

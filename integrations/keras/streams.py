@@ -18,7 +18,7 @@ from dlrover_hooks import rng
 from dlrover_hooks.data.session_datasets import DatasetPosition
 from dlrover_hooks.data.step_indices import StepIndices
 from dlrover_hooks.errors import DataMismatch, UsageError
-from dlrover_hooks.integrations.keras.batches import PEEKED, CountedBatches, rows_of
+from dlrover_hooks.integrations.keras.batches import PEEKED, CountedBatches, Fetches, rows_of
 from dlrover_hooks.integrations.keras.tensor_datasets import DatasetReader, is_tensor_dataset
 
 log = logging.getLogger("dlrover_hooks")
@@ -115,8 +115,8 @@ class StreamedBatches(CountedBatches):
     Before the training begins, Keras looks at a few batches for their shapes: it gets those read here, in advance.
     """
 
-    def __init__(self, reader: EpochReader, rank: int, world_size: int, before_fetch: Callable[[], bool]) -> None:
-        super().__init__(StepIndices(reader.count, 1, shuffle=False), rank, world_size, before_fetch)
+    def __init__(self, reader: EpochReader, rank: int, world_size: int, fetches: Fetches) -> None:
+        super().__init__(StepIndices(reader.count, 1, shuffle=False), rank, world_size, fetches)
         self._reader = reader
         random = rng.capture()
         self._peeked = list(itertools.islice(reader.look(), min(PEEKED, reader.count)))
@@ -137,7 +137,7 @@ class StreamedBatches(CountedBatches):
         if not self.training:
             return self._peek(number)
         place = self.steps.epoch, int(self.steps.indices(number)[0])
-        drawn_here = self._before_fetch()
+        drawn_here = self._fetches.begin()
         if not place[1]:
             self._begin(*place)
         elif self._next != place:

@@ -4,9 +4,11 @@ Part of `make bench-health`. Each fault is injected once, in a step and a rank t
 
 - silent ones, many in one job: SIGSTOP, and C code that holds the GIL. The launcher's `--hang-timeout` is 3 s;
 - stalls, as many in a job as it may restart because of them: a deadlock, an endless loop. `step_timeout` is 2 s;
+- memory without end, many in one job, in a control group of the kernel with 2 GiB;
 - a user's exception, one in a job, which ends the job.
 
-A blame is right if it names the rank, and for all but SIGSTOP also the function in which it is.
+A blame is right if it names the rank, and for a stall and an exception also the function in which it is, for a lack of
+memory the cause.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from typing import NamedTuple
 
 from dlrover_hooks.master.core.stalls import MOST_RESTARTS
 from tests.benchmarks.report import REPOSITORY
+from tests.control_groups import group_of_memory
 
 WORLD, APART = 3, 5
 """Workers, and steps from one fault to the next."""
 SILENT, STALLS = ("stopped", "holds_the_gil"), ("deadlock", "endless_loop")
+SAID = {"stopped": "stopped", "takes_memory": "SIGKILL: out of memory"}
+"""Instead of the function."""
 SCRIPT = """
 import json, os, re, signal, sys, threading, time
 from pathlib import Path
@@ -58,6 +63,11 @@ def deadlock():
 def endless_loop():
     while True:
         pass
+
+def takes_memory():
+    kept = []
+    while True:
+        kept.append(torch.ones(1 << 22))
 
 def user_error():
     raise ValueError("the batch is empty")
@@ -126,6 +136,13 @@ def stalls(rounds: int, seed: int) -> list[Blame]:
     return found
 
 
+def out_of_memory(rounds: int, seed: int) -> list[Blame]:
+    """One job for all. Raises OSError if this user cannot make a memory cgroup."""
+    (plan,) = plans(("takes_memory",), rounds, rounds, random.Random(seed))
+    with group_of_memory(2 << 30) as group:
+        return _blames(plan, r"worker (\d+) (?:died|was lost) \((.*?)\) at step", group)
+
+
 def user_errors(rounds: int, seed: int) -> list[Blame]:
     """Each ends its job; the seconds are those to the launcher's end."""
     found: list[Blame] = []
@@ -141,10 +158,10 @@ def user_errors(rounds: int, seed: int) -> list[Blame]:
     return found
 
 
-def _blames(plan: list[Fault], pattern: str) -> list[Blame]:
+def _blames(plan: list[Fault], pattern: str, group: Path | None = None) -> list[Blame]:
     """Run a job; the blame for each fault: the first line that matches `pattern` after it."""
     with tempfile.TemporaryDirectory() as name:
-        code, lines = _run(Path(name), plan)
+        code, lines = _run(Path(name), plan, group)
         marks = [Path(name, f"fault-{number}") for number in range(len(plan))]
         times = [float(mark.read_text()) if mark.exists() else None for mark in marks]
     if code != 0:
@@ -157,20 +174,21 @@ def _blames(plan: list[Fault], pattern: str) -> list[Blame]:
             found.append(Blame(False, float("inf")))
             continue
         right = int(first[1][1]) == fault.rank
-        where = "stopped" if fault.kind == "stopped" else f"in {fault.kind}"
-        found.append(Blame(right and where in first[1][2], first[0] - began))
+        found.append(Blame(right and SAID.get(fault.kind, f"in {fault.kind}") in first[1][2], first[0] - began))
     if len(blamed) > len(plan):
         print(f"{len(blamed)} blames for {len(plan)} faults", file=sys.stderr)
     return found
 
 
-def _run(folder: Path, plan: list[Fault]) -> tuple[int, list[tuple[float, str]]]:
-    """Run a job to its end: its exit code, and its lines with the time at which they came."""
+def _run(folder: Path, plan: list[Fault], group: Path | None = None) -> tuple[int, list[tuple[float, str]]]:
+    """Run a job to its end, in a cgroup: its exit code, and its lines with the time at which they came."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     steps = APART * (len(plan) + 2)
     options = ["--nproc-per-node", str(WORLD), "--hang-timeout", "3s", "--max-restarts", "1000"]
     command = [sys.executable, "-m", "dlrover_hooks", "run", *options, str(script), json.dumps(plan), str(steps)]
+    if group is not None:
+        command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group), *command]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "DLROVER_HOOKS_ON_STALL": "restart-rank"}
     process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
     lines: list[tuple[float, str]] = []

@@ -19,10 +19,10 @@ from dlrover_hooks import rng
 from dlrover_hooks.config import Place
 from dlrover_hooks.elastic.batch_statistics import ALL_BYTES
 from dlrover_hooks.elastic.rng_journal_replication import told
+from dlrover_hooks.host.ports import free_port
 from dlrover_hooks.protocol import Generation
 from dlrover_hooks.rng.rank_journal import ProcessState, RngJournal, Statistics
 from tests.benchmarks.report import Figures
-from tests.ranks import free_port
 
 PAIRS_PER_ROUND = 30
 

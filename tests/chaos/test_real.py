@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dlrover_hooks.host.ports import free_port
 from tests.chaos.cluster import Cluster
-from tests.ranks import free_port
 from tests.waiting import until
 
 VICTIMS = ("rank 0", "rank 1", "rank 0", "rank 1", "n0", "master", "n0+rank 1", "master+rank 0")

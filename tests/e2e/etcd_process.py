@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import requests
 
+from dlrover_hooks.host.ports import free_port
 from tests.waiting import until
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free just now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Different ports that were free just now."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 class EtcdProcess:

@@ -31,7 +31,7 @@ from dlrover_hooks.master.journal.leadership import Leadership
 from tests.e2e.etcd_process import EtcdProcess, Masters
 from tests.e2e.job_script import join
 from tests.e2e.launched import Launched
-from tests.e2e.test_tls import certificate
+from tests.e2e.test_tls import certificate, folder_of_cas
 from tests.waiting import until
 
 
@@ -193,10 +193,10 @@ def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
 
 
 def test_etcd_with_tls_and_a_password(tmp_path: Path) -> None:
-    """A member that restarts has forgotten the masters' tokens. A wrong password is named."""
+    """A member that restarts has forgotten the masters' tokens. A wrong password is named. The CA is in a folder."""
     cert, key = certificate(tmp_path, "etcd", "O")  # etcd's gateway refuses a common name beside a password
     access = EtcdAccess(Tls(ca=cert, cert=cert, key=key))
-    files = {"CA_FILE": cert, "CLIENT_CERT": cert, "CLIENT_KEY": key}
+    files = {"CA_FILE": folder_of_cas(tmp_path / "cas", cert), "CLIENT_CERT": cert, "CLIENT_KEY": key}
     env = {f"DLROVER_HOOKS_{name}": value for name, value in files.items()}
     (tmp_path / "password").write_text("right\n")
     (tmp_path / "wrong").write_text("wrong\n")

@@ -12,9 +12,9 @@ import pytest
 from dlrover_hooks.checkpoint.ipc import keeper_messages
 from dlrover_hooks.errors import KeeperAway
 from dlrover_hooks.protocol import Generation
+from tests.control_groups import memory_group, set_limit
 from tests.e2e.kept import RUN, Kept, state
 from tests.e2e.launched import Launched
-from tests.memory_groups import memory_group, set_limit
 from tests.waiting import until
 
 LIMIT = 96 << 20

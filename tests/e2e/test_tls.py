@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,6 +27,15 @@ def certificate(folder: Path, name: str, field: str = "CN") -> tuple[str, str]:
     return cert, key
 
 
+def folder_of_cas(folder: Path, *certs: str) -> str:
+    """`folder`, new, with these certificates as CAs, as SSL_CERT_DIR is: OpenSSL finds a file by a hash in its name."""
+    folder.mkdir()
+    for cert in certs:
+        shutil.copy(cert, folder)
+    subprocess.run(["openssl", "rehash", str(folder)], check=True, capture_output=True)
+    return str(folder)
+
+
 class Serving:
     """A master with a certificate of its own and one for a client."""
 
@@ -47,15 +57,18 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     made.process.communicate()
 
 
-VARIABLES = ("DLROVER_HOOKS_CA_FILE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+VARIABLES = ("DLROVER_HOOKS_CA_FILE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_calls_and_watches_trust_the_same(serving: Serving, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_calls_and_watches_trust_the_same(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     """Row 7: by whichever variable the CA is named."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, serving.cert)
+    folder = folder_of_cas(tmp_path / "cas", serving.cert)
+    monkeypatch.setenv(variable, folder if variable == "SSL_CERT_DIR" else serving.cert)
     monkeypatch.setenv("DLROVER_HOOKS_CLIENT_CERT", serving.client_cert)
     monkeypatch.setenv("DLROVER_HOOKS_CLIENT_KEY", serving.client_key)
     assert serving.url.startswith("https://")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover_hooks.elastic.process_groups import Groups
-from tests.ranks import free_port
+from dlrover_hooks.host.ports import free_port
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

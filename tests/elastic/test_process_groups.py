@@ -18,7 +18,8 @@ import torch.distributed as dist
 from dlrover_hooks.elastic.gloo_connections import Connections
 from dlrover_hooks.elastic.process_groups import Groups, rendezvous
 from dlrover_hooks.errors import RoundEnded
-from tests.ranks import ended, free_port, started
+from dlrover_hooks.host.ports import free_port
+from tests.ranks import ended, started
 
 PEER = """
 import sys, threading, torch, torch.distributed as dist

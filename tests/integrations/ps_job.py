@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from dlrover_hooks.host.ports import free_port
 from tests import ranks
 from tests.e2e.master_process import LiveMaster
 from tests.waiting import json_lines, until
@@ -181,8 +182,8 @@ class ByHand:
         self.lives.touch()
         self.master = LiveMaster(folder)
         tasks = ("ps", "worker", "chief")
-        self._cluster = {name: [f"127.0.0.1:{ranks.free_port()}"] for name in tasks}
-        self._cluster["ps"] = [f"{ps_host}:{ranks.free_port()}"]
+        self._cluster = {name: [f"127.0.0.1:{free_port()}"] for name in tasks}
+        self._cluster["ps"] = [f"{ps_host}:{free_port()}"]
         self._started: list[subprocess.Popen[str]] = []
         self.processes = {name: self.begin(name) for name in tasks}
 

@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader
 
 from dlrover_hooks.data.loader import elastic_loader
 from dlrover_hooks.errors import UsageError
+from dlrover_hooks.host.ports import free_port
 from dlrover_hooks.integrations.accelerate import ElasticAccelerator
 from dlrover_hooks.integrations.fabric import ElasticFabric
 from dlrover_hooks.integrations.lightning import ElasticCallback
 from dlrover_hooks.integrations.torch import AsyncCheckpointer
 from dlrover_hooks.pytorch.even_batches import EvenLoader
-from tests import ranks
 from tests.integrations.torch_cases import Noisy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +42,7 @@ WORDS = "and under {0} state is kept with .* only: nothing would be saved, and n
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As torchrun starts it, for strategies that need a process group."""
-    given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ranks.free_port()}
+    given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     yield

@@ -479,16 +479,24 @@ def test_batches_twice_are_refused() -> None:
         assert caught.value.hint
 
 
-def test_the_plan_is_logged_once_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
-    """`m_i`, efficiency and what would be better, at more than one worker."""
+def test_the_plan_is_logged_when_it_is_used_and_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """`m_i`, efficiency and what would be better, at more than one worker. Not the plan before a restore."""
     caplog.set_level(logging.INFO, logger="dlrover_hooks")
-    given = DataLoader(Ids(70), 2)
-    elastic_loader(elastic_loader(given, global_batch_size=10, num_replicas=4, rank=1))
-    elastic_loader(given, num_replicas=1)
-    told = [record.message for record in caplog.records if "workers share" in record.message]
-    assert len(told) == 1
-    assert "1 x 2, 3 x 1; 62% busy" in told[0]
-    assert "batch_size=1" in told[0]
+    state = make(70, global_batch_size=10).state_dict()
+    loader = elastic_loader(DataLoader(Ids(70), 2, shuffle=True), num_replicas=4, rank=1)
+    alone = elastic_loader(DataLoader(Ids(70), 2), num_replicas=1)
+    assert caplog.messages == []
+    loader.load_state_dict(state)
+    for _ in range(2):
+        next(iter(loader))
+        next(iter(alone))
+        loader.close()
+    (line,) = caplog.messages
+    assert "global batch 10): 1 x 2, 3 x 1; 62% busy" in line
+    assert "batch_size=1" in line
+    loader.resize(1, 0)
+    next(iter(loader))
+    assert "1 worker runs 5 micro-batches" in caplog.messages[1]
 
 
 def test_blocks_are_asked_for_by_name() -> None:
