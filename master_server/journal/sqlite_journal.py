@@ -38,7 +38,6 @@ _SCHEMA = f"""
 BEGIN IMMEDIATE;
 {_TABLES}
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-COMMIT;
 """
 _FROM_1 = f"""
 BEGIN IMMEDIATE;
@@ -122,12 +121,16 @@ class SqliteJournal:
         return {name.decode(errors="replace") for (name,) in names}
 
     def _begin(self) -> None:
-        """Create the tables of a new journal. Never for an existing one: a missing table there is damage."""
+        """Create a new journal in one transaction: a process that is killed meanwhile leaves nothing of it.
+
+        Never for an existing journal: a missing table there is damage.
+        """
         self._db.executescript(_SCHEMA)
         self.owner = uuid.uuid4().hex
         for name, value in (("owner", self.owner), ("format", str(FORMAT))):
             self._db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
         self._sign()
+        self._db.execute("COMMIT")
 
     def _value(self, name: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()

@@ -2,7 +2,7 @@
 
 `make bench-health`. Faults are injected into real jobs (`hang_world`, `slow_world`) and real node checks (`bad_nodes`);
 jobs without a fault run in virtual time (`stall_load`), and so does the check of 1,000 nodes (`node_check_load`). Needs
-root: some faults are limits of control groups. Takes about TODO minutes with 20 rounds of each fault. Writes
+root: some faults are limits of control groups. Takes about half an hour with 20 rounds of each fault. Writes
 build/bench/health.json. BENCH_ARGS: `--rounds N`, `--seed N`, `--only GROUP`.
 """
 

@@ -4,7 +4,7 @@ Part of `make bench-health`. Each fault is injected once, in a step and a rank t
 
 - silent ones, many in one job: SIGSTOP, and C code that holds the GIL. The launcher's `--hang-timeout` is 3 s;
 - stalls, as many in a job as it may restart because of them: a deadlock, an endless loop. `step_timeout` is 2 s;
-- memory without end, many in one job, in a control group of the kernel with 2 GiB;
+- memory without end, one in a job, in a control group of the kernel with 2 GiB;
 - a user's exception, one in a job, which ends the job.
 
 A blame is right if it names the rank, and for a stall and an exception also the function in which it is, for a lack of
@@ -137,10 +137,12 @@ def stalls(rounds: int, seed: int) -> list[Blame]:
 
 
 def out_of_memory(rounds: int, seed: int) -> list[Blame]:
-    """One job for all. Raises OSError if this user cannot make a memory cgroup."""
-    (plan,) = plans(("takes_memory",), rounds, rounds, random.Random(seed))
-    with group_of_memory(2 << 30) as group:
-        return _blames(plan, r"worker (\d+) (?:died|was lost) \((.*?)\) at step", group)
+    """Each in a job of its own. Raises OSError or StopIteration if this user cannot make a memory cgroup."""
+    found: list[Blame] = []
+    for plan in plans(("takes_memory",), rounds, 1, random.Random(seed)):
+        with group_of_memory(2 << 30) as group:
+            found += _blames(plan, r"worker (\d+) (?:died|was lost) \((.*?)\) at step", group)
+    return found
 
 
 def user_errors(rounds: int, seed: int) -> list[Blame]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +203,38 @@ def test_names_that_no_address_can_show(name: str) -> None:
     ledger = p.OpenLedger("job", "holder", name, "f", (p.Partition(end=9),), free=True)
     with pytest.raises(BadRequest, match="printable"):
         job_registry.apply(Master(), ledger, 1.0)
+
+
+KILLED = """
+import os, signal, sys
+from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
+
+def killed_before(path, number):
+    def count(frame, event, called):
+        nonlocal number
+        if event == "c_call" and called.__name__.startswith("execute"):
+            number -= 1
+            if number < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+    SqliteJournal(path)
+    os._exit(0)
+
+ended, number = -1, 0
+while ended != 0:
+    path = f"{sys.argv[1]}/{number}.db"
+    if (child := os.fork()) == 0:
+        killed_before(path, number)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    SqliteJournal(path).close()
+    number += 1
+print(number)
+"""
+
+
+def test_a_master_that_is_killed_while_it_makes_its_journal(tmp_path: Path) -> None:
+    """Before each of its SQL statements: the next process can use the file."""
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 8
