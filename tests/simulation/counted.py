@@ -45,6 +45,8 @@ class Counted:
         """By job and attempt, the seats: node and rank."""
         self.places: dict[str, tuple[str, int]] = {}
         """By incarnation, node and local rank."""
+        self.least: dict[str, int] = {}
+        """By name, the smallest round that its join asked for: launches of other sizes may still be on their way."""
         self._speakers: dict[str, set[str]] = {}
         """By incarnation, which agent has joined for it, and which reaps it."""
         self._stored: dict[str, set[p.Generation]] = {}
@@ -106,6 +108,7 @@ class Counted:
         waiting = self._waiting.setdefault(event.job, {})
         for seat in event.seats:
             self.places[seat.incarnation] = event.node, seat.local_rank
+            self.least[seat.incarnation] = event.min_workers
             self._speakers.setdefault(seat.incarnation, set()).update({event.incarnation, event.launcher})
             since = waiting[seat.incarnation].since if seat.incarnation in waiting else self._promises.now
             waiting[seat.incarnation] = Waits(since, len(names), event.incarnation)

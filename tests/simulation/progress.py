@@ -110,8 +110,8 @@ class Progress:
         """By name, the ranks of the round before and of this one."""
         swarm, number = self._world.swarm, job.rounds.number
         if swarm.level is Level.HOT:
-            want = swarm.nodes * swarm.workers
-            self._check(len(world) == want, f"round {number} has {len(world)} workers, and its level is hot")
+            want = max(counted.least[name] for name in world)
+            self._check(len(world) == want, f"round {number} has {len(world)} of {want} workers, and its level is hot")
         absent = sorted(
             name
             for name in before
