@@ -165,13 +165,17 @@ class MasterRequests:
         return None
 
     def _say_waiting(self, *, first: bool) -> None:
+        job = self._address.job
         if self._options.nodes.most > 1:
-            log.info("job %s: waiting for the other nodes", self._address.job)
+            view = self.view() if first else None
+            full = view is not None and view.unlisted.alive >= self._options.max_workers
+            rest = "it has all its nodes: this one waits as a spare" if full else "waiting for the other nodes"
+            log.info("job %s: %s", job, rest)
         elif first and (view := self.view(all_nodes=True)) is not None:
             others = sorted({one.node for one in view.members if one.alive} - {self._address.node})
             if others:
                 log.warning("job %s runs already, on node %s: this launcher has no place there (--nnodes 1), unless "
-                            "that one is lost", self._address.job, ", ".join(others))  # fmt: skip
+                            "that one is lost", job, ", ".join(others))  # fmt: skip
 
     def check_node(self, plan: CheckPlan, measures: tuple[p.Measure, ...]) -> p.CheckReport:
         """Take part in a check with the other nodes, see `participation.take_part`. The master may still be starting.

@@ -223,3 +223,27 @@ def test_the_node_of_a_slow_rank_is_excluded(node: Callable[..., Launched], tmp_
     assert code == 0, said
     assert re.search(rf"{reason}\. Excluding node b \(1 of 3 actions because of slow ranks\)", said), said
     each_step_has_its_batch(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_spare_node_takes_the_place_of_an_excluded_one(node: Callable[..., Launched], tmp_path: Path) -> None:
+    (tmp_path / "slow").write_text("none yet")
+    options = (POLICIES, "--nnodes", "1:2", "--max-restarts", "0")
+    policy = {"DLROVER_HOOKS_ON_STRAGGLER": "exclude"}
+    a = node("a", *options, **policy)
+    a.child("dlrover_hooks.master")
+    b = node("b", *options, **policy)
+    trains_on(tmp_path, 2, 5)
+    c = node("c", *options, **policy)
+    assert c.says(": it has all its nodes: this one waits as a spare")
+    (tmp_path / "slow").write_text("b")
+    code, said = b.end(120.0)
+    assert code == 76, said
+    assert c.says(" has pid ", 60.0)
+    trains_on(tmp_path, 2, 60)
+    (tmp_path / "end").touch()
+    for job in (a, c):
+        code, said = job.end()
+        assert code == 0, said
+    each_step_has_its_batch(tmp_path)
