@@ -160,17 +160,20 @@ class MasterRequests:
             if seated.round is not None:
                 return seated
             if not said:
-                self._say_waiting(first=after == 0)
+                self._say_waiting(within_s, first=after == 0)
                 said = True
         return None
 
-    def _say_waiting(self, *, first: bool) -> None:
+    def _say_waiting(self, within_s: float, *, first: bool) -> None:
         job = self._address.job
         if self._options.nodes.most > 1:
             view = self.view() if first else None
             full = view is not None and view.unlisted.alive >= self._options.max_workers
-            rest = "it has all its nodes: this one waits as a spare" if full else "waiting for the other nodes"
-            log.info("job %s: %s", job, rest)
+            if full:
+                log.info("job %s: it has all its nodes: this one waits as a spare, for %.0f s at most "
+                         "(--replace-timeout)", job, within_s)  # fmt: skip
+            else:
+                log.info("job %s: waiting for the other nodes", job)
         elif first and (view := self.view(all_nodes=True)) is not None:
             others = sorted({one.node for one in view.members if one.alive} - {self._address.node})
             if others:
