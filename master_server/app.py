@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from dlrover_hooks.errors import BadRequest, HooksError, TooLarge, Unauthorized
 from dlrover_hooks.master import openapi
+from dlrover_hooks.master.connections import Connection
 from dlrover_hooks.master.core.events import Key
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
@@ -46,11 +47,11 @@ class App:
         self._token, self._body_limit_bytes = token, body_limit_bytes
         self._bearer = _header_value(f"Bearer {token}") if token is not None else None
         self._openapi = msgspec.json.encode(openapi.document())
-        self._by_path = {row.path: self._endpoint(row) for row in ROUTES if row.method == "POST"}
+        self._by_path = {row.path: _Endpoint(self, row).answer for row in ROUTES if row.method == "POST"}
         self._starlette = Starlette(
             routes=[
                 *(
-                    HttpRoute(_with_slashes(row.path), self._endpoint(row), methods=[row.method])
+                    HttpRoute(_with_slashes(row.path), _Endpoint(self, row).answer, methods=[row.method])
                     for row in _LONGEST_FIRST
                 ),
                 HttpRoute("/healthz", self._health),
@@ -78,40 +79,10 @@ class App:
 
     # ---- routes of the protocol --------------------------------------------------------------------------------------
 
-    def _endpoint(self, row: Route) -> Endpoint:
-        decoder = msgspec.json.Decoder(row.request)
-        counters: dict[int, Counter] = {}
-
-        async def endpoint(request: Request) -> Response:
-            status = 500
-            try:
-                response = await self._respond(row, decoder, request)
-                status = response.status_code
-            except ClientDisconnect:
-                status = 499
-                response = Response(status_code=499)
-            except HooksError as error:
-                response = await _problem(request, error)
-                status = response.status_code
-            finally:
-                if status not in counters:
-                    counters[status] = self.metrics.requests.labels(row.path, str(status))
-                counters[status].inc()
-            return response
-
-        return endpoint
-
-    async def _respond(self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request) -> Response:
-        message, key = await self._read(row, decoder, request)
-        if row.waits:
-            return _Reply(await _unless_gone(request, self.runtime.wait, message))
-        if row.event:
-            return _Reply(await self.runtime.event(message, key))
-        return _Reply(await self.runtime.query(message))
-
-    async def _read(
+    async def read(
         self, row: Route, decoder: msgspec.json.Decoder[Any], request: Request
     ) -> tuple[Message, Key | None]:
+        """The message of an authorized request, and its idempotency key if it is an event."""
         headers = dict[bytes, bytes](request.scope["headers"])  # starlette's would be searched for each name
         self._authorize(request, headers)
         if self._token is None:
@@ -170,6 +141,52 @@ class App:
         )
 
 
+class _Endpoint:
+    """Answers the requests of one row of `ROUTES`.
+
+    Thousands of long-polls are open at the same time, so `answer` is one coroutine: each call of another one that waits
+    would take 300 bytes in each of them.
+    """
+
+    def __init__(self, app: App, row: Route) -> None:
+        self._app, self._row, self._decoder = app, row, msgspec.json.Decoder(row.request)
+        self._counters: dict[int, Counter] = {}
+
+    async def answer(self, request: Request) -> Response:
+        """The response to `request`, an error's one, too."""
+        status, runtime = 500, self._app.runtime
+        try:
+            message, key = await self._app.read(self._row, self._decoder, request)
+            if self._row.waits:
+                connection: Connection = request.scope["state"]["connection"]
+                # cancels this task: so the death of a client is detected at once
+                connection.await_loss(request.scope, asyncio.current_task())
+                try:
+                    response: Response = _Reply(await runtime.wait(cast(Any, message)))
+                except asyncio.CancelledError:
+                    if connection.transport.is_closing():
+                        raise ClientDisconnect from None
+                    raise
+                finally:
+                    connection.waiting = None
+            elif self._row.event:
+                response = _Reply(await runtime.event(message, key))
+            else:
+                response = _Reply(await runtime.query(message))
+            status = 200
+        except ClientDisconnect:
+            status = 499
+            response = Response(status_code=499)
+        except HooksError as error:
+            response = await _problem(request, error)
+            status = response.status_code
+        finally:
+            if status not in self._counters:
+                self._counters[status] = self._app.metrics.requests.labels(self._row.path, str(status))
+            self._counters[status].inc()
+        return response
+
+
 def _with_slashes(path: str) -> str:
     """Let names contain slashes: clients quote them, and the server receives them unquoted."""
     return path.replace("}", ":path}")
@@ -177,34 +194,6 @@ def _with_slashes(path: str) -> str:
 
 _LONGEST_FIRST = sorted(ROUTES, key=lambda row: -len(row.path))
 """Longer paths are matched first: otherwise a name with slashes would match the rest of a longer path."""
-
-
-async def _unless_gone(request: Request, wait: Callable[[Any], Awaitable[Message]], message: Message) -> Message:
-    """The long-poll's reply. A disconnect of the client cancels the wait at once: this is how its death is detected.
-
-    A callback, not a second task that waits for it: that would take half of the memory of an open long-poll.
-    """
-    connection, waiting = request.scope["state"]["connection"], asyncio.current_task()
-    gone = connection.transport.is_closing()
-
-    def lost() -> None:
-        nonlocal gone
-        gone = True
-        if waiting is not None:
-            waiting.cancel()
-
-    connection.on_lost = lost
-    connection.forget_request(request.scope)
-    try:
-        if gone:
-            raise ClientDisconnect
-        return await wait(message)
-    except asyncio.CancelledError:
-        if gone:
-            raise ClientDisconnect from None
-        raise
-    finally:
-        connection.on_lost = None
 
 
 def _from_url(row: Route, request: Request) -> Message:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import msgspec
+from httptools import HttpRequestParser
+from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -93,8 +95,8 @@ class _FlowControl(FlowControl):
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol with `Limits`. The app finds it as `state["connection"]` in a request's scope.
 
-    It stays open until the peer closes it, or TCP's keep-alive finds that the peer's host is gone. `on_lost`: called
-    when it ends, for the request that is being answered.
+    It stays open until the peer closes it, or TCP's keep-alive finds that the peer's host is gone. `waiting`: the task
+    of a long-poll, which is cancelled when the connection ends.
     """
 
     # with more than 30 attributes in its dict, that of each object would take 1.3 KiB more
@@ -106,7 +108,7 @@ class Connection(HttpToolsProtocol):
         "_limits",
         "_strangers",
         "_unfinished_bytes",
-        "on_lost",
+        "waiting",
     )
 
     def __init__(self, strangers: UnauthenticatedConnections, **more: Any) -> None:
@@ -116,7 +118,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._admitted = True
         self.pipeline = _Pipeline()  # type: ignore[assignment]
-        self.on_lost: Callable[[], object] | None = None
+        self.waiting: asyncio.Task[Any] | None = None
 
     def welcome(self) -> None:
         """The peer has sent the token. Idempotent."""
@@ -139,14 +141,16 @@ class Connection(HttpToolsProtocol):
         self._strangers.lost(self)
         self._stop_head_timer()
         super().connection_lost(exc)
-        if self.on_lost is not None:
-            self.on_lost()
+        if self.waiting is not None:
+            self.waiting.cancel()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         if not self._admitted:
             self._refuse_for_files()
             return
+        if self.parser is None:
+            self._renew_parser()
         self._advanced = False
         super().data_received(data)
         if self.transport.is_closing():
@@ -157,6 +161,11 @@ class Connection(HttpToolsProtocol):
         elif self._in_head and self._head_timer is None:
             late = f"The request's headers were not complete within {self._limits.head_s:g} s."
             self._head_timer = self.loop.call_later(self._limits.head_s, self._refuse, 408, late)
+
+    def _renew_parser(self) -> None:
+        """As uvicorn makes it."""
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
         """Parser callback."""
@@ -173,13 +182,18 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and self.cycle is not before:
             self.cycle.message_event = _SmallEvent()  # nobody waits for the other one yet: the app runs later
 
-    def forget_request(self, scope: MutableMapping[str, Any]) -> None:
-        """The app has read the request: while it waits, only what is needed for the response is kept.
+    def await_loss(self, scope: MutableMapping[str, Any], task: asyncio.Task[Any] | None) -> None:
+        """`task`, which has read the request of `scope`, begins a long-poll. Raises ClientDisconnect.
 
-        An access log would need more.
+        Only what is needed for the response is kept: no header (an access log would need them), and no parser, half of
+        which are references to the methods of this object.
         """
+        if self.transport.is_closing():
+            raise ClientDisconnect
+        self.waiting = task
         if self.scope is scope:  # else the next request has arrived already
             self.headers = []
+            self.parser = None  # pyright: ignore[reportAttributeAccessIssue]
         needed = {name: scope[name] for name in ("type", "method", "path", "state")}
         scope.clear()
         scope.update(needed)

@@ -226,7 +226,7 @@ def test_a_new_life_arms_the_leases(tmp_path: Path, lends: bool) -> None:
         await runtime.close()
 
     async def second() -> None:
-        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=2.0)
         runtime.start()
         if lends:
             await runtime.event(p.OpenLedger("job", "w1", "train", "f", (p.Partition(end=9),)))
@@ -259,7 +259,7 @@ def test_a_new_life_misses_holders_without_a_seat(tmp_path: Path, speaks: bool) 
         await runtime.close()
 
     async def second() -> None:
-        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=0.2)
+        runtime = Runtime(SqliteJournal(tmp_path / "master.db"), storage=StorageFake(), lease_s=2.0)
         runtime.start()
         if speaks:
             await runtime.event(p.TakeLeases("job", "w1", "train", 1, 0))
