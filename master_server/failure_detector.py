@@ -39,6 +39,8 @@ from dlrover_hooks.protocol import (
 )
 
 log = logging.getLogger("dlrover_hooks.master")
+_SPEAK = (TakeLeases, Join, RegisterTask)
+"""Events that only show that their sender lives, the most frequent first."""
 _UNTRACKED = (AwaitTasks, AwaitCluster, AwaitCheck)
 
 
@@ -151,24 +153,24 @@ class Liveness:
 
     def heard_of(self, event: Message) -> None:
         """An event shows that its sender is alive; others end the tracking of a process, or of a job's nodes."""
-        if isinstance(event, DeleteJob | ForgetFinished):
-            node_vitals.forget_all_but(self._nodes, self._state().jobs)
-        elif isinstance(event, Leave | Exited | Lost) and (job := self._state().jobs.get(event.job)) is not None:
-            node_vitals.parted(self._nodes, job, event.worker if isinstance(event, Exited) else event.incarnation)
-        if isinstance(event, Attach):
+        if isinstance(event, _SPEAK):
+            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
+        elif isinstance(event, Attach):
             self._heard((event.job, event.incarnation), GRACE_S)
         elif isinstance(event, OpenLedger):
             name = (event.job, event.incarnation)
             self._heard(name, self._worker_s(name))
-        elif isinstance(event, (Join, TakeLeases, RegisterTask)):
-            self._heard((event.job, event.incarnation), heartbeats.silence_s(self._nodes))
-        elif isinstance(event, Leave):
-            heartbeats.forget(self._nodes, (event.job, event.incarnation))
-        elif isinstance(event, Exited):
-            heartbeats.forget(self._nodes, (event.job, event.worker))
-        elif isinstance(event, EndStalled | EndSlow):
+        elif isinstance(event, (DeleteJob, ForgetFinished)):
+            node_vitals.forget_all_but(self._nodes, self._state().jobs)
+        elif isinstance(event, (EndStalled, EndSlow)):
             for incarnation in event.incarnations:
                 heartbeats.forget(self._nodes, (event.job, incarnation))
+        elif isinstance(event, (Leave, Exited, Lost)):
+            gone = event.worker if isinstance(event, Exited) else event.incarnation
+            if (job := self._state().jobs.get(event.job)) is not None:
+                node_vitals.parted(self._nodes, job, gone)
+            if not isinstance(event, Lost):
+                heartbeats.forget(self._nodes, (event.job, gone))
 
     def waits(self, request: Poll, for_s: float) -> None:
         """A long-poll begins. A `Watch` stays open until `waited` is called.
