@@ -509,8 +509,9 @@ class Runtime:
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:
             timer.cancel()
-        delay_s = max(0.0, effect.at - self._now())
-        self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
+        if effect.at < math.inf:
+            delay_s = max(0.0, effect.at - self._now())
+            self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
 
 
 def _ending() -> MasterAway:
