@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,19 @@ def test_a_stopped_leader_does_no_harm_when_it_goes_on(etcd_masters: Masters) ->
     until(lambda: "goes on as a standby" in masters.told(), "the former leader")
     until(lambda: named_by(masters, first) == masters.urls[1 - first], "a standby that knows the leader")
     late.close()
+    client.close()
+
+
+def test_a_long_poll_at_a_stopped_leader_is_sent_to_the_next_one(etcd_masters: Masters) -> None:
+    """Long before its own timeout: no master is asked to keep it for longer than a few seconds."""
+    masters = etcd_masters
+    first = masters.leader()
+    client = client_of(masters, masters.urls[first], masters.urls[1 - first])
+    client.call(join())
+    masters.stop(first)
+    began = time.monotonic()
+    assert client.call(p.AwaitRound("job", "agent", timeout_s=20.0)).round == 1
+    assert time.monotonic() - began < 15.0
     client.close()
 
 
