@@ -40,7 +40,6 @@ _SCHEMA = f"""
 BEGIN IMMEDIATE;
 {_TABLES}
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-COMMIT;
 """
 _FROM_1 = f"""
 BEGIN IMMEDIATE;
@@ -51,9 +50,8 @@ INSERT INTO snapshots SELECT seq, state, crc(seq, state) FROM snapshot;
 DROP TABLE events_1;
 DROP TABLE snapshot;
 UPDATE meta SET value = '2' WHERE name = 'format';
-COMMIT;
 """
-"""Format 1 had no checksums: its records are assumed to be undamaged."""
+"""Format 1 had no checksums: its records are assumed to be undamaged. Like `_SCHEMA` without an end, see `_sign`."""
 _HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
 """Tables, by format."""
 
@@ -142,7 +140,9 @@ class SqliteJournal:
         return {name.decode(errors="replace") for (name,) in names}
 
     def _begin(self) -> None:
-        """Create the tables of a new journal. Never for an existing one: a missing table there is damage."""
+        """Create the tables of a new journal, all or none: this process may be killed meanwhile. Never for an existing
+        journal: a missing table there is damage.
+        """
         self._db.executescript(_SCHEMA)
         self.owner = uuid.uuid4().hex
         for name, value in (("owner", self.owner), ("format", str(FORMAT))):
@@ -161,7 +161,9 @@ class SqliteJournal:
         return str(checksum(FORMAT, b"\0".join([self.owner.encode(), *(sql for (sql,) in tables)])))
 
     def _sign(self) -> None:
+        """Write the signature, and end the transaction in which the tables were made."""
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('crc', ?)", (self._signature(),))
+        self._db.execute("COMMIT")
 
     def _check_pages(self) -> None:
         """SQLite's own check, which finds rows whose loss nothing else would show. Raises ValueError."""

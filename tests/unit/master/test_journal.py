@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,24 @@ def test_format_1_is_read_and_goes_on_as_format_2(tmp_path: Path) -> None:
     change(path, "UPDATE events SET record = ? WHERE seq = 3", record(history[1]))
     with pytest.raises(UsageError, match=r"event 3: .*checksum"):
         load(path)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_master_killed_while_it_creates_or_converts_a_journal(tmp_path: Path, old: bool) -> None:
+    """The next one finds all tables or none. Killed before the last write of that."""
+    path = tmp_path / "master.db"
+    if old:
+        database = sqlite3.connect(path)
+        database.executescript(FORMAT_1)
+        database.close()
+    script = (
+        "import os, sys\n"
+        "from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal\n"
+        "SqliteJournal._sign = lambda self: os._exit(9)\n"
+        "SqliteJournal(sys.argv[1])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(path)]).returncode == 9
+    assert load(path).jobs == {}
 
 
 def long(path: Path) -> bytes:
