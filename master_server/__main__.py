@@ -31,12 +31,21 @@ from dlrover_hooks.errors import HooksError, UsageError
 from dlrover_hooks.host.background_thread import BackgroundThread
 from dlrover_hooks.master.app import BODY_LIMIT_BYTES, App
 from dlrover_hooks.master.connections import Connection, Limits, UnauthenticatedConnections
+from dlrover_hooks.master.journal.etcd_leadership import TTL_S
 from dlrover_hooks.master.journal.journal_protocol import Journal, LeadershipLost
-from dlrover_hooks.master.journal.leadership import TTL_S, Leadership
+from dlrover_hooks.master.journal.leadership import Leadership
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 from dlrover_hooks.master.metrics import Metrics
 from dlrover_hooks.master.runtime import Runtime
-from dlrover_hooks.master.standby import LeaderCandidate, LeaderStorage, StandbyMaster, advertised, is_etcd
+from dlrover_hooks.master.standby import (
+    EtcdCandidate,
+    FileCandidate,
+    LeaderCandidate,
+    LeaderStorage,
+    StandbyMaster,
+    advertised,
+    is_etcd,
+)
 
 SHORTEST_LEASE_S = 0.1
 USAGE = 78
@@ -60,6 +69,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     port: int = 8780
     fd: int | None = None
     journal: str | None = None
+    standby: bool = False
     token: str | None = None
     lease_s: float = 10.0
     open_lease_s: float = 60.0
@@ -114,8 +124,10 @@ class Command(click.Command):
 @click.option("--fd", type=int, help="Listen on this inherited socket: its owner may restart the master unseen.")
 @click.option("--journal", help="SQLite file that outlives this process, or etcd://HOST:2379,HOST:2379/NAME for "
               "several masters. Without it a restarted master has lost all jobs.")  # fmt: skip
-@click.option("--advertise", metavar="URL", help="With etcd: this master's address for clients and other masters. "
-              "By default that of --host and --port.")  # fmt: skip
+@click.option("--standby", is_flag=True, help="For several masters with one SQLite file: wait while another one has "
+              "it open, and take over when that one ends.")  # fmt: skip
+@click.option("--advertise", metavar="URL", help="This one's address for clients, if there are several masters. By "
+              "default that of --host and --port.")  # fmt: skip
 @click.option("--leader-lease", "leader_lease_s", type=click.IntRange(2, 60), metavar="SECONDS",
               help=f"With etcd: a leader that cannot reach it for so long is replaced. Default: {TTL_S}.")  # fmt: skip
 @click.option("--etcd-password-file", "etcd_password", type=click.Path(exists=True, dir_okay=False),
@@ -149,7 +161,8 @@ def command(token_file: str | None, **flags: Any) -> None:
     \b
     One machine:   nothing to do, `dlrover-hooks run` starts a master.
     Sidecar:       python -m dlrover_hooks.master --journal master.db
-    Several masters, of which one leads: --journal etcd://a,b,c on each; clients get the addresses of all.
+    Several masters, of which one leads: --journal etcd://a,b,c on each, or on one machine --journal master.db
+    --standby; clients get the addresses of all.
     Many machines: DLROVER_HOOKS_TOKEN=... python -m dlrover_hooks.master --host 0.0.0.0 --journal master.db
     Workers find it through DLROVER_HOOKS_MASTER=http://HOST:8780 (and DLROVER_HOOKS_TOKEN).
 
@@ -175,11 +188,7 @@ def command(token_file: str | None, **flags: Any) -> None:
 def serve(options: ServeOptions) -> None:
     """Serve until a signal arrives or `life_fd` is closed. Raises HooksError for errors that the caller can correct."""
     _check_tls(options)
-    if not is_etcd(options.journal) and {options.advertise, options.leader_lease_s, options.etcd_password} != {None}:
-        raise UsageError(
-            "--advertise, --leader-lease and --etcd-password-file are for several masters",
-            hint="add --journal etcd://...",
-        )
+    _check_journal(options)
     gc.set_threshold(*_COLLECT_AT)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker holds two or three connections
@@ -187,11 +196,9 @@ def serve(options: ServeOptions) -> None:
     _keep_alive(listener)
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
-    if is_etcd(options.journal):
+    if is_etcd(options.journal) or options.standby:
         address = advertised(options.advertise, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        lease_s, password = options.leader_lease_s or TTL_S, options.etcd_password or ""
-        candidate = LeaderCandidate(str(options.journal), password, address, listener, lease_s)
-        served = _serve_candidate(options, listener, candidate)
+        served = _serve_candidate(options, listener, _candidate(options, address, listener))
     else:
         served = _serve_alone(options, listener, SqliteJournal(options.journal, synchronous=options.synchronous))
     if options.fd is None:  # a caller that passed a socket has its address
@@ -200,24 +207,56 @@ def serve(options: ServeOptions) -> None:
         sys.exit(FAILED)
 
 
+def _check_journal(options: ServeOptions) -> None:
+    """The options of several masters fit the journal. Raises UsageError."""
+    etcd = is_etcd(options.journal)
+    if not etcd and {options.leader_lease_s, options.etcd_password} != {None}:
+        raise UsageError(
+            "--leader-lease and --etcd-password-file are for several masters with a journal in etcd",
+            hint="add --journal etcd://...",
+        )
+    if options.advertise is not None and not etcd and not options.standby:
+        raise UsageError(
+            "--advertise is for several masters", hint="add --journal etcd://..., or --standby on one machine"
+        )
+    if options.standby and options.journal is None:
+        raise UsageError(
+            "--standby needs a journal that the other master has, too", hint="add --journal FILE, the same for each"
+        )
+
+
+def _candidate(options: ServeOptions, address: str, listener: socket.socket) -> LeaderCandidate:
+    journal = str(options.journal)
+    if not is_etcd(journal):
+        return FileCandidate(journal, address, synchronous=options.synchronous)
+    return EtcdCandidate(journal, options.etcd_password or "", address, listener, options.leader_lease_s or TTL_S)
+
+
 async def _serve_candidate(options: ServeOptions, listener: socket.socket, candidate: LeaderCandidate) -> bool:
-    """Serve as a standby, and as the leader once elected. False if the runtime failed."""
-    standby, loop = StandbyMaster(candidate.leader), asyncio.get_running_loop()
+    """Serve as a standby, and as the leader once elected. False if the runtime failed. Raises HooksError."""
+    standby, loop = StandbyMaster(lambda: candidate.leadership.leader), asyncio.get_running_loop()
     server = Server(_config(options, standby.asgi), ending=candidate.stopping)
     campaign = loop.run_in_executor(None, candidate.elected)
 
-    async def lead() -> None:
+    async def lead() -> HooksError | None:
+        """Returns why this master cannot lead, if its user can mend that."""
         try:
-            if await campaign:
-                server.runtime, app = _runtime(options, candidate.journal, candidate.leadership)
+            if (journal := await campaign) is not None:
+                server.runtime, app = _runtime(options, journal, candidate.leadership)
                 server.runtime.on_failure = server.fail
                 standby.lead(app.asgi)
                 log.warning("this master leads (epoch %d)", candidate.leadership.epoch)
-        except LeadershipLost:  # this master is ending: otherwise it would have been replaced by a standby
+        except LeadershipLost:  # or this process image was replaced by a fresh standby
             log.info("this master ends before it leads")
+            if not candidate.stopping.is_set():
+                server.fail()
+        except HooksError as error:
+            server.fail()
+            return error
         except Exception:  # nothing awaits this task before the server ends: without it, a standby that never leads
             log.critical("this master cannot lead", exc_info=True)
             server.fail()
+        return None
 
     leading = loop.create_task(lead())
     if options.life_fd is not None:
@@ -226,10 +265,12 @@ async def _serve_candidate(options: ServeOptions, listener: socket.socket, candi
         await server.serve(sockets=[listener])
     finally:
         server.ending.set()
-        await leading
+        refusal = await leading
         if server.runtime is not None:
             await server.runtime.close()
         await loop.run_in_executor(None, candidate.leadership.resign)
+    if refusal is not None:
+        raise refusal
     return not server.failed
 
 

@@ -273,8 +273,10 @@ class Runtime:
 
     def _committed(self, task: asyncio.Task[None]) -> None:
         """After a commit that raised, state and journal differ: end this process; the next one replays the journal."""
-        if task.cancelled() or (error := task.exception()) is None:
-            return
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
         if isinstance(error, LeadershipLost):
             log.warning("this master leads no longer: %s", error)
         else:
@@ -367,8 +369,11 @@ class Runtime:
 
     def _probed(self, task: asyncio.Task[None]) -> None:
         self._probing = None
-        if not task.cancelled():
-            self._wrote(failed=task.exception() is not None)
+        if task.cancelled():
+            return
+        self._wrote(failed=(error := task.exception()) is not None)
+        if isinstance(error, LeadershipLost):
+            self._fail(error)
 
     def _wrote(self, *, failed: bool = False) -> None:
         self._refuses, self._written_at = failed, self._loop.time()
@@ -509,8 +514,9 @@ class Runtime:
     def _set_deadline(self, effect: Deadline) -> None:
         if (timer := self._deadlines.pop(effect.job, None)) is not None:
             timer.cancel()
-        delay_s = max(0.0, effect.at - self._now())
-        self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
+        if effect.at < math.inf:
+            delay_s = max(0.0, effect.at - self._now())
+            self._deadlines[effect.job] = self._loop.call_later(delay_s, self._inform, Tick(job=effect.job))
 
 
 def _ending() -> MasterAway:

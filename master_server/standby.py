@@ -1,4 +1,4 @@
-"""A master while another one leads: it follows the journal, answers where the leader is, and takes over."""
+"""A master while another one leads: it waits or follows the journal, answers where the leader is, and takes over."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from dlrover_hooks.config.tls_files import usable
 from dlrover_hooks.errors import MasterAway, UsageError
 from dlrover_hooks.master.journal.etcd_gateway import EtcdAccess, EtcdGateway
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl
+from dlrover_hooks.master.journal.etcd_leadership import EtcdLeadership
+from dlrover_hooks.master.journal.file_leadership import FileLeadership
+from dlrover_hooks.master.journal.journal_protocol import Journal
 from dlrover_hooks.master.journal.leadership import Leadership
 from dlrover_hooks.master.manifest_storage import HeldUrl, Storage
 from dlrover_hooks.protocol import LEADER_HEADER, Manifest, Problem, Retention
@@ -104,8 +107,38 @@ class LeaderStorage:
             raise MasterAway("This master leads no longer.", hint="The next leader writes to storage.")
 
 
-class LeaderCandidate:
-    """One process's journal in etcd and its candidacy. `elected` blocks until it leads.
+class LeaderCandidate(Protocol):
+    """One process's candidacy and its journal."""
+
+    @property
+    def leadership(self) -> Leadership:
+        """Its leadership, perhaps of the future."""
+        ...
+
+    @property
+    def stopping(self) -> threading.Event:
+        """Set when this process is to end: it is a candidate no longer."""
+        ...
+
+    def elected(self) -> Journal | None:
+        """Wait until this process is elected: its journal. None: `stopping` was set. Any thread. Raises HooksError."""
+        ...
+
+
+class FileCandidate:
+    """A candidate for the SQLite journal at `path`. It reads the journal only once it leads."""
+
+    def __init__(self, path: str, address: str, *, synchronous: str) -> None:
+        self.leadership = FileLeadership(path, address, synchronous=synchronous)
+        self.stopping = threading.Event()
+
+    def elected(self) -> Journal | None:
+        """See `LeaderCandidate`."""
+        return self.leadership.journal if self.leadership.campaign(self.stopping, lambda: None) else None
+
+
+class EtcdCandidate:
+    """A candidate for a journal in etcd, which it follows, so that it leads at once when it is elected.
 
     A leader that loses its leadership is replaced by a fresh standby in the same process (`exec`): no thread and no
     connection of the former leader is left. The standby inherits the socket that listens, so that no other program can
@@ -122,22 +155,18 @@ class LeaderCandidate:
         access = EtcdAccess(usable(tls()) if at.tls else None, at.user, password)
         self._listener = listener
         keeping, key = EtcdGateway(at.members, turn_s=_KEEPALIVE_S, access=access), f"{at.prefix}leader".encode()
-        self.leadership = Leadership(keeping, key, address, self._step_down, ttl_s=ttl_s)
+        self.leadership = EtcdLeadership(keeping, key, address, self._step_down, ttl_s=ttl_s)
         self.stopping = threading.Event()
-        self.journal = EtcdJournal(EtcdGateway(at.members, access=access), at.prefix, self.leadership)
+        self._journal = EtcdJournal(EtcdGateway(at.members, access=access), at.prefix, self.leadership)
         self._trouble = ""
 
-    def leader(self) -> str:
-        """The leader's address as of the last look; empty: none was seen."""
-        return self.leadership.leader.address if self.leadership.leader is not None else ""
-
-    def elected(self) -> bool:
-        """Follow the leader until this process is elected (True) or `stopping` is set (False). Any thread."""
-        return self.leadership.campaign(self.stopping, self._follow)
+    def elected(self) -> Journal | None:
+        """See `LeaderCandidate`."""
+        return self._journal if self.leadership.campaign(self.stopping, self._follow) else None
 
     def _follow(self) -> None:
         try:
-            self.journal.follow()
+            self._journal.follow()
         except UsageError as error:
             if error.message != self._trouble:
                 log.error("this standby cannot follow: %s", error)

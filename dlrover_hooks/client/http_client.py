@@ -37,6 +37,9 @@ _AGAIN = (502, 503, 504)
 _SILENT_S = 3.0
 _TURN_S = 2.0
 """Of several masters one that does not answer for so long is passed over: its process may be stopped."""
+_LONGEST_POLL_S = 3.0
+"""Of several masters each is asked to answer a long-poll within so long: one that is stopped is passed over `_TURN_S`
+later. 1000 waiting clients then send 333 requests per second, for which a master needs a tenth of one core."""
 _LONGEST_PAUSE_S, _LONGEST_PAUSE_OF_SEVERAL_S = 1.0, 0.5
 """Between two attempts. A standby takes over within seconds, a single master is started again."""
 _HINT = "Is it running and reachable from here? Set DLROVER_HOOKS_MASTER to its address."
@@ -116,7 +119,8 @@ class MasterClient:
         """Send `request`, return the reply of its route's type. Any thread; events of one channel are sent in order.
 
         Args:
-            request: a request type of `ROUTES`.
+            request: a request type of `ROUTES`. A long-poll may be answered that there is nothing before its own
+                timeout: its caller asks again.
             channel: events of one channel wait for each other.
             timeout_s: overrides `deadline_s`.
             again: False raises MasterAway at the first failure instead of retrying until the deadline.
@@ -253,7 +257,8 @@ class MasterClient:
             query = {name: value for name, value in fields.items() if f"{{{name}}}" not in path}
             path = path.format_map({name: quote(value, safe="") for name, value in fields.items()})
         else:
-            sent = _within(request, left) if row.waits else request
+            longest_s = _LONGEST_POLL_S if self._addresses.several else math.inf
+            sent = _within(request, left, longest_s) if row.waits else request
             body, waits_s = msgspec.json.encode(sent), getattr(sent, "timeout_s", 0.0) if row.waits else 0.0
         return self._session().request(
             row.method,
@@ -288,10 +293,12 @@ _TLS = (
 )
 
 
-def _within(request: Message, left: float) -> Message:
-    """Limits a long-poll's timeout so that its answer arrives before the caller's deadline."""
+def _within(request: Message, left: float, longest_s: float = math.inf) -> Message:
+    """Limits a long-poll's timeout, also so that its answer arrives before the caller's deadline."""
     timeout_s = getattr(request, "timeout_s", None)
-    return request if timeout_s is None else msgspec.structs.replace(request, timeout_s=min(timeout_s, 0.8 * left))
+    if timeout_s is None:
+        return request
+    return msgspec.structs.replace(request, timeout_s=min(timeout_s, longest_s, 0.8 * left))
 
 
 class _Foreign(HooksError):

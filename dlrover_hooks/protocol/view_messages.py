@@ -41,7 +41,7 @@ class ShowJob(Message, frozen=True):
 
 
 class DeleteJob(Message, frozen=True):
-    """Delete a job; its checkpoints stay. Refused (JobAlive) while it has workers, unless `force`."""
+    """Delete a job; its checkpoints stay. Refused (JobAlive) while it has workers or checks nodes, unless `force`."""
 
     job: str
     force: bool = False

@@ -20,7 +20,7 @@ class RoundFormed(Message, frozen=True):
 
 
 class Deadline(Message, frozen=True):
-    """Send `Tick(job)` at `at` (seconds, the clock of `now`). Replaces the job's earlier deadline."""
+    """Send `Tick(job)` at `at` (seconds, the clock of `now`). Replaces the job's earlier deadline. Infinite: none."""
 
     job: str
     at: float

@@ -149,14 +149,19 @@ class Job(msgspec.Struct):
 
     @property
     def over(self) -> bool:
-        """It is finished, and no process holds a rank or leases of it or waits for a rank. Or it was only checked."""
-        return (self.finished or self.only_checked) and not self.live and not self.ledgers.free
+        """It is finished or was only checked, and no process is left: see `processes`."""
+        return (self.finished or self.only_checked) and not self.processes
 
     @property
     def only_checked(self) -> bool:
         """Its nodes were checked, and nothing else has ever been requested for it."""
-        checked = self.check.number > 0 and self.check.running is None and not self.check.coming
+        checked = self.check.number > 0 and not self.check.standing
         return checked and not self.run and self.ps is None and not self.ledgers.named
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that hold a rank or leases, wait for a rank, are registered as a task, or are checked."""
+        return self.standing + len(self.ledgers.free) + self.check.standing
 
     @property
     def standing(self) -> int:

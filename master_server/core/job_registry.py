@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import msgspec
@@ -10,6 +11,7 @@ from dlrover_hooks.errors import BadRequest, JobAlive, SaveToBusy, UnknownJob
 from dlrover_hooks.master.core import dispatch, job as one
 from dlrover_hooks.master.core.dispatch import EventOutcome
 from dlrover_hooks.master.core.effects import (
+    Deadline,
     Effect,
     ReleaseClaims,
     Wake,
@@ -120,11 +122,10 @@ def _create(state: Master, event: OpenLedger | ScaleTasks | JoinCheck, now: floa
 
 def _delete(state: Master, event: DeleteJob) -> EventOutcome:
     job = job_named(state, event.job)
-    if not event.force and (job.live or job.ledgers.free):
-        living = job.standing + len(job.ledgers.free)
+    if not event.force and job.processes:
         raise JobAlive(
-            f"Job {job.name!r} has {living} workers or agents that live: it is not deleted.",
-            hint="End it first, or force it (--force): its workers are then refused and end.",
+            f"Job {job.name!r} has {job.processes} workers, agents or nodes under check that live: it is not deleted.",
+            hint="End it first, or force it (--force): they are then refused and end.",
         )
     return _forget(state, [event.job])
 
@@ -141,7 +142,7 @@ def _forget(state: Master, names: list[str]) -> EventOutcome:
         job = state.jobs.pop(name)
         topics = [topic(name) for topic in _TOPICS]
         topics += [shards_topic(name, ledger) for ledger in job.ledgers.named]
-        effects += [*(Wake(topic=topic) for topic in topics), ReleaseClaims(job=name)]
+        effects += [*(Wake(topic=topic) for topic in topics), Deadline(job=name, at=math.inf), ReleaseClaims(job=name)]
     if names:
         state.owners = {url: owner for url, owner in state.owners.items() if owner in state.jobs}
     return EventOutcome(reply=Done(), effects=tuple(effects))

@@ -1,4 +1,4 @@
-"""The journal in etcd, for several masters of which one leads (`Leadership`).
+"""The journal in etcd, for several masters of which one leads (`EtcdLeadership`).
 
 Keys below the journal's prefix: `owner`, `leader`, `probe`, `events/SEQ/PART`, `snapshots/SEQ/PART`. A batch of events
 is one value, as is a snapshot; `SEQ` is the number of its first event (of a snapshot: of the last event in it). etcd
@@ -27,8 +27,8 @@ from dlrover_hooks.master.journal.etcd_gateway import (
     delete,
     put,
 )
+from dlrover_hooks.master.journal.etcd_leadership import EtcdLeadership
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost, checksum, replay
-from dlrover_hooks.master.journal.leadership import Leadership
 
 log = logging.getLogger("dlrover_hooks.master")
 FORMAT = 1
@@ -49,7 +49,7 @@ class ValueHead(msgspec.Struct, frozen=True):
 class EtcdJournal:
     """A `Journal` below `prefix`. The elected leader calls `load`, `append` and `probe`; a standby calls `follow`."""
 
-    def __init__(self, etcd: EtcdGateway, prefix: str, leadership: Leadership) -> None:
+    def __init__(self, etcd: EtcdGateway, prefix: str, leadership: EtcdLeadership) -> None:
         self.name = f"etcd:{prefix}"
         self.since_snapshot = 0
         self._etcd, self._prefix, self._leadership = etcd, prefix.encode(), leadership

@@ -1,8 +1,10 @@
 """The journal: stores every event in SQLite before it is answered; snapshots of the state replace old events.
 
 Write-ahead logging with `synchronous=FULL`: answered events survive a power cut. A batch is one transaction. Only one
-process has the journal open, which a lock ensures that ends with the process. Not thread-safe: calls must not overlap,
-but may come from any thread.
+process has the journal open, which a lock ensures that ends with the process. Should the lock fail (its file was
+deleted, or a network file system lost it), the epoch detects it: the first write of a process raises the stored epoch,
+and each later one is refused if another process has raised it since. Not thread-safe: calls must not overlap, but may
+come from any thread.
 
 Each record has a checksum that includes its number. The newest two snapshots are kept, with all events since the older
 one: damage to the newest snapshot loses nothing. Any other damage that is found is reported, and no request is
@@ -25,7 +27,7 @@ from dlrover_hooks.errors import JournalFailed, UsageError
 from dlrover_hooks.master.core import job_registry
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import write_ahead_log
-from dlrover_hooks.master.journal.journal_protocol import checksum, replay
+from dlrover_hooks.master.journal.journal_protocol import LeadershipLost, checksum, replay
 
 log = logging.getLogger("dlrover_hooks.master")
 FORMAT = 2
@@ -48,30 +50,41 @@ INSERT INTO snapshots SELECT seq, state, crc(seq, state) FROM snapshot;
 DROP TABLE events_1;
 DROP TABLE snapshot;
 UPDATE meta SET value = '2' WHERE name = 'format';
-COMMIT;
 """
-"""Format 1 had no checksums: its records are assumed to be undamaged."""
+"""Format 1 had no checksums: its records are assumed to be undamaged. Like `_SCHEMA` without an end, see `_sign`."""
 _HAS = {1: {"events", "snapshot", "meta"}, 2: {"events", "snapshots", "meta"}}
 """Tables, by format."""
+
+
+class JournalInUse(UsageError):
+    """Another live process has the journal open. `address`: its URL, if it is one of several masters."""
+
+    address: str = ""
 
 
 class SqliteJournal:
     """Events on disk at `path` (mode 0600), or in memory if it is None. `owner` is made once and kept.
 
+    `address`: this master's URL, if it is one of several that wait for the journal: the others read it there.
+
     Raises:
-        UsageError: another live process has it open.
+        JournalInUse: another live process has it open.
+        UsageError: it is damaged.
         JournalFailed: it cannot be opened.
     """
 
-    def __init__(self, path: str | Path | None = None, *, synchronous: str = "full") -> None:
+    def __init__(self, path: str | Path | None = None, *, synchronous: str = "full", address: str = "") -> None:
         self.path = str(path) if path is not None else ":memory:"
         self.since_snapshot = 0
+        self.lost = False
+        """Another process has raised the epoch: this one writes nothing any more."""
+        self._address = address
         self._last = self._sound = 0
         """Numbers of the last event and of the newest snapshot that is known to be undamaged."""
         self._lock: int | None = None
         try:
             if path is not None:
-                self._lock = _locked(self.path)
+                self._lock = _locked(self.path, address)
             self._open(synchronous)
         except UsageError:
             self._unlock()
@@ -113,8 +126,14 @@ class SqliteJournal:
             self._sign()
         elif self._value("crc") != self._signature():
             raise ValueError("its tables and owner do not match their checksum")
+        self._next_epoch()
         last = "SELECT max(coalesce((SELECT max(seq) FROM events), 0), coalesce((SELECT max(seq) FROM snapshots), 0))"
         self._last = int(self._db.execute(last).fetchone()[0])
+
+    def _next_epoch(self) -> None:
+        self._seen_epoch = self._stored_epoch()
+        self.epoch = self._seen_epoch + 1
+        """How many processes have had the journal, with this one. Stored by `load`, or with the first write."""
 
     def _tables(self) -> set[str]:
         names = self._db.execute("SELECT CAST(name AS BLOB) FROM sqlite_master WHERE type = 'table'")
@@ -130,7 +149,6 @@ class SqliteJournal:
         for name, value in (("owner", self.owner), ("format", str(FORMAT))):
             self._db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
         self._sign()
-        self._db.execute("COMMIT")
 
     def _value(self, name: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
@@ -144,7 +162,9 @@ class SqliteJournal:
         return str(checksum(FORMAT, b"\0".join([self.owner.encode(), *(sql for (sql,) in tables)])))
 
     def _sign(self) -> None:
+        """Write the signature, and end the transaction in which the tables were made."""
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('crc', ?)", (self._signature(),))
+        self._db.execute("COMMIT")
 
     def _check_pages(self) -> None:
         """SQLite's own check, which finds rows whose loss nothing else would show. Raises ValueError."""
@@ -154,7 +174,11 @@ class SqliteJournal:
 
     @property
     def claims_as(self) -> str:
-        """See `Journal`. With the host: a copy of the file on another host is another journal."""
+        """See `Journal`. With the host, unless masters of several hosts may share the file: a copy on another host is
+        another journal.
+        """
+        if self._address:
+            return f"the masters of a shared journal ({self.owner})"
         return f"master {self.owner} on {socket.gethostname()}"
 
     def load(self) -> Master:
@@ -164,6 +188,7 @@ class SqliteJournal:
 
         Raises:
             UsageError: a part is damaged or missing and cannot be replaced by another one. The file is not changed.
+            LeadershipLost: see `append`.
         """
         try:
             if self.path != ":memory:":
@@ -185,6 +210,9 @@ class SqliteJournal:
                 "journal %s: %s: the state is that of the snapshot before, and the events since", self.path, bad
             )
         self._last, self._sound, self.since_snapshot = last, seq, last - seq
+        if self._seen_epoch != self.epoch:
+            with contextlib.suppress(JournalFailed), self._transaction():  # stores the epoch
+                pass  # on a full disk it begins with the first event
         return state
 
     def _snapshot(self) -> tuple[int, Master, str]:
@@ -230,6 +258,7 @@ class SqliteJournal:
 
         Raises:
             JournalFailed: nothing was written.
+            LeadershipLost: nothing was written, another process has the journal.
         """
         rows = [(seq, record, checksum(seq, record)) for seq, record in enumerate(records, self._last + 1)]
         last = self._last + len(rows)
@@ -243,23 +272,47 @@ class SqliteJournal:
             self._sound, self.since_snapshot = last, 0
 
     def probe(self) -> None:
-        """Write a small value, as durably as events. Raises JournalFailed."""
+        """Write a small value, as durably as events. Raises JournalFailed, LeadershipLost."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', ?)", (uuid.uuid4().hex,))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """A transaction around the block. Raises JournalFailed."""
+        """A transaction around the block, in this process's epoch. Raises JournalFailed, LeadershipLost."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
+            self._check_epoch()
             yield
             self._db.execute("COMMIT")
+            self._seen_epoch = self.epoch
+        except LeadershipLost:
+            self._undo()
+            raise
         except sqlite3.Error as error:
             self._undo()
             raise JournalFailed(
                 f"The journal {self.path} cannot be written: {error}. Nothing was changed.",
                 hint="Make room on its disk and send the request again.",
             ) from error
+
+    def _check_epoch(self) -> None:
+        """Within a transaction. Raises LeadershipLost."""
+        if (found := self._stored_epoch()) != self._seen_epoch:
+            self.lost = True
+            raise LeadershipLost(
+                f"another process has opened the journal {self.path}: it is at epoch {found}, this one at {self.epoch}"
+            )
+        if found != self.epoch:
+            value = f"{self.epoch} {checksum(self.epoch, b'')}"
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (value,))
+
+    def _stored_epoch(self) -> int:
+        """0 in a journal of a release without epochs. Raises ValueError: it is damaged."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = 'epoch'").fetchone()
+        epoch, _, crc = str(row[0]).partition(" ") if row is not None else ("0", "", "")
+        if row is not None and crc != str(checksum(int(epoch), b"")):
+            raise ValueError("its epoch does not match its checksum")
+        return int(epoch)
 
     def _replace(self, last: int, snapshot: bytes) -> None:
         """Add a snapshot. Keep the one before and the events since that one, in case the new one gets damaged."""
@@ -304,25 +357,36 @@ def lock_path(journal: str) -> str:
     return os.path.realpath(journal) + ".lock"
 
 
-def _locked(journal: str) -> int:
+def _locked(journal: str, address: str) -> int:
     """A descriptor that holds the lock until it is closed or the process ends in any way.
 
-    A separate file is locked, not the journal itself: on NFS that would collide with SQLite's own lock.
+    A separate file is locked, not the journal itself: on NFS that would collide with SQLite's own lock. Its first line
+    names the process, its second one is `address`, if that is given.
     """
     path = lock_path(journal)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
-        os.write(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+        os.write(lock, f"pid {os.getpid()} on host {socket.gethostname()}\n{address and address + chr(10)}".encode())
     except BlockingIOError:
-        holder = os.read(lock, 1000).decode(errors="replace").strip()
+        error = _in_use(journal, os.read(lock, 1000).decode(errors="replace"))
         os.close(lock)
-        raise UsageError(
-            f"The journal {journal} is open in another master: {holder or 'its process has just started'}.",
-            hint="Two masters on one journal would destroy it: end that process, or give this one another --journal.",
-        ) from None
+        raise error from None
     except OSError:
         os.close(lock)
         raise
     return lock
+
+
+def _in_use(journal: str, holder: str) -> JournalInUse:
+    """`holder`: the text of the lock file, which its process may be writing."""
+    process, _, rest = holder.partition("\n")
+    address, complete, _ = rest.partition("\n")
+    error = JournalInUse(
+        f"The journal {journal} is open in another master: {process or 'its process has just started'}.",
+        hint="Two masters on one journal would destroy it: end that process, start both with --standby, or give this "
+        "one another --journal.",
+    )
+    error.address = address if complete else ""
+    return error

@@ -1,11 +1,8 @@
-"""A real etcd of one or three members for tests, and masters that share a journal in it."""
+"""A real etcd of one or three members for tests."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import requests
@@ -66,6 +63,10 @@ class EtcdProcess:
             return False
         return answer.json().get("health") == "true"
 
+    def journal(self, name: str, scheme: str = "etcd://") -> str:
+        """That of masters, for --journal."""
+        return f"{scheme}{self.members}/{name}"
+
     def kill(self, index: int) -> None:
         """SIGKILL, reaped."""
         self.processes[index].kill()
@@ -75,75 +76,5 @@ class EtcdProcess:
         """End all members."""
         for process in self.processes:
             if process.poll() is None:
-                process.kill()
-                process.wait(60)
-
-
-class Masters:
-    """Masters on one journal in etcd, each with its own address. `env`: variables of them; `scheme`: of the journal."""
-
-    def __init__(
-        self, folder: Path, etcd: EtcdProcess, count: int = 2, *flags: str, scheme: str = "etcd://", **env: str
-    ) -> None:
-        self.journal, self._env = f"{scheme}{etcd.members}/{folder.name}", env
-        self.log = folder / "masters.log"
-        self._flags, self._ports = flags, free_ports(count)
-        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
-        self.processes = [self._start(index) for index in range(count)]
-
-    def _start(self, index: int) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "dlrover_hooks.master",
-            "--port",
-            str(self._ports[index]),
-            "--journal",
-            self.journal,
-        ]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("DLROVER_HOOKS_")} | self._env
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [*command, "--log-level", "info", *self._flags], env=env, stdout=log, stderr=log, start_new_session=True
-            )
-
-    def leader(self, *not_these: int) -> int:
-        """The index of the master that accepts requests, none of `not_these`; waits for one."""
-        among = [index for index in range(len(self.urls)) if index not in not_these]
-
-        def found() -> list[int]:
-            return [index for index in among if (answer := self.readiness(index)) is not None and answer.ok]
-
-        return int(until(found, "a leader", diagnostic=self.told)[0])
-
-    def readiness(self, index: int) -> requests.Response | None:
-        """What it answers to /readyz; None: nothing."""
-        try:
-            return requests.get(f"{self.urls[index]}/readyz", timeout=5)
-        except requests.RequestException:
-            return None
-
-    def told(self) -> str:
-        """The log of all masters."""
-        return self.log.read_text()
-
-    def kill(self, index: int) -> None:
-        """SIGKILL, reaped."""
-        self.processes[index].kill()
-        self.processes[index].wait(60)
-
-    def again(self, index: int) -> None:
-        """Start a master that was killed."""
-        self.processes[index] = self._start(index)
-
-    def signal(self, index: int, signum: int) -> None:
-        """Send a signal."""
-        self.processes[index].send_signal(signum)
-
-    def close(self) -> None:
-        """End all masters."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait(60)

@@ -1,14 +1,17 @@
-"""Several masters on one journal in a real etcd: one leads, the others follow; a killed or stopped one is replaced."""
+"""Several masters on one journal: one leads, the others are standbys; a killed or stopped one is replaced.
+
+With the journal in a real etcd or in a SQLite file; what etcd alone has is tested here, too.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-import random
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,20 +20,20 @@ import pytest
 import requests
 
 from dlrover_hooks import protocol as p
-from dlrover_hooks.client import MasterClient
 from dlrover_hooks.config import Tls
-from dlrover_hooks.errors import HooksError, JournalFailed
+from dlrover_hooks.errors import JournalFailed
 from dlrover_hooks.master.core import events, job_registry
 from dlrover_hooks.master.core.events import Envelope
 from dlrover_hooks.master.core.job_registry import Master
 from dlrover_hooks.master.journal import etcd_journal
 from dlrover_hooks.master.journal.etcd_gateway import EtcdAccess, EtcdAway, EtcdGateway, EtcdRefused, delete, put
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl
+from dlrover_hooks.master.journal.etcd_leadership import EtcdLeadership
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
-from dlrover_hooks.master.journal.leadership import Leadership
-from tests.e2e.etcd_process import EtcdProcess, Masters
+from tests.e2e.etcd_process import EtcdProcess
 from tests.e2e.job_script import join
 from tests.e2e.launched import Launched
+from tests.e2e.several_masters import Masters, client_of, names, takeovers_under_load
 from tests.e2e.test_tls import certificate, folder_of_cas
 from tests.waiting import until
 
@@ -43,18 +46,22 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
 
 
 @pytest.fixture
-def masters(tmp_path: Path, etcd: EtcdProcess) -> Iterator[Masters]:
-    several = Masters(tmp_path, etcd)
+def etcd_masters(tmp_path: Path, etcd: EtcdProcess) -> Iterator[Masters]:
+    several = Masters(tmp_path, etcd.journal(tmp_path.name))
     yield several
     several.close()
 
 
-def client_of(masters: Masters, *urls: str) -> MasterClient:
-    return MasterClient(",".join(urls or masters.urls), incarnation="agent", deadline_s=60.0)
+@pytest.fixture
+def file_masters(tmp_path: Path) -> Iterator[Masters]:
+    several = Masters(tmp_path, str(tmp_path / "master.db"), 2, "--standby")
+    yield several
+    several.close()
 
 
-def names(client: MasterClient) -> set[str]:
-    return set(client.call(p.ListJobs()).jobs)
+@pytest.fixture(params=["etcd_masters", "file_masters"])
+def masters(request: pytest.FixtureRequest) -> Masters:
+    return request.getfixturevalue(request.param)
 
 
 def named_by(masters: Masters, index: int) -> str:
@@ -88,8 +95,9 @@ def test_a_standby_names_the_leader(masters: Masters) -> None:
     client.close()
 
 
-def test_a_stopped_leader_does_no_harm_when_it_goes_on(masters: Masters) -> None:
+def test_a_stopped_leader_does_no_harm_when_it_goes_on(etcd_masters: Masters) -> None:
     """Requests reach it before it could learn that it was replaced: it answers none of them as the leader."""
+    masters = etcd_masters
     first = masters.leader()
     client = client_of(masters)
     client.call(join())
@@ -105,8 +113,22 @@ def test_a_stopped_leader_does_no_harm_when_it_goes_on(masters: Masters) -> None
     client.close()
 
 
-def test_a_leader_without_its_key_goes_on_as_a_standby(masters: Masters, etcd: EtcdProcess, tmp_path: Path) -> None:
+def test_a_long_poll_at_a_stopped_leader_is_sent_to_the_next_one(etcd_masters: Masters) -> None:
+    """Long before its own timeout: no master is asked to keep it for longer than a few seconds."""
+    masters = etcd_masters
+    first = masters.leader()
+    client = client_of(masters, masters.urls[first], masters.urls[1 - first])
+    client.call(join())
+    masters.stop(first)
+    began = time.monotonic()
+    assert client.call(p.AwaitRound("job", "agent", timeout_s=20.0)).round == 1
+    assert time.monotonic() - began < 15.0
+    client.close()
+
+
+def test_a_leader_without_its_key_goes_on_as_a_standby(etcd_masters: Masters) -> None:
     """The journal tells it: its lease lives. It neither ends nor writes, and it keeps its port."""
+    masters = etcd_masters
     first = masters.leader()
     client = client_of(masters)
     client.call(join())
@@ -131,7 +153,7 @@ def test_a_leader_that_ends_is_replaced_at_once(masters: Masters) -> None:
 def test_etcd_is_away_for_a_while(tmp_path: Path) -> None:
     """Without etcd no master leads; what was acknowledged is there when it is back."""
     own = EtcdProcess(tmp_path)
-    masters = Masters(tmp_path, own)
+    masters = Masters(tmp_path, own.journal(tmp_path.name))
     client = client_of(masters)
     try:
         masters.leader()
@@ -150,7 +172,7 @@ def test_etcd_is_away_for_a_while(tmp_path: Path) -> None:
 
 def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
     own = EtcdProcess(tmp_path, 3)
-    masters = Masters(tmp_path, own)
+    masters = Masters(tmp_path, own.journal(tmp_path.name))
     client = client_of(masters)
     try:
         masters.leader()
@@ -170,7 +192,7 @@ def test_a_member_of_three_is_killed(tmp_path: Path) -> None:
 def test_the_quota_of_etcd_is_used_up(tmp_path: Path) -> None:
     """Events are refused with the reason, questions are answered; with room again all goes on under that leader."""
     own = EtcdProcess(tmp_path, 1, "--quota-backend-bytes", str(16 << 20))
-    masters = Masters(tmp_path, own)
+    masters = Masters(tmp_path, own.journal(tmp_path.name))
     client, etcd = client_of(masters), EtcdGateway([own.members])
     try:
         leader = masters.leader()
@@ -203,8 +225,9 @@ def test_etcd_with_tls_and_a_password(tmp_path: Path) -> None:
     own = EtcdProcess(tmp_path, 1, tls=(cert, key))
     demand_passwords(EtcdGateway([own.members], access=access))
     flags = "--etcd-password-file", str(tmp_path / "password")
-    masters = Masters(tmp_path, own, 1, *flags, scheme="etcds://hooks@", **env)
-    refused = Masters(tmp_path, own, 1, flags[0], str(tmp_path / "wrong"), scheme="etcds://hooks@", **env)
+    journal = own.journal(tmp_path.name, "etcds://hooks@")
+    masters = Masters(tmp_path, journal, 1, *flags, **env)
+    refused = Masters(tmp_path, journal, 1, flags[0], str(tmp_path / "wrong"), **env)
     client = client_of(masters)
     try:
         masters.leader()
@@ -248,64 +271,14 @@ def make_room(etcd: EtcdGateway, folder: bytes) -> None:
         etcd.call("/v3/maintenance/alarm", {"action": "DEACTIVATE", **alarm})
 
 
-class Writer:
-    """Sends one event after the other, each for a job of its own, from a thread until `end`."""
-
-    def __init__(self, masters: Masters, number: int) -> None:
-        self.acknowledged: list[str] = []
-        self.errors: list[Exception] = []
-        self._number, self._ending = number, threading.Event()
-        self._client = MasterClient(",".join(masters.urls), incarnation=f"agent-{number}", deadline_s=60.0)
-        self._thread = threading.Thread(target=self._write, daemon=True)
-        self._thread.start()
-
-    def _write(self) -> None:
-        while not self._ending.is_set() and not self.errors:
-            job = f"job-{self._number}-{len(self.acknowledged)}"
-            try:
-                self._client.call(join(f"agent-{self._number}", job=job, lives=f"{job}-w"))
-            except HooksError as error:
-                self.errors.append(error)
-            self.acknowledged.append(job)
-
-    def end(self) -> None:
-        self._ending.set()
-        self._thread.join(60.0)
-        self._client.close()
-
-
 @pytest.mark.deep
 def test_ten_takeovers_under_load_lose_nothing(tmp_path: Path) -> None:
     """Leaders are killed, or stopped and woken, while clients write. What was acknowledged was done, and done once."""
     own = EtcdProcess(tmp_path, 3)
-    masters = Masters(tmp_path, own, 3)
-    rng = random.Random(16)
-    writers = [Writer(masters, number) for number in range(3)]
+    masters = Masters(tmp_path, own.journal(tmp_path.name), 3)
     try:
-        for turn in range(10):
-            leader = masters.leader()
-            enough = sum(len(one.acknowledged) for one in writers) + rng.randrange(10, 200)
-            until(lambda enough=enough: sum(len(one.acknowledged) for one in writers) > enough, "more events")
-            if turn % 2:
-                masters.signal(leader, signal.SIGSTOP)
-            else:
-                masters.kill(leader)
-            masters.leader(leader)
-            if turn % 2:
-                masters.signal(leader, signal.SIGCONT)
-            else:
-                masters.again(leader)
-        for one in writers:
-            one.end()
-        assert [one.errors for one in writers] == [[], [], []]
-        client = client_of(masters)
-        expected = {job for one in writers for job in one.acknowledged}
-        assert names(client) == expected
-        assert {client.call(p.ShowJob(job)).round for job in expected} == {1}
-        client.close()
+        takeovers_under_load(masters, 10, stop_each_second=True)
     finally:
-        for one in writers:
-            one.end()
         masters.close()
         own.close()
 
@@ -320,7 +293,7 @@ class Follower:
         members, prefix, *_ = EtcdUrl.parse(f"etcd://{etcd.members}/{name}")
         self.lost = threading.Event()
         self.gateway = EtcdGateway(members)
-        self.leadership = Leadership(self.gateway, f"{prefix}leader".encode(), name, self.lost.set)
+        self.leadership = EtcdLeadership(self.gateway, f"{prefix}leader".encode(), name, self.lost.set)
         self.journal = EtcdJournal(self.gateway, prefix, self.leadership)
 
     def lead(self) -> Master:

@@ -99,6 +99,9 @@ def test_refusals_of_the_command_line(tmp_path: Path) -> None:
             ("--token-file", str(tmp_path / "binary")): "ASCII",
             ("--port", "0", "--journal", str(tmp_path / "binary")): "not a database",
             ("--port", "0", "--leader-lease", "3"): "several masters",
+            ("--port", "0", "--advertise", "http://a:1"): "several masters",
+            ("--port", "0", "--standby"): "--standby needs a journal",
+            ("--port", "0", "--standby", "--journal", str(tmp_path / "none" / "x.db")): "cannot be opened",
             ("--port", "0", "--journal", "etcd://me:secret@a/n"): "--etcd-password-file",
             ("--port", "0", "--journal", "etcd://me@a/n"): "needs a password",
         }

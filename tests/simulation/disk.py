@@ -123,6 +123,7 @@ class FakeJournal(SqliteJournal):
             self._disk.memory = self._db
         self._db = self._disk.memory
         self.owner = str(self._db.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()[0])
+        self._next_epoch()
 
     def pace(self, args: tuple[Any, ...]) -> tuple[float, float]:
         dice, slow, stall_s = self._disk.dice, self._disk.slow, 0.0

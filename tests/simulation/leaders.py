@@ -22,10 +22,10 @@ from dlrover_hooks.client.master_addresses import MasterAddresses
 from dlrover_hooks.errors import HooksError, JournalFailed, MasterAway
 from dlrover_hooks.master.clock import Clock
 from dlrover_hooks.master.core import events, job_registry
-from dlrover_hooks.master.journal import etcd_journal, leadership
+from dlrover_hooks.master.journal import etcd_journal, etcd_leadership
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal, EtcdUrl, Replica
+from dlrover_hooks.master.journal.etcd_leadership import EtcdLeadership, Leader
 from dlrover_hooks.master.journal.journal_protocol import checksum
-from dlrover_hooks.master.journal.leadership import Leader, Leadership
 from dlrover_hooks.master.manifest_storage import NoStorage
 from dlrover_hooks.master.runtime import Runtime
 from dlrover_hooks.protocol import Message, Route
@@ -62,7 +62,7 @@ class Candidate:
     def _start(self) -> None:
         world, url = self.world, self.world.urls[self.index]
         self.runtime: Runtime | None = None
-        self.leadership = Leadership(
+        self.leadership = EtcdLeadership(
             SimulatedGateway(world.etcd, url, 0.5), PREFIX + b"leader", url, self._lost, ttl_s=2
         )
         self.journal = EtcdJournal(SimulatedGateway(world.etcd, url, 1.0), PREFIX.decode(), self.leadership)
@@ -109,9 +109,7 @@ class Candidate:
                 self.world.check(led, f"m{self.index} answers, and did not lead since the question")
             return Answer(200, _ENCODER.encode(reply))
         except HooksError as error:
-            leader = self.leadership.leader
-            named = leader.address if leader is not None else ""
-            return refusal_of(error)._replace(leader=named if runtime is None else None)
+            return refusal_of(error)._replace(leader=self.leadership.leader if runtime is None else None)
 
 
 class Site:
@@ -450,15 +448,15 @@ class _Time:
 @contextmanager
 def virtual_leaders() -> Iterator[None]:
     """Election and journal use threads and clocks of virtual time."""
-    before = leadership.now, leadership.BackgroundThread, master_addresses.time, etcd_journal.PART_BYTES
+    before = etcd_leadership.now, etcd_leadership.BackgroundThread, master_addresses.time, etcd_journal.PART_BYTES
     logging.disable(logging.CRITICAL)
-    leadership.now, leadership.BackgroundThread = monotonic, Threadlet  # pyright: ignore[reportAttributeAccessIssue]
+    etcd_leadership.now, etcd_leadership.BackgroundThread = monotonic, Threadlet  # pyright: ignore[reportAttributeAccessIssue]
     master_addresses.time, etcd_journal.PART_BYTES = _Time, _PART_BYTES  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         logging.disable(logging.NOTSET)
-        leadership.now, leadership.BackgroundThread, master_addresses.time, etcd_journal.PART_BYTES = before
+        etcd_leadership.now, etcd_leadership.BackgroundThread, master_addresses.time, etcd_journal.PART_BYTES = before
 
 
 def simulate_masters(seed: int) -> Result:

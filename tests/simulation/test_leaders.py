@@ -13,8 +13,8 @@ from dlrover_hooks.master.core import dispatch
 from dlrover_hooks.master.journal import etcd_gateway
 from dlrover_hooks.master.journal.etcd_gateway import EtcdAway, EtcdRefused
 from dlrover_hooks.master.journal.etcd_journal import EtcdJournal
+from dlrover_hooks.master.journal.etcd_leadership import EtcdLeadership
 from dlrover_hooks.master.journal.journal_protocol import LeadershipLost
-from dlrover_hooks.master.journal.leadership import Leadership
 from tests.deep import deep
 from tests.simulation.leaders import simulate_masters
 
@@ -46,7 +46,7 @@ def test_a_seed_replays() -> None:
 
 def lead_too_long(patch: Patch) -> None:
     """A leader believes in its lease longer than etcd does."""
-    patch.setattr(Leadership, "_margin", lambda self: 3.0 * self._ttl_s)
+    patch.setattr(EtcdLeadership, "_margin", lambda self: 3.0 * self._ttl_s)
 
 
 def write_without_the_epoch(patch: Patch) -> None:

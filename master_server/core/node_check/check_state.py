@@ -96,6 +96,11 @@ class NodeCheck(msgspec.Struct):
         """It waits for the next check, or is in the one that runs."""
         return incarnation in self.coming or (self.running is not None and incarnation in self.running.candidates)
 
+    @property
+    def standing(self) -> int:
+        """Number of processes that wait for the next check, or are in the one that runs."""
+        return len(self.coming) + (len(self.running.candidates) if self.running is not None else 0)
+
     def was_checked(self, incarnation: str) -> bool:
         """It took part in the last check."""
         return self.last is not None and incarnation in self.last.places

@@ -73,6 +73,64 @@ def test_a_job_is_deleted_on_request() -> None:
     assert state.jobs == {}
 
 
+def checked(node: str) -> p.JoinCheck:
+    """One of two nodes that are checked."""
+    return p.JoinCheck("job", f"life of {node}", node, "10.0.0.1", 4711, p.Secret(node), 2, 2, 60.0, 2.0, 20.0)
+
+
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_a_job_whose_nodes_are_checked_is_not_deleted(nodes: str) -> None:
+    """Neither while a node waits for the other one, nor during the check; not as a job that is over, either."""
+    state = Master()
+    finished(state)
+    for node in nodes:
+        job_registry.apply(state, checked(node), 11.0)
+    assert (state.jobs["job"].check.running is None) == (nodes == "a")
+    before = job_registry.encode(state)
+    with pytest.raises(JobAlive, match=f"{len(nodes)} workers, agents or nodes under check"):
+        job_registry.apply(state, p.DeleteJob("job"), 12.0)
+    assert job_registry.finished_before(state, 12.0) == []
+    assert job_registry.encode(state) == before
+    job_registry.apply(state, p.DeleteJob("job", force=True), 12.0)
+    assert state.jobs == {}
+
+
+def test_a_check_of_a_deleted_job_ends(tmp_path: Path) -> None:
+    """Its nodes are told, and nothing of it stays in the runtime: no waiting request, no timer, no lease."""
+
+    async def scenario() -> None:
+        runtime = Runtime(SqliteJournal(tmp_path / "m.db"), storage=StorageFake(), suspicion_s=0.02)
+        runtime.start()
+        for node in "ab":
+            await runtime.event(checked(node))
+        first = await runtime.wait(p.AwaitCheck("job", "life of a", 0, 60.0))
+        assert isinstance(first, p.CheckStep)
+        assert first.peer is not None
+        requests = [p.AwaitCheck("job", f"life of {node}", first.step, 60.0) for node in "ab"]
+        requests += [p.Watch("job", f"life of {node}") for node in "ab"]
+        polls = [asyncio.create_task(runtime.wait(request)) for request in requests]
+        await asyncio.sleep(0)
+        assert list(runtime._deadlines) == ["job"]
+        await runtime.event(p.DeleteJob("job", force=True))
+        for poll in polls:
+            with pytest.raises(UnknownJob):
+                await asyncio.wait_for(poll, 60)
+        with pytest.raises(UnknownJob):
+            await runtime.event(p.ReportTransfer("job", "life of a", first.step, failed="the other node is gone"))
+        assert runtime._waiters == {}
+        assert runtime._deadlines == {}
+
+        async def untracked() -> None:
+            while runtime.nodes.pulses:
+                await asyncio.sleep(0)
+
+        await asyncio.wait_for(untracked(), 60)
+        assert job_registry.encode(runtime.state) == job_registry.encode(Master(now=runtime.state.now))
+        await runtime.close()
+
+    asyncio.run(scenario())
+
+
 def test_joins_to_a_finished_job_leave_nothing() -> None:
     state = Master()
     finished(state)

@@ -206,7 +206,7 @@ def test_names_that_no_address_can_show(name: str) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 from dlrover_hooks.master.journal.sqlite_journal import SqliteJournal
 
 def killed_before(path, number):
@@ -224,17 +224,28 @@ def killed_before(path, number):
 ended, number = -1, 0
 while ended != 0:
     path = f"{sys.argv[1]}/{number}.db"
+    if sys.argv[2:]:
+        shutil.copy(sys.argv[2], path)
     if (child := os.fork()) == 0:
         killed_before(path, number)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    SqliteJournal(path).close()
+    journal = SqliteJournal(path)
+    assert journal.load().jobs == {}
+    journal.close()
     number += 1
 print(number)
 """
 
 
-def test_a_master_that_is_killed_while_it_makes_its_journal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("old", [False, True])
+def test_a_master_that_is_killed_while_it_makes_or_converts_its_journal(tmp_path: Path, old: bool) -> None:
     """Before each of its SQL statements: the next process can use the file."""
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=60)
+    given = [tmp_path]
+    if old:
+        given.append(tmp_path / "format-1.db")
+        database = sqlite3.connect(given[1])
+        database.executescript(FORMAT_1)
+        database.close()
+    done = subprocess.run([sys.executable, "-c", KILLED, *given], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 8
