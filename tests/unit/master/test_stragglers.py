@@ -85,7 +85,7 @@ class SimulatedJob:
                 heartbeats.beat(self.nodes, ("job", name), self.beaten_at, step=self.step, phases=phases)
                 found = stragglers.found(self.nodes, self.state.jobs["job"], name, self.beaten_at)
                 self.said += found.lines
-                self.ends += [found.ends] if found.ends is not None else []
+                self.ends += [found.acts] if found.acts is not None else []
 
     def pulse(self, rank: int) -> LivenessLease:
         return self.nodes.pulses["job", f"w{rank}"]
