@@ -277,7 +277,7 @@ SHARED = """
         loader = elastic_loader(batches, optimizer=optimizer, global_batch_size=16)
         uneven = len(set(loader.sampler.plan.shares)) > 1
         with AsyncCheckpointer(model=net, optimizer=optimizer, loader=loader) as saves:
-            last = saves.step + 60 if uneven else STEPS  # of a slow job: 60 steps after the change
+            last = saves.step + 40 if uneven else STEPS  # of a slow job: 40 steps after the change
             for epoch in loader.epochs(1 << 30):
                 for ids, batch in loader:
                     shares = ",".join(map(str, loader.sampler.plan.shares))
@@ -335,14 +335,14 @@ def step_s(batches: list[Batch], shares: tuple[int, ...]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(290)
 @pytest.mark.parametrize("run", ["elastic_run(main)()", deep("main()")])
 def test_a_slow_rank_gets_fewer_micro_batches(launch: Callable[..., Launched], tmp_path: Path, run: str) -> None:
     """Steps are shorter then, each trains on the samples that it has without a slow rank, and the weights are equal."""
     script, two = SHARED.replace("RUN", run), ("--nproc-per-node", "2", "--max-restarts", "0")
     times = {"FAST_S": "0.01", "SLOW_S": "0.04"}
     job = launch(script, *two, STEPS="-1", DLROVER_HOOKS_ON_STRAGGLER="rebalance", **times)
-    code, said = job.end(60.0)
+    code, said = job.end(150.0)
     assert code == 0, said
     reason = r"rank 1 \(.*\) is slow: its compute takes .* A micro-batch takes it \S+ times as long as the others"
     done = r"it runs [12] of 8 in a step now, was 4 \(1 of 3 actions because of slow ranks\)"
